@@ -1,0 +1,65 @@
+"""The block: what one forward of the target appends to each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Block:
+    """T new tokens for each of B sequences, against each sequence's own prefix.
+
+    Row i of sequence b sits at cache row ``lengths[b] + i`` of slot ``slots[b]``: directly behind the prefix,
+    in scratch space until the accepted path is committed. Every row sees the whole prefix ``[0, lengths[b])``;
+    inside the block it sees what ``mask`` allows.
+
+    Host integers and device tensors of the same numbers stand side by side: paths that loop over sequences
+    read the former, kernels read the latter, and neither has to synchronise.
+
+    Attributes:
+        slots: cache slot of each sequence, B host integers.
+        lengths: committed prefix length of each sequence, B host integers.
+        size: T, rows a sequence (shorter trees are padded up to it).
+        mask: (B, T, T) bool, True where row i may see row j; None for a causal chain.
+        slots_t, lengths_t: the same numbers as (B,) int32 tensors on the cache's device.
+    """
+
+    slots: tuple[int, ...]
+    lengths: tuple[int, ...]
+    size: int
+    mask: torch.Tensor | None
+    slots_t: torch.Tensor
+    lengths_t: torch.Tensor
+
+    @classmethod
+    def make(
+        cls,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        size: int,
+        mask: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Block:
+        if mask is not None and mask.shape != (len(slots), size, size):
+            raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, size)}")
+        return cls(
+            slots=tuple(slots),
+            lengths=tuple(lengths),
+            size=size,
+            mask=None if mask is None else mask.to(device),
+            slots_t=torch.tensor(slots, dtype=torch.int32, device=device),
+            lengths_t=torch.tensor(lengths, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots)
+
+    def block_mask(self, index: int, device: torch.device) -> torch.Tensor:
+        """(T, T) bool mask of sequence ``index``; the causal triangle for a chain."""
+        if self.mask is not None:
+            return self.mask[index]
+        return torch.ones(self.size, self.size, dtype=torch.bool, device=device).tril()

@@ -1,0 +1,39 @@
+"""Every error that longdraft raises on purpose. Each message says what to do next."""
+
+from __future__ import annotations
+
+
+class LongdraftError(Exception):
+    """Base class: catch this to catch all of them."""
+
+
+class PromptError(LongdraftError, ValueError):
+    """The prompt cannot be used: empty, unreadable, not text."""
+
+
+class ContextError(LongdraftError, ValueError):
+    """Prompt and budget together do not fit the model's context."""
+
+
+class MemoryBudgetError(LongdraftError, MemoryError):
+    """The KV cache that the request needs does not fit the memory that is free."""
+
+
+class UnsupportedModelError(LongdraftError, ValueError):
+    """The target has a layer kind that cannot be hosted exactly."""
+
+
+class CheckpointError(LongdraftError, OSError):
+    """A model, draft or snapshot file is missing, truncated, or made for something else."""
+
+
+class UnknownMethodError(LongdraftError, ValueError):
+    """No method goes by that name."""
+
+
+class NumericalError(LongdraftError, ArithmeticError):
+    """The target returned NaN logits."""
+
+
+class CapabilityError(LongdraftError, RuntimeError):
+    """What was asked for is not available on this machine or not supported here."""
