@@ -1,0 +1,26 @@
+"""longdraft: speculative decoding for long contexts, on Hugging Face models as they are."""
+
+from longdraft import errors
+from longdraft.errors import LongdraftError
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.methods import methods
+from longdraft.sequence import Result, Step
+from longdraft.speculator import Generation, Speculator
+from longdraft.target.loading import LoadedModel, load
+from longdraft.verify.sampling import Sampling
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Generation",
+    "LoadedModel",
+    "LongdraftError",
+    "PromptCache",
+    "Result",
+    "Sampling",
+    "Speculator",
+    "Step",
+    "errors",
+    "load",
+    "methods",
+]

@@ -1,0 +1,98 @@
+"""Hybrid tree attention on a CPU: memory traffic decides, so K and V are read once per KV head.
+
+Two regimes, split by the number of query rows:
+
+* A tree or chain of a few rows (decoding). The query heads of a group are folded into rows, legal because all of
+  them see the same prefix; each KV head is then one small matrix product with the cache as it lies. Scores of
+  prefix and tree stand in one row, so the softmax merges the two parts and the mask touches the tree's columns
+  alone.
+* A long chain (a prefill chunk). Scores would not fit the processor's caches: torch's flash kernel runs over the
+  prefix with folded heads and, causally, over the chunk; the parts are merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from longdraft.attention.block import Block
+from longdraft.attention.reference import merge
+
+# Query rows (T) up to which the score matrix is formed in full.
+FEW_ROWS = 64
+# Prefix rows from which one product per KV head, threaded inside, beats a batched product over the heads.
+LONG_PREFIX = 1024
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+) -> torch.Tensor:
+    """Same contract as :func:`longdraft.attention.reference.attend`."""
+    batch, heads, size, dim = q.shape
+    kv_heads = keys.shape[1]
+    # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * size, dim)
+    few = size <= FEW_ROWS and q.dtype == torch.float32
+    if few:
+        folded = folded * scale
+    out = torch.empty_like(folded)
+    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+        end = n + size
+        if few:
+            tree = None if size == 1 else block.block_mask(b, q.device)
+            _few_rows(folded[b], keys[slot, :, :end], values[slot, :, :end], n, tree, out[b])
+        else:
+            out[b] = _many_rows(q[b], folded[b], keys[slot, :, :end], values[slot, :, :end], n, block, b, scale)
+    return out.view(batch, heads, size, dim)
+
+
+def _few_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int, tree: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """q (Hkv, G*T, d), already scaled; k, v (Hkv, n+T, d); tree (T, T) or None when all is seen."""
+    kt = k.transpose(1, 2)
+    hidden = None if tree is None else (~tree).repeat(q.shape[1] // tree.shape[0], 1)
+    if k.shape[1] < LONG_PREFIX:
+        scores = torch.bmm(q, kt)
+        if hidden is not None:
+            scores[..., n:].masked_fill_(hidden, float("-inf"))
+        torch.bmm(torch.softmax(scores, -1), v, out=out)
+        return
+    for head in range(k.shape[0]):
+        scores = torch.mm(q[head], kt[head])
+        if hidden is not None:
+            scores[:, n:].masked_fill_(hidden, float("-inf"))
+        torch.mm(torch.softmax(scores, -1), v[head], out=out[head])
+
+
+def _many_rows(
+    q: torch.Tensor,
+    folded: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n: int,
+    block: Block,
+    b: int,
+    scale: float,
+) -> torch.Tensor:
+    """q (Hq, T, d); folded (Hkv, G*T, d); k, v (Hkv, n+T, d) -> (Hkv, G*T, d)."""
+    heads, size, dim = q.shape
+    kv_heads = k.shape[0]
+    group = heads // kv_heads
+    own_k, own_v = (x[:, n:].repeat_interleave(group, dim=0)[None].contiguous() for x in (k, v))
+    if block.mask is None:
+        own, own_lse = _flash(q[None], own_k, own_v, 0.0, True, scale=scale)
+    else:
+        hidden = torch.zeros(size, size, dtype=q.dtype).masked_fill_(~block.mask[b], float("-inf"))
+        own, own_lse = _flash(q[None], own_k, own_v, 0.0, False, attn_mask=hidden[None, None], scale=scale)
+    own = own.reshape(kv_heads, group * size, dim)
+    if n == 0:
+        return own
+    # The kernel wants rows contiguous; the copy is small beside a chunk's work.
+    prefix, prefix_lse = _flash(
+        folded[None], k[None, :, :n].contiguous(), v[None, :, :n].contiguous(), 0.0, False, scale=scale
+    )
+    own_lse = own_lse.reshape(kv_heads, group * size)
+    merged, _ = merge([prefix[0], own], [prefix_lse.reshape(kv_heads, group * size), own_lse])
+    return merged.to(q.dtype)

@@ -1,0 +1,209 @@
+"""Triton kernels for hybrid tree attention (LongSpec section 3.3), the prefix split as in flash-decoding.
+
+Three kernels: the prefix part (no mask, cut into S splits), the block part (the tree mask), and the merge of
+all the parts by log-sum-exp. Notation, per sequence b and KV head h:
+
+    rows    the G = Hq/Hkv query heads of one KV head, folded: row r = g*T + t, R = G*T of them. The G heads
+            read the same keys, so each key and value tile is loaded once for all of them.
+    part p  one piece of the keys. It leaves its normalised output o_p and log-sum-exp l_p, both float32, in
+            buffers (P, B*Hkv*R, d) and (P, B*Hkv*R): folding keeps the order of a (P, B, Hq, T, d) tensor.
+
+Scores are kept in base 2 (the scale carries log2 e), since exp2 is what the hardware has; the log-sum-exp
+that is stored is natural. Offsets are int64: slot * stride passes 2^31 in a large cache.
+"""
+
+# Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(rows, BLOCK_D) tile; zero in rows that are not ok and in the padding of the head size."""
+    dims = tl.arange(0, BLOCK_D)
+    ok = row_ok[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(ptr + row_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_d, mask=ok, other=0.0)
+
+
+@triton.jit
+def _query_tile(q, rows, T, q_head, q_t, q_d, R, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows r = g*T + t of one KV head's group; ``q`` points at (b, first head of the group)."""
+    offsets = (rows // T).to(tl.int64) * q_head + (rows % T).to(tl.int64) * q_t
+    return _tile(q, offsets, rows < R, q_d, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _dot(a, b, acc, DOT: tl.constexpr):
+    """acc + a @ b. DOT is the operands' own type, but float32 where the interpreter cannot multiply it."""
+    return tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
+
+
+@triton.jit
+def _online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
+    """One key tile: running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
+    m_new = tl.maximum(m, tl.max(scores, axis=1))
+    # A row that has seen nothing yet has m = -inf, and -inf - -inf is NaN: any finite reference does there.
+    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+    decay = tl.exp2(m - reference)
+    p = tl.exp2(scores - reference[:, None])
+    z = z * decay + tl.sum(p, axis=1)
+    acc = _dot(p.to(v.dtype), v, acc * decay[:, None], DOT)
+    return m_new, z, acc
+
+
+@triton.jit
+def _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """o_p = acc / z and l_p = log sum exp s; o_p = 0 and l_p = -inf for a row that saw no key."""
+    total = tl.where(z > 0.0, z, 1.0)
+    natural = tl.where(z > 0.0, (m + tl.log2(total)) * LN2, float("-inf"))
+    flat = first_row + rows
+    dims = tl.arange(0, BLOCK_D)
+    tl.store(lse + flat, natural, mask=rows < R)
+    tl.store(
+        o + flat[:, None] * HEAD_DIM + dims[None, :],
+        acc / total[:, None],
+        mask=(rows < R)[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def prefix_kernel(
+    q, k, v, slots, lengths, o, lse, scale_log2, T, kv_heads, num_splits,
+    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Part p = one split of the prefix. Grid: (row tiles, B*Hkv, splits).
+
+    A split's bounds follow from the sequence's own length on the device, not from the longest one: a ragged
+    batch is cut evenly, and a captured graph stays right while the lengths grow.
+    """
+    sequence_head = tl.program_id(1)
+    split = tl.program_id(2)
+    b = (sequence_head // kv_heads).to(tl.int64)
+    h = (sequence_head % kv_heads).to(tl.int64)
+    slot = tl.load(slots + b).to(tl.int64)
+    n = tl.load(lengths + b)
+    R = GROUP * T
+
+    chunk = tl.cdiv(tl.cdiv(n, num_splits), BLOCK_N) * BLOCK_N
+    lo = split * chunk
+    hi = tl.minimum(lo + chunk, n)
+
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    k_base = k + slot * k_slot + h * k_head
+    v_base = v + slot * v_slot + h * v_head
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    z = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(lo, hi, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        at = keys.to(tl.int64)
+        ok = keys < hi
+        k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2
+        scores = tl.where(ok[None, :], scores, float("-inf"))
+        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+
+    first_row = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R
+    _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def block_kernel(
+    q, k, v, mask, slots, lengths, o, lse, scale_log2, T, kv_heads,
+    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, mask_b, mask_i, mask_j,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The block part: row i sees block row j, at cache row lengths[b] + j, where the mask allows it.
+
+    Grid: (row tiles, B*Hkv). ``o`` and ``lse`` point at one part's slice of the buffers. ``mask`` is uint8,
+    and not read for a causal chain.
+    """
+    sequence_head = tl.program_id(1)
+    b = (sequence_head // kv_heads).to(tl.int64)
+    h = (sequence_head % kv_heads).to(tl.int64)
+    slot = tl.load(slots + b).to(tl.int64)
+    n = tl.load(lengths + b).to(tl.int64)
+    R = GROUP * T
+
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = rows % T  # the query's own block row, whichever head of the group it belongs to
+    q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    k_base = k + slot * k_slot + h * k_head + n * k_n
+    v_base = v + slot * v_slot + h * v_head + n * v_n
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    z = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if CAUSAL:
+        end = tl.max(i, axis=0) + 1  # no row of this tile sees beyond itself
+    else:
+        end = T
+    for start in range(0, end, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        at = j.to(tl.int64)
+        ok = j < T
+        k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        if CAUSAL:
+            sees = ok[None, :] & (j[None, :] <= i[:, None])
+        else:
+            offsets = b * mask_b + i.to(tl.int64)[:, None] * mask_i + at[None, :] * mask_j
+            sees = tl.load(mask + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
+        scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2
+        scores = tl.where(sees, scores, float("-inf"))
+        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+
+    first_row = sequence_head.to(tl.int64) * R
+    _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def merge_kernel(
+    o_parts, lse_parts, out, lse, parts, N, T, heads, out_b, out_head, out_t, out_d,
+    WITH_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p over the N = B*Hq*T rows. Grid: (row tiles,).
+
+    All the parts of a row are loaded at once: a loop over them would pay the memory latency once a part.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    p = tl.arange(0, BLOCK_P)
+    dims = tl.arange(0, BLOCK_D)
+    ok = (rows < N)[:, None] & (p < parts)[None, :]
+    flat = p.to(tl.int64)[None, :] * N + rows[:, None]
+
+    l_p = tl.load(lse_parts + flat, mask=ok, other=float("-inf"))
+    top = tl.max(l_p, axis=1)
+    top = tl.where(top == float("-inf"), 0.0, top)  # no part saw anything: every weight is exp(-inf) = 0
+    weights = tl.exp(l_p - top[:, None])
+    total = tl.sum(weights, axis=1)
+    divisor = tl.where(total > 0.0, total, 1.0)
+
+    o_p = tl.load(
+        o_parts + flat[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=ok[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    o = tl.sum(o_p * weights[:, :, None], axis=1) / divisor[:, None]
+
+    b = rows // (heads * T)
+    offsets = b * out_b + (rows // T % heads) * out_head + (rows % T) * out_t
+    tl.store(
+        out + offsets[:, None] + dims.to(tl.int64)[None, :] * out_d,
+        o.to(out.dtype.element_ty),
+        mask=(rows < N)[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+    if WITH_LSE:
+        natural = tl.where(total > 0.0, top + tl.log(divisor), float("-inf"))
+        tl.store(lse + rows, natural, mask=rows < N)

@@ -1,0 +1,115 @@
+"""Prompt lookup: what followed the last few tokens when they stood in the text before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from longdraft.sequence import Sequence
+from longdraft.trees.builders import union
+from longdraft.trees.tree import TokenTree
+
+
+class NGramIndex:
+    """Where each n-gram of a growing text ended, for n = min_n .. max_n.
+
+    Adding a token and looking up cost O(max_n), whatever the length of the text.
+    """
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self.min_n, self.max_n = min_n, max_n
+        self.text: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens. The n-grams that end at the text's very last token are found only from the next call on."""
+        start = len(self.text)
+        self.text.extend(tokens)
+        # An n-gram is recorded with the position behind it, once a token stands there.
+        for end in range(max(start, 1), len(self.text)):
+            for n in range(self.min_n, min(self.max_n, end) + 1):
+                self._ends.setdefault(tuple(self.text[end - n : end]), []).append(end)
+
+    def continuations(self, length: int, count: int) -> list[tuple[int, list[int]]]:
+        """Up to ``count`` different continuations of the text's end: the longest match first, then the latest.
+
+        Returns:
+            (matched n, up to ``length`` following tokens) for each.
+        """
+        found: list[tuple[int, list[int]]] = []
+        starts: set[int] = set()
+        for n in range(min(self.max_n, len(self.text)), self.min_n - 1, -1):
+            for end in reversed(self._ends.get(tuple(self.text[-n:]), ())):
+                if end in starts:
+                    continue
+                starts.add(end)
+                path = self.text[end : end + length]
+                # A match that runs into the text's end is periodic: what follows is its own beginning again.
+                while path and len(path) < length:
+                    path += path[: length - len(path)]
+                if not any(path == known[: len(path)] for _, known in found):
+                    found.append((n, path))
+                    if len(found) == count:
+                        return found
+                if len(starts) >= 8 * count:  # many occurrences that all say the same
+                    return found
+        return found
+
+
+@dataclass
+class NGramDrafter:
+    """Drafts by n-gram lookup in prompt and output.
+
+    The draft's length follows its luck: it doubles when a whole draft was right, and falls back to what was
+    right when it was not; a match of one token starts shorter than a long match. A draft that is never right
+    costs a little verification; where nothing matches, nothing is drafted.
+
+    Attributes:
+        max_draft: longest continuation, in tokens.
+        max_nodes: most drafted nodes of a tree (several continuations share a prefix).
+        branches: how many different continuations to join into a tree; 1 gives a chain.
+        min_n, max_n: match lengths, in tokens.
+    """
+
+    max_draft: int = 15
+    max_nodes: int = 15
+    branches: int = 1
+    min_n: int = 2
+    max_n: int = 5
+    _indexes: dict[int, NGramIndex] = field(default_factory=dict)
+    _lengths: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n:
+            raise ValueError(f"need 1 <= min_n <= max_n, got {self.min_n} and {self.max_n}")
+        if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
+            raise ValueError("max_draft, max_nodes and branches must be at least 1")
+
+    def prefill(self, sequence: Sequence) -> None:
+        index = NGramIndex(self.min_n, self.max_n)
+        index.extend(sequence.tokens)
+        self._indexes[sequence.index] = index
+        self._lengths[sequence.index] = self.max_draft // 2 + 1
+
+    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+        return [self._propose(s) for s in sequences]
+
+    def _propose(self, sequence: Sequence) -> TokenTree:
+        root = sequence.output[-1]
+        length = min(self._lengths[sequence.index], sequence.remaining - 1)
+        if length < 1:
+            return TokenTree((root,), (-1,))
+        found = self._indexes[sequence.index].continuations(length, self.branches)
+        return union(root, [path for _, path in found], self.max_nodes)
+
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+        index = self._indexes[sequence.index]
+        index.extend(sequence.tokens[len(index.text) :])
+        if not tree.drafted:
+            return
+        length = self._lengths[sequence.index]
+        full = accepted >= max(tree.depths)
+        self._lengths[sequence.index] = min(2 * length, self.max_draft) if full else max(accepted + 1, 2)
+
+    def release(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence.index, None)
+        self._lengths.pop(sequence.index, None)

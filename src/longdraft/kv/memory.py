@@ -1,0 +1,86 @@
+"""How much memory there is, and how much a request needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from longdraft.errors import MemoryBudgetError
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch's allocator holds but does not use is ours to use again.
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "cpu":
+        candidates = [c for c in (_meminfo_available(), _cgroup_available()) if c is not None]
+        return min(candidates) if candidates else None
+    return None
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:  # macOS and others: all physical memory is the best bound there is.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _cgroup_available() -> int | None:
+    """A container's limit less what it uses (cgroup v2); page cache counts as free, as it can be dropped."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def human(n: float) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def require(needed: int, device: torch.device, what: str) -> None:
+    """Refuses before work starts.
+
+    Raises:
+        MemoryBudgetError: with the bytes needed and available.
+    """
+    available = available_bytes(device)
+    if available is not None and needed > available:
+        raise MemoryBudgetError(
+            f"{what} needs {human(needed)} ({needed} bytes) on {device}, and {human(available)} "
+            f"({available} bytes) are available. Shorten the prompt, lower the token budget or the batch, "
+            f"or load the model with dtype='bfloat16', which halves the cache."
+        )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory so far: torch's allocator on a GPU, the process's resident set on a CPU; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

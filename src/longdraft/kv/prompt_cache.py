@@ -1,0 +1,87 @@
+"""A store that outlives a run and knows what its slots hold, so that the next run reads only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from longdraft.kv import snapshot
+from longdraft.kv.store import KVStore
+
+
+class PromptCache:
+    """Keeps the KV of past prompts and outputs, and the token ids they belong to.
+
+    A run that starts from it prefills each prompt from the first token that differs from its slot's. It may grow
+    by replacing its store with a larger one.
+    """
+
+    def __init__(self) -> None:
+        self.store: KVStore | None = None
+        self.tokens: list[list[int]] = []
+        self._pending: Path | None = None
+        self._fingerprint = ""
+
+    def open(
+        self, new_store: Callable[[int, int], KVStore], prompts: Sequence[Sequence[int]], capacity: int
+    ) -> KVStore:
+        """The store for a run of these prompts, every slot truncated to what it shares with its prompt.
+
+        The last prompt token is never reused: its logits have to be computed.
+
+        Args:
+            new_store: builds a store from (slots, capacity).
+            capacity: rows a slot must have.
+
+        Raises:
+            MemoryBudgetError: when a store of that size does not fit; the cache keeps what it had.
+        """
+        old = self.store
+        if old is None or old.slots < len(prompts) or old.capacity < capacity:
+            slots = max(len(prompts), old.slots if old else 0)
+            store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
+            if old is not None:
+                for slot, n in enumerate(old.lengths):
+                    store.keys[:, slot, :, :n] = old.keys[:, slot, :, :n]
+                    store.values[:, slot, :, :n] = old.values[:, slot, :, :n]
+                    store.lengths[slot] = n
+            self.tokens += [[] for _ in range(slots - len(self.tokens))]
+            self.store = store
+        assert self.store is not None
+        if self._pending is not None:
+            self.tokens[0] = snapshot.load(self.store, 0, self._fingerprint, self._pending)
+            self._pending = None
+        for slot, prompt in enumerate(prompts):
+            shared = common_prefix(self.tokens[slot], prompt[:-1])
+            self.store.truncate(slot, shared)
+            self.tokens[slot] = list(prompt[:shared])
+        return self.store
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Records which tokens the committed rows of a slot belong to.
+
+        Args:
+            tokens: at least as many as the slot has committed rows.
+        """
+        assert self.store is not None
+        self.tokens[slot] = list(tokens[: self.store.lengths[slot]])
+
+    def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
+        """Writes a slot to a snapshot file, atomically. Raises CheckpointError when that fails."""
+        assert self.store is not None
+        snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path)
+
+    @classmethod
+    def restored(cls, path: Path | str, fingerprint: str) -> PromptCache:
+        """A cache that will hold a snapshot in slot 0 once a run has opened it."""
+        cache = cls()
+        cache._pending, cache._fingerprint = Path(path), fingerprint
+        return cache
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two texts share."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,92 @@
+"""A prefilled slot on disk: one safetensors file with the keys, the values and the tokens they belong to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from longdraft.errors import CheckpointError
+from longdraft.kv.store import KVStore
+
+FORMAT = "longdraft-kv-1"
+
+
+def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str) -> None:
+    """Writes the committed rows of a slot, atomically.
+
+    Args:
+        tokens: the token ids whose KV the slot holds, one a committed row.
+        fingerprint: names the target; :func:`load` refuses any other.
+
+    Raises:
+        CheckpointError: when the file cannot be written (no space, no permission); nothing is left behind.
+    """
+    path = Path(path)
+    n = store.lengths[slot]
+    if len(tokens) != n:
+        raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
+    tensors = {
+        "keys": store.keys[:, slot, :, :n].contiguous(),
+        "values": store.values[:, slot, :, :n].contiguous(),
+        "tokens": torch.tensor(list(tokens), dtype=torch.int64),
+    }
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        os.close(handle)
+        temporary = Path(name)
+        save_file(tensors, temporary, metadata={"format": FORMAT, "target": fingerprint})
+        temporary.replace(path)
+        temporary = None
+    except (OSError, SafetensorError) as error:
+        needed = sum(t.numel() * t.itemsize for t in tensors.values())
+        raise CheckpointError(f"Could not write the snapshot {path} ({needed} bytes): {error}") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def load(store: KVStore, slot: int, fingerprint: str, path: Path | str) -> list[int]:
+    """Restores a slot from a file of :func:`save` and returns the token ids that it now holds.
+
+    Raises:
+        CheckpointError: missing or truncated file, another target's snapshot, or one longer than the slot.
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            if meta.get("format") != FORMAT:
+                raise CheckpointError(f"{path} is not a KV snapshot of longdraft. Delete it or name another file.")
+            if meta.get("target") != fingerprint:
+                raise CheckpointError(
+                    f"{path} was made with another target ({meta.get('target')}; this one is {fingerprint}). "
+                    "Delete it or name another file."
+                )
+            tokens = file.get_tensor("tokens").tolist()
+            if len(tokens) > store.capacity:
+                raise CheckpointError(f"{path} holds {len(tokens)} tokens, the slot has room for {store.capacity}.")
+            store.keys[:, slot, :, : len(tokens)] = file.get_tensor("keys").to(store.device)
+            store.values[:, slot, :, : len(tokens)] = file.get_tensor("values").to(store.device)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"Could not read the snapshot {path}: {error}. Delete it and run again.") from error
+    store.lengths[slot] = len(tokens)
+    return [int(t) for t in tokens]
+
+
+def token_count(path: Path | str) -> int:
+    """How many tokens a snapshot holds, without reading the rest of it; 0 when it cannot be read."""
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            return int(file.get_slice("tokens").get_shape()[0])
+    except (OSError, SafetensorError):
+        return 0

@@ -1,0 +1,135 @@
+"""The KV store: preallocated keys and values, a slot per sequence, each slot with its own length.
+
+Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space; nothing
+there counts until :meth:`KVStore.commit` keeps the accepted path and moves it into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.attention.block import Block
+from longdraft.kv import memory
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model's cache looks like, whatever its length."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVStore:
+    """Keys and values of all layers.
+
+    Args:
+        shape: layers, KV heads, head size, dtype.
+        slots: how many sequences fit.
+        capacity: rows a slot: the longest context plus the largest block.
+        device: where the tensors live.
+        transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory. Shapes stay the
+            same, only the strides differ. A CPU multiplies a few query rows with it much faster, because the
+            long dimension is contiguous (docs/benchmarks.md).
+
+    Attributes:
+        keys, values: (layers, slots, kv_heads, capacity, head_dim).
+        lengths: committed rows of each slot.
+
+    Raises:
+        MemoryBudgetError: when the tensors do not fit the memory that is free.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        slots: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        transposed_keys: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.slots = slots
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.lengths = [0] * slots
+        memory.require(self.bytes_for(shape, slots, capacity), self.device, f"A cache of {capacity} tokens")
+        size = (shape.layers, slots, shape.kv_heads, capacity, shape.head_dim)
+        if transposed_keys:
+            t_size = (*size[:3], shape.head_dim, capacity)
+            self.keys = torch.empty(t_size, dtype=shape.dtype, device=self.device).transpose(-1, -2)
+        else:
+            self.keys = torch.empty(size, dtype=shape.dtype, device=self.device)
+        self.values = torch.empty(size, dtype=shape.dtype, device=self.device)
+
+    @staticmethod
+    def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
+        """Bytes that a store of this size takes."""
+        return shape.bytes_per_token * slots * capacity
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, (slots, kv_heads, capacity, head_dim), as views."""
+        return self.keys[index], self.values[index]
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
+        """Writes a block's rows behind each sequence's prefix, uncommitted.
+
+        Args:
+            k, v: (B, kv_heads, T, head_dim), keys after RoPE.
+        """
+        keys, values = self.layer(layer)
+        if self.device.type == "cpu":
+            for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+                keys[slot, :, n : n + block.size] = k[b]
+                values[slot, :, n : n + block.size] = v[b]
+            return
+        # Device tensors alone, static shapes: this form can be captured in a CUDA graph.
+        rows = block.lengths_t[:, None] + torch.arange(block.size, device=self.device)
+        slots = block.slots_t[:, None].expand_as(rows)
+        keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
+        values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)
+
+    def check_room(self, slots: Sequence[int], size: int) -> None:
+        """Raises ValueError when a block of ``size`` rows would not fit behind a slot's prefix."""
+        for slot in slots:
+            if self.lengths[slot] + size > self.capacity:
+                raise ValueError(
+                    f"slot {slot} holds {self.lengths[slot]} rows; {size} more exceed the capacity {self.capacity}"
+                )
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        """Keeps the block rows of the accepted path, in path order, and drops the rest.
+
+        Args:
+            path: indices into the block last written, strictly increasing (a root-to-node path of a tree
+                whose parents come before their children).
+        """
+        n = self.lengths[slot]
+        if any(b <= a for a, b in zip(path, path[1:], strict=False)) or (path and path[0] < 0):
+            raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
+        if path and n + path[-1] >= self.capacity:
+            raise ValueError(f"path row {path[-1]} lies beyond the capacity {self.capacity}")
+        # A prefix of the path that is already in place (a chain: all of it) need not move.
+        still = next((i for i, row in enumerate(path) if row != i), len(path))
+        if still < len(path):
+            source = torch.tensor([n + row for row in path[still:]], device=self.device)
+            for store in (self.keys, self.values):
+                rows = store[:, slot]
+                rows[:, :, n + still : n + len(path)] = rows.index_select(2, source)
+        self.lengths[slot] = n + len(path)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forgets everything after the first ``length`` rows of a slot."""
+        if not 0 <= length <= self.lengths[slot]:
+            raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
+        self.lengths[slot] = length

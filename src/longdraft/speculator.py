@@ -1,0 +1,256 @@
+"""Speculator: a method bound to a target. The whole of the public API goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longdraft.engine import Engine, eos_rule, stop_string_rule
+from longdraft.errors import CapabilityError
+from longdraft.kv import memory
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft import methods
+from longdraft.sequence import Result, Sequence, Step, StopRule
+from longdraft.target.chat import chat_prompt, encode
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Prompt = str | list[int]
+
+
+class Generation:
+    """A run in progress: iterate over its :class:`Step` s, or ask for its results at once."""
+
+    def __init__(self, spec: Speculator, engine: Engine, stops: tuple[str, ...]) -> None:
+        self._spec, self._engine, self._stops = spec, engine, stops
+        self._flags: list[list[bool]] = [[] for _ in engine.sequences]
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self._steps = self._run()
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Prompt length of each sequence, in tokens."""
+        return [len(s.prompt) for s in self._engine.sequences]
+
+    def _run(self) -> Iterator[Step]:
+        store = self._engine.open()
+        for step in self._engine.steps(store):
+            if step.mode == "prefill":
+                self.prefill_seconds += step.seconds
+            else:
+                self.decode_seconds += step.seconds
+            drafted = range(len(step.token_ids))
+            self._flags[step.sequence] += [i < step.from_draft for i in drafted]
+            yield step
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps
+
+    def close(self) -> None:
+        """Stops where it is; :meth:`results` then gives what there is, marked cancelled."""
+        steps = self._steps
+        if hasattr(steps, "close"):
+            steps.close()
+
+    def results(self) -> list[Result]:
+        """Runs whatever is left and returns one result a prompt."""
+        for _ in self._steps:
+            pass
+        return [self._result(s) for s in self._engine.sequences]
+
+    def _result(self, s: Sequence) -> Result:
+        spec = self._spec
+        return Result(
+            text=self._text(s),
+            token_ids=list(s.output),
+            prompt_tokens=len(s.prompt),
+            method=spec.method.name,
+            exact=spec.method.exact,
+            finish_reason=s.finish_reason or "cancelled",
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            rounds=s.rounds,
+            drafted=s.drafted,
+            accepted=s.accepted,
+            peak_memory_bytes=memory.peak_bytes(self._engine.runner.device),
+            from_draft=self._flags[s.index],
+        )
+
+    def _text(self, s: Sequence) -> str:
+        if self._spec.tokenizer is None:
+            return ""
+        text: str = self._spec.decode(s.output)
+        # The earliest stop string ends the text.
+        ends = [text.find(stop) for stop in self._stops if s.finish_reason == "stop" and stop in text]
+        return text[: min(ends)] if ends else text
+
+
+class Speculator:
+    """Decodes with a method on a target, exactly as the target alone would.
+
+    Use it directly, or hand it to transformers::
+
+        model, tokenizer = longdraft.load()
+        spec = longdraft.Speculator("prompt-lookup", target=model, tokenizer=tokenizer)
+        spec.generate("Why is the sky blue?", max_new_tokens=64)
+        model.generate(**inputs, custom_generate=spec, max_new_tokens=64)
+
+    Args:
+        method: a name of :func:`longdraft.methods`.
+        target: the model. May be left out when only ``custom_generate`` is used.
+        tokenizer: needed for text prompts, text results and stop strings; token ids work without.
+        options: the method's own, e.g. ``branches=2`` for prompt-lookup.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UnsupportedModelError: the target has layers that cannot be hosted exactly.
+    """
+
+    def __init__(
+        self,
+        method: str = "prompt-lookup",
+        target: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> None:
+        self.method = methods.method(method)
+        self.options = options
+        self.method.build(**options)  # a wrong option is refused now
+        self.tokenizer = tokenizer
+        self._runners: list[TargetRunner] = []
+        if target is not None:
+            self.runner(target)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        target: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> Speculator:
+        """A speculator from a method's name. (Draft folders come with the first drafter that is trained.)"""
+        return cls(name, target, tokenizer, **options)
+
+    def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
+        """The hosted target; made once a model."""
+        if target is None:
+            if not self._runners:
+                raise ValueError("This Speculator has no target: Speculator(name, target=model).")
+            return self._runners[0]
+        for known in self._runners:
+            if known.model is target and known.device == target.device and known.kv_shape.dtype == target.dtype:
+                return known
+        # A model that moved or was cast gets a new runner; the old one is stale.
+        self._runners = [r for r in self._runners if r.model is not target] + [TargetRunner(target)]
+        return self._runners[-1]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Token ids to text, special tokens left out."""
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
+        """Token ids of a prompt: as they are; or text, as the user's turn of a chat if the model is instructed."""
+        if not isinstance(prompt, str):
+            return [int(t) for t in prompt]
+        if self.tokenizer is None:
+            raise CapabilityError("A text prompt needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
+        return chat_prompt(self.tokenizer, prompt) if chat else encode(self.tokenizer, prompt)
+
+    def generate(self, prompts: Prompt | SequenceOf[Prompt], **settings: Any) -> list[Result]:
+        """Decodes to the end: :meth:`stream` and its results."""
+        return self.stream(prompts, **settings).results()
+
+    def stream(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        eos_token_ids: SequenceOf[int] | None = None,
+        stop: SequenceOf[str] = (),
+        chat: bool = True,
+        cache: PromptCache | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        """Starts decoding a batch; nothing is computed before the first step is asked for.
+
+        Args:
+            prompts: one prompt or several, each a text or a list of token ids; lengths may differ.
+            max_new_tokens: emitted at most, a prompt.
+            sampling: temperature and filters; None is greedy.
+            seed: the same seed gives the same text, whatever the method; prompt i draws from seed + i.
+            eos_token_ids: where to end; None takes the model's own, an empty list none.
+            stop: strings that end the output; they are cut from the text.
+            chat: wrap text prompts in the tokenizer's chat template, where it has one.
+            cache: KV of earlier runs to start from and to keep.
+            cancelled: asked between forwards; True ends the run.
+
+        Raises:
+            PromptError, ContextError, MemoryBudgetError: when asked for the first step, before any work.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        runner = self.runner()
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
+        sampling = sampling or Sampling()
+        sequences, pickers = [], []
+        for i, prompt in enumerate(batch):
+            sequences.append(Sequence(i, self.encode(prompt, chat), max_new_tokens, runner.device))
+            generator = None
+            if not sampling.greedy:
+                generator = torch.Generator(runner.device)
+                generator.manual_seed(seed + i) if seed is not None else generator.seed()
+            pickers.append(Picker(sampling.greedy, sampling.processors(), generator))
+        eos = self._model_eos(runner) if eos_token_ids is None else frozenset(eos_token_ids)
+        rules: list[StopRule] = [eos_rule(eos)] if eos else []
+        if stop:
+            if self.tokenizer is None:
+                raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
+            rules.append(stop_string_rule(tuple(stop), self.decode))
+        engine = Engine(
+            runner,
+            self.method.build(**self.options),
+            sequences,
+            pickers,
+            rules,
+            cache if cache is not None else PromptCache(),
+            cancelled,
+        )
+        return Generation(self, engine, tuple(stop))
+
+    def _model_eos(self, runner: TargetRunner) -> frozenset[int]:
+        """The generation config's EOS ids, and the tokenizer's (a chat model's end of turn)."""
+        found = runner.eos_token_ids
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            found |= {int(self.tokenizer.eos_token_id)}
+        return found
+
+    # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`."""
+        from longdraft.integration import decode
+
+        return decode(
+            self, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+

@@ -1,0 +1,67 @@
+"""From a prompt's parts to token ids: through the model's chat template where it has one, else as plain text."""
+
+from __future__ import annotations
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from longdraft.errors import PromptError
+
+
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    instruction: str,
+    document: str | None = None,
+    system: str | None = None,
+) -> list[int]:
+    """Token ids of one user turn, ready for the model's answer: document, blank line, instruction.
+
+    Either of the two may be empty or None. A tokenizer without a chat template gets system, document and instruction
+    as plain text, with a blank line between them. Raises PromptError where both document and instruction are empty,
+    where text is not valid Unicode, and where the template refuses the system message.
+    """
+    user = _joined(document, instruction)
+    if not user.strip():
+        raise PromptError("The prompt is empty: give an instruction, a document, or both.")
+    if not tokenizer.chat_template:
+        return encode(tokenizer, _joined(system, user))
+    turns = [("system", system), ("user", user)] if system and system.strip() else [("user", user)]
+    messages = [{"role": role, "content": _checked(text)} for role, text in turns]
+    try:
+        # The template writes the special tokens itself; transformers adds none on this path.
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
+        )
+    except jinja2.TemplateError as error:
+        advice = " Leave the system message out." if len(turns) > 1 else ""
+        raise PromptError(f"The model's chat template refuses this prompt: {error}.{advice}") from error
+    return ids
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of raw text, with the special tokens that the tokenizer adds by itself (such as a first BOS).
+
+    Raises PromptError where the text is empty, not valid Unicode, or has no token in this vocabulary.
+    """
+    if not text.strip():
+        raise PromptError("The prompt is empty: give some text.")
+    # verbose: transformers would warn about lengths, which the engine checks against the model's own context.
+    ids: list[int] = tokenizer(_checked(text), verbose=False)["input_ids"]
+    if not ids:
+        raise PromptError("The tokenizer turns this prompt into no tokens: is it for another model?")
+    return ids
+
+
+def _joined(*parts: str | None) -> str:
+    return "\n\n".join(part for part in parts if part and part.strip())
+
+
+def _checked(text: str) -> str:
+    """Half a surrogate pair, left by reading bytes as text, would fail deep inside the tokenizer."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"The prompt is not valid Unicode at character {error.start}: read the file as UTF-8."
+        ) from error
+    return text

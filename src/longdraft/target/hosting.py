@@ -1,0 +1,180 @@
+"""Hosting: how our attention and our KV store get inside a transformers model, with none of its code forked.
+
+transformers lets a model's attention be any registered function. Ours receives the block's queries, keys (after
+RoPE) and values of one layer, writes the keys and values into the store, and attends to what the store holds.
+The model's own cache is never used. What a forward needs travels as one keyword argument, which transformers
+hands through to the attention function untouched.
+
+This file and its neighbours in ``target/`` are the only ones that know transformers' internals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from longdraft.attention.block import Block
+from longdraft.attention.dispatch import Attend
+from longdraft.errors import UnsupportedModelError
+from longdraft.kv.store import KVShape, KVStore
+
+IMPLEMENTATION = "longdraft"
+
+
+@dataclass
+class Hosted:
+    """What one forward carries to every layer's attention, and brings back."""
+
+    store: KVStore
+    block: Block
+    attend: Attend
+    query_layers: frozenset[int] = frozenset()
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    layers_seen: int = 0
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    longdraft_hosted: Hosted | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
+    if longdraft_hosted is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
+            "so longdraft cannot host it."
+        )
+    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(option) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} uses {option}, which longdraft does not host exactly."
+            )
+    hosted = longdraft_hosted
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    if layer in hosted.query_layers:
+        hosted.queries[layer] = query
+    hosted.store.write(layer, key, value, hosted.block)
+    hosted.layers_seen += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = hosted.attend(query, *hosted.store.layer(layer), hosted.block, scale)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+
+
+@contextmanager
+def hosting(model: PreTrainedModel) -> Iterator[None]:
+    """Routes the model's attention through longdraft inside the ``with``, and puts its own back after."""
+    config = decoder_config(model)
+    before = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def decoder_config(model: PreTrainedModel) -> Any:
+    """The text decoder's configuration."""
+    return model.config.get_text_config(decoder=True)
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """The shape of the model's KV cache."""
+    config = decoder_config(model)
+    heads = config.num_attention_heads
+    return KVShape(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=model.dtype,
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The list of decoder layers: the module list as long as the model is deep."""
+    count = decoder_config(model).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers.")
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Longest sequence, in tokens, that the model takes (its trained context, YaRN's factor included)."""
+    return int(decoder_config(model).max_position_embeddings)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuses what cannot be hosted exactly.
+
+    Raises:
+        UnsupportedModelError: naming the layer kinds that stand in the way.
+    """
+    name = type(model).__name__
+    config = decoder_config(model)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not go through transformers' attention interface, so longdraft cannot host it."
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    # Mistral and its like carry no layer_types: a window there applies to every layer.
+    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None:
+        kinds = {"sliding_attention"}
+    foreign = sorted(kinds - {"full_attention"})
+    if foreign:
+        raise UnsupportedModelError(
+            f"{name} has layers of the kind {', '.join(foreign)}, which longdraft cannot host exactly yet. "
+            "It hosts decoders whose layers are all full_attention (Llama, Qwen2, Qwen3, Mistral without a window)."
+        )
+    for option in ("attn_logit_softcapping",):
+        if getattr(config, option, None) is not None:
+            raise UnsupportedModelError(f"{name} uses {option}, which longdraft does not host exactly.")
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short name for this target: its configuration and a sample of its weights. Guards KV snapshots."""
+    config = decoder_config(model)
+    keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
+    described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    for weight in (model.get_input_embeddings().weight, next(decoder_layers(model)[-1].parameters())):
+        flat = weight.detach().flatten()
+        digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
+    return f"{config.model_type}-{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collects the output hidden states (B, T, hidden) of the chosen decoder layers during a forward."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            found[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    stack = decoder_layers(model)
+    handles = [stack[i].register_forward_hook(keep(i)) for i in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

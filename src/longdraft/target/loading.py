@@ -1,0 +1,307 @@
+"""From what a user names (nothing, a folder, a GGUF file, a hub id) to a model and its tokenizer.
+
+transformers does the reading. What is added here: every way in which a checkpoint can be bad ends in a
+``CheckpointError`` that names the file and the remedy; weights that transformers would fill with random numbers are
+refused; nothing is unpickled and no code from a checkpoint runs; transformers' bars and warnings stay silent.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import modeling_gguf_pytorch_utils as gguf_reading
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from longdraft.errors import CapabilityError, CheckpointError, ContextError, LongdraftError
+
+Progress = Callable[[str], None]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# transformers' verbosity and bars are process-wide switches: two loads that save and restore them must not overlap.
+_SWITCHES = threading.RLock()
+
+
+class LoadedModel(NamedTuple):
+    """What ``load`` returns: ``model, tokenizer = longdraft.load()``."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    rope_factor: float | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a causal language model, ready to generate: eval mode, no gradients, on its device.
+
+    model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; else a hub id.
+    dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", or a
+        ``torch.dtype``.
+    device: None takes CUDA where there is one, then MPS, then the CPU.
+    rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
+    progress: called with one line of text before each step that takes seconds.
+
+    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype or RoPE kind),
+    ContextError (rope_factor not above 1).
+    """
+    if rope_factor is not None and not (math.isfinite(rope_factor) and rope_factor > 1):
+        raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
+    place = _device(device)
+    wanted = _dtype(dtype, place)
+    say = progress or (lambda message: None)
+    if model is None:
+        # Here and not at the top: the embedded default is converted with this module's reader.
+        from longdraft.target.embedded import EMBEDDED_ID, embedded_folder
+
+        loaded = _load_folder(embedded_folder(progress), wanted, rope_factor, say)
+        # A draft records its target by name, and a path in somebody's cache names nothing.
+        loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
+    else:
+        loaded = _load_named(os.fspath(model), wanted, rope_factor, say)
+    network = loaded.model.to(place).eval().requires_grad_(False)
+    return LoadedModel(network, loaded.tokenizer)
+
+
+def _load_named(name: str, dtype: torch.dtype | str, rope_factor: float | None, say: Progress) -> LoadedModel:
+    if not name.strip():
+        raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _load_folder(path, dtype, rope_factor, say)
+    if path.is_file():
+        check_gguf(path)
+        say(f"Reading {path.name}: a GGUF file is unpacked at every start")
+        return read_gguf(path, dtype, rope_factor)
+    if path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
+        raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
+    try:
+        huggingface_hub.utils.validate_repo_id(name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name!r} is not a folder here and cannot be a Hugging Face id: check the spelling."
+        ) from error
+    say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+    return read_checkpoint(
+        name,
+        dtype,
+        rope_factor,
+        failure=f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
+        remedy=f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
+        "(a gated model needs `hf auth login`), or give a local folder.",
+    )
+
+
+def _load_folder(folder: Path, dtype: torch.dtype | str, rope_factor: float | None, say: Progress) -> LoadedModel:
+    safe = check_folder(folder)
+    say(f"Loading the weights in {folder}")
+    # local_files_only: some tokenizers ask the hub about a folder's origin, and hang where there is no network.
+    return read_checkpoint(str(folder), dtype, rope_factor, use_safetensors=safe, local_files_only=True)
+
+
+def read_gguf(file: Path, dtype: torch.dtype | str, rope_factor: float | None = None) -> LoadedModel:
+    """Read a checked GGUF file on the CPU; its quantised weights are unpacked to `dtype`. Raises CheckpointError."""
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise CheckpointError(
+                f'Reading {file.name} needs the package {package!r}: pip install "longdraft[demo]"'
+            )
+    return read_checkpoint(
+        str(file.parent),
+        dtype,
+        rope_factor,
+        gguf_file=file.name,
+        local_files_only=True,
+        failure=f"{file} cannot be read as a GGUF model",
+        remedy="It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give "
+        "the model's Hugging Face folder.",
+    )
+
+
+def read_checkpoint(
+    name: str,
+    dtype: torch.dtype | str,
+    rope_factor: float | None,
+    *,
+    failure: str | None = None,
+    remedy: str = "Fetch the folder again, or save it again with `save_pretrained`.",
+    use_safetensors: bool | None = None,
+    **source: Any,
+) -> LoadedModel:
+    """Read model and tokenizer on the CPU with transformers, quietly; refuse weights that are not all there.
+
+    failure and remedy frame the CheckpointError's message; source goes to each ``from_pretrained``.
+    """
+    failure = failure or f"The model in {name} cannot be read"
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+            if rope_factor is not None:
+                stretch_rope(config.get_text_config(), rope_factor)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=use_safetensors,
+                weights_only=True,
+                # transformers would only log which ones: let them through, to name them below.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **source,
+            )
+        except (LongdraftError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+            raise CheckpointError(f"{failure}: {reason}. {remedy}") from error
+    _refuse_gaps(info, name)
+    return LoadedModel(model, tokenizer)
+
+
+def _refuse_gaps(info: dict[str, Any], name: str) -> None:
+    """transformers fills what a checkpoint lacks with random numbers; tied weights are not in its list."""
+    gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
+    gaps += [f"{key} ({tuple(has)}, not {tuple(needs)})" for key, has, needs in sorted(info["mismatched_keys"])]
+    if gaps:
+        shown = ", ".join(gaps[:5]) + (f", and {len(gaps) - 5} more" if len(gaps) > 5 else "")
+        raise CheckpointError(
+            f"The checkpoint {name} does not fit its config.json; weights at fault: {shown}. "
+            "It is incomplete or made for another architecture: fetch or save it again."
+        )
+
+
+def check_folder(folder: Path) -> bool:
+    """Check a folder's files without reading weights. True: they are safetensors; False: only ``.bin`` is there.
+
+    Raises CheckpointError naming the file that is missing or truncated.
+    """
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
+        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face model folder. {hint}")
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        shards = [SAFE_WEIGHTS_NAME]
+    elif index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a weight index: fetch it again.") from error
+    elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        return False
+    else:
+        raise CheckpointError(
+            f"{folder} has no weights ({SAFE_WEIGHTS_NAME} is missing): fetch the folder again, completely."
+        )
+    for shard in shards:
+        try:
+            # Opening compares the header with the file's length, which is how truncation shows.
+            with safe_open(folder / shard, framework="pt"):
+                pass
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder / shard} is missing: fetch that file again.") from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{folder / shard} is truncated or corrupt ({error}): fetch that file again."
+            ) from error
+    return True
+
+
+def check_gguf(file: Path) -> None:
+    """Raises CheckpointError where `file` does not begin as a GGUF file does."""
+    with file.open("rb") as opened:
+        magic = opened.read(4)
+    if magic != b"GGUF":
+        raise CheckpointError(
+            f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the folder that holds "
+            "config.json and the weights."
+        )
+
+
+def stretch_rope(config: Any, factor: float) -> None:
+    """Set YaRN (arXiv 2309.00071) in a model config, in place: `factor` times the trained context, in tokens.
+
+    Raises CapabilityError for a config without RoPE or with its own RoPE scaling: a second one on top is undefined.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    kind = rope.get("rope_type", "per layer type") if rope else "none"
+    if kind != "default":
+        raise CapabilityError(
+            f"rope_factor needs plain RoPE; this model's is {kind!r}. Leave rope_factor out, or edit "
+            "rope_parameters in the model's config.json."
+        )
+    trained = config.max_position_embeddings
+    config.rope_parameters = {
+        **rope,  # rope_theta stays
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": trained,
+    }
+    config.max_position_embeddings = int(trained * factor)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device is None:
+        return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise CapabilityError(f"No device is called {device!r}: give cpu, cuda, cuda:N or mps.") from error
+    if (place.index or 0) >= counts.get(place.type, 1):
+        raise CapabilityError(f"This machine (or this torch build) has no device {str(place)!r}: give device='cpu'.")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+    """What transformers' ``dtype=`` takes."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen is None or not chosen.is_floating_point:
+        raise CapabilityError(f"dtype {dtype!r} is not supported: give auto, {', '.join(_DTYPES)}.")
+    return chosen
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the bars, log lines and warnings of transformers and the hub client; restore them afterwards."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    with _SWITCHES, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        levels = [logger.level for logger in loggers]
+        bars = transformers.utils.logging.is_progress_bar_enabled()
+        gguf_bar = gguf_reading.tqdm
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            transformers.utils.logging.disable_progress_bar()
+            gguf_reading.tqdm = functools.partial(gguf_bar, disable=True)  # this one asks no switch
+            yield
+        finally:
+            gguf_reading.tqdm = gguf_bar
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,149 @@
+"""TargetRunner: one forward of the target over a block of tokens, a chain or a tree, for every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from longdraft.attention import dispatch
+from longdraft.attention.block import Block
+from longdraft.errors import NumericalError, UnsupportedModelError
+from longdraft.kv.store import KVStore
+from longdraft.target import hosting
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a forward brings back besides logits.
+
+    Attributes:
+        hidden: indices of decoder layers whose output hidden states are kept (0 is the first layer).
+        queries: indices of layers whose queries, after RoPE, are kept. The KV of any layer lies in the store.
+    """
+
+    hidden: tuple[int, ...] = ()
+    queries: tuple[int, ...] = ()
+
+
+@dataclass
+class TargetOutput:
+    """Attributes:
+    logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last row, or None; float32.
+    hidden: layer index -> (B, T, hidden size).
+    queries: layer index -> (B, query heads, T, head size).
+    """
+
+    logits: torch.Tensor | None
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TargetRunner:
+    """Hosts a transformers decoder.
+
+    Args:
+        model: any decoder-only model of transformers that goes through its attention interface and whose layers
+            are all full attention. It is used as it is and left as it was.
+
+    Raises:
+        UnsupportedModelError: when it cannot be hosted exactly, naming what stands in the way.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        hosting.check_supported(model)
+        self.model = model.eval()
+        self.kv_shape = hosting.kv_shape(model)
+        self.context_length = hosting.context_length(model)
+        self.device: torch.device = model.device
+        self.attention_path, self._attend = dispatch.resolve(
+            self.device, self.kv_shape.dtype, self.kv_shape.head_dim
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def fingerprint(self) -> str:
+        """Names this target in snapshots."""
+        return hosting.fingerprint(self.model)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-sequence ids of the model's generation config; empty when it names none."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None:
+            return frozenset()
+        return frozenset(int(i) for i in ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
+
+    def new_store(self, slots: int, capacity: int) -> KVStore:
+        """An empty KV store of this target's shape, laid out as its attention path likes it."""
+        transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
+        return KVStore(self.kv_shape, slots, capacity, self.device, transposed_keys=transposed)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Sequence[Sequence[int]],
+        store: KVStore,
+        slots: Sequence[int],
+        *,
+        depths: Sequence[Sequence[int]] | None = None,
+        mask: torch.Tensor | None = None,
+        logits: Literal["all", "last", "none"] = "all",
+        taps: Taps = Taps(),  # noqa: B008 - frozen
+    ) -> TargetOutput:
+        """One forward. Writes the block's KV behind each slot's prefix, uncommitted.
+
+        Args:
+            tokens: B rows of T token ids.
+            slots: each row's slot; its prefix length is the slot's committed length.
+            depths: B rows of T depths in the tree; a node's position is prefix length + depth. None: a chain.
+            mask: (B, T, T) bool, the tree's ancestor mask. None: a chain.
+            logits: which rows' logits to compute.
+
+        Raises:
+            NumericalError: when a computed logit is NaN.
+        """
+        size = len(tokens[0])
+        store.check_room(slots, size)
+        lengths = [store.lengths[slot] for slot in slots]
+        block = Block.make(slots, lengths, size, mask, self.device)
+        chain = range(size)
+        positions = [
+            [n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(lengths)
+        ]
+        hosted = hosting.Hosted(store, block, self._attend, frozenset(taps.queries))
+        inputs = {
+            "input_ids": torch.tensor(tokens, device=self.device),
+            "position_ids": torch.tensor(positions, device=self.device),
+            "use_cache": False,
+            "longdraft_hosted": hosted,
+        }
+        tap = hosting.tapped(self.model, taps.hidden) if taps.hidden else nullcontext({})
+        out = TargetOutput(None)
+        with hosting.hosting(self.model), tap as out.hidden:
+            if logits == "none":
+                self.model.get_decoder()(**inputs)
+            else:
+                # The model's own head: scaled or capped logits come out as the model means them.
+                keep = 1 if logits == "last" else 0
+                out.logits = self.model(**inputs, logits_to_keep=keep).logits.float()
+        if hosted.layers_seen != self.kv_shape.layers:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "
+                "the attention interface; the others (linear attention, state space?) cannot be hosted exactly."
+            )
+        out.queries = hosted.queries
+        # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
+        if out.logits is not None and bool(torch.isnan(out.logits.amax())):
+            raise NumericalError(
+                "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
+                "load the model with dtype='bfloat16' or 'float32', or check its files."
+            )
+        return out

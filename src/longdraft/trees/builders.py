@@ -1,0 +1,55 @@
+"""Builders of trees that need no scores: a chain, a static shape, the union of some continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from longdraft.trees.tree import TokenTree
+
+
+def chain(root: int, tokens: Sequence[int]) -> TokenTree:
+    """One continuation."""
+    return TokenTree((root, *tokens), tuple(range(-1, len(tokens))))
+
+
+def static(root: int, candidates: Sequence[Sequence[int]], widths: Sequence[int]) -> TokenTree:
+    """The cross product of per-depth candidates, in a fixed shape.
+
+    Args:
+        candidates: for each depth, token ids, the best first (what parallel heads predict).
+        widths: how many of them every node of the previous depth gets as children, e.g. ``[3, 2, 1]``.
+    """
+    tokens, parents = [root], [-1]
+    level = [0]
+    for options, width in zip(candidates, widths, strict=False):
+        following: list[int] = []
+        for parent in level:
+            for token in options[:width]:
+                following.append(len(tokens))
+                tokens.append(token)
+                parents.append(parent)
+        level = following
+    return TokenTree(tuple(tokens), tuple(parents))
+
+
+def union(root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> TokenTree:
+    """The prefix tree of several continuations: what they share is verified once.
+
+    Args:
+        paths: continuations of the root, the most promising first.
+        max_nodes: stop when the tree has this many drafted nodes.
+    """
+    tokens, parents = [root], [-1]
+    children: dict[tuple[int, int], int] = {}
+    for path in paths:
+        node = 0
+        for token in path:
+            key = (node, token)
+            if key not in children:
+                if max_nodes is not None and len(tokens) > max_nodes:
+                    return TokenTree(tuple(tokens), tuple(parents))
+                children[key] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = children[key]
+    return TokenTree(tuple(tokens), tuple(parents))

@@ -1,0 +1,108 @@
+"""TokenTree: the drafted continuations that one forward verifies together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A tree of drafted tokens under a root that is already decided.
+
+    Node 0 is the root: the last emitted token, whose KV the target has not computed yet. Every other node is a
+    drafted token. A parent always comes before its children, so any root-to-node path is increasing, and the
+    tree is closed under parents by construction.
+
+    Attributes:
+        tokens: token id of each node.
+        parents: index of each node's parent; -1 for the root, and for it alone.
+        log_probs: the drafter's log-probability of each node given its path, 0.0 where it has none to offer.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    log_probs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise ValueError(f"{len(self.tokens)} tokens and {len(self.parents)} parents")
+        if self.parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parents) if i):
+            raise ValueError(f"parents must precede their children and only node 0 is a root: {self.parents}")
+        if self.log_probs and len(self.log_probs) != len(self.tokens):
+            raise ValueError(f"{len(self.log_probs)} log-probabilities for {len(self.tokens)} nodes")
+
+    @property
+    def size(self) -> int:
+        """Nodes, the root included."""
+        return len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """Drafted nodes: all but the root."""
+        return len(self.tokens) - 1
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node, 0 for the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """True when no node has two children: the causal mask serves."""
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    @cached_property
+    def _children(self) -> tuple[dict[int, int], ...]:
+        """For each node, its children by token; the first of two equal ones counts."""
+        children: list[dict[int, int]] = [{} for _ in self.tokens]
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if parent >= 0:
+                children[parent].setdefault(token, node)
+        return tuple(children)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` that carries ``token``, if it was drafted."""
+        return self._children[node].get(token)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to ``node``, both included."""
+        nodes = [node]
+        while (node := self.parents[node]) >= 0:
+            nodes.append(node)
+        return nodes[::-1]
+
+    def ancestor_mask(self) -> torch.Tensor:
+        """(size, size) bool on the host: True where the column is the row itself or an ancestor of it."""
+        mask = torch.zeros(self.size, self.size, dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] = mask[parent]
+            mask[node, node] = True
+        return mask
+
+    def limited(self, max_depth: int) -> TokenTree:
+        """The tree without nodes deeper than ``max_depth``."""
+        if not self.drafted or max(self.depths) <= max_depth:
+            return self
+        kept = [i for i, depth in enumerate(self.depths) if depth <= max_depth]
+        new = {old: i for i, old in enumerate(kept)} | {-1: -1}
+        return TokenTree(
+            tuple(self.tokens[i] for i in kept),
+            tuple(new[self.parents[i]] for i in kept),
+            tuple(self.log_probs[i] for i in kept) if self.log_probs else (),
+        )
+
+
+def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
+    """(B, size, size) ancestor masks of a batch; rows of padding see themselves alone."""
+    mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    for b, tree in enumerate(trees):
+        mask[b, : tree.size, : tree.size] = tree.ancestor_mask()
+    return mask

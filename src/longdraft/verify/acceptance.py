@@ -1,0 +1,69 @@
+"""Acceptance: walk the verified tree with tokens picked from the target's own distribution.
+
+At the root the target picks the next token: the argmax, or one draw from its processed distribution p(. | path).
+If a child carries that token, the child is accepted and the walk goes on from it; if not, the token is emitted
+all the same and the walk ends. Every emitted token is thus a pick from p(. | its own path), so the output has the
+target's distribution for any tree, whoever drafted it and however well: the tree only decides how many picks one
+forward can serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.sampling import Picker
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Attributes:
+    path: accepted nodes, root first: the block rows to commit.
+    tokens: emitted tokens, one for each node of the path; the last is the bonus token, not drafted or refuted.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def from_draft(self) -> int:
+        """Emitted tokens that a draft had right: all but the bonus token."""
+        return len(self.tokens) - 1
+
+
+def accept(
+    tree: TokenTree,
+    logits: torch.Tensor,
+    picker: Picker,
+    text: Callable[[], torch.Tensor],
+    stop: Callable[[int], bool] = lambda token: False,
+) -> Accepted:
+    """Walks the tree.
+
+    Args:
+        logits: (at least tree.size, vocabulary) raw target logits of the nodes.
+        picker: greedy or sampling, with its processors.
+        text: gives the (n,) token ids up to and including the root; called only when processors need it.
+        stop: told each emitted token in order; True ends the walk there (nothing is picked after an EOS).
+    """
+    if picker.plain_greedy:
+        # One reduction and one transfer for all nodes; the walk itself is on the host.
+        best = logits[: tree.size].argmax(-1).tolist()
+    prefix = None if picker.plain_greedy or not len(picker.processors) else text()
+    empty = torch.empty(0, dtype=torch.long)
+    node, path, tokens = 0, [0], list[int]()
+    while True:
+        if picker.plain_greedy:
+            token = best[node]
+        else:
+            upto = empty if prefix is None else torch.cat([prefix, prefix.new_tensor(tokens)])
+            token = picker.pick(upto, logits[node])
+        tokens.append(token)
+        child = None if stop(token) else tree.child(node, token)
+        if child is None:
+            return Accepted(tuple(path), tuple(tokens))
+        node = child
+        path.append(node)
