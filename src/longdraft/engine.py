@@ -1,6 +1,6 @@
 """The decoding loop. Every method is this loop with other parts in it.
 
-    propose -> verify (one target forward) -> accept -> commit -> observe -> emit
+propose -> verify (one target forward) -> accept -> commit -> observe -> emit
 """
 
 from __future__ import annotations
@@ -108,10 +108,7 @@ class Engine:
         """One verification of every active sequence."""
         start = time.perf_counter()
         # A path of depth k emits k + 1 tokens: deeper nodes than the budget allows are not worth verifying.
-        trees = [
-            tree.limited(s.remaining - 1)
-            for s, tree in zip(active, self.drafter.propose(active), strict=True)
-        ]
+        trees = [tree.limited(s.remaining - 1) for s, tree in zip(active, self.drafter.propose(active), strict=True)]
         size = max(tree.size for tree in trees)
         chains = all(tree.is_chain for tree in trees)
         out = self.runner.forward(
@@ -133,7 +130,7 @@ class Engine:
             self.drafter.observe(s, tree, accepted.from_draft)
             outcomes.append((s, tree, accepted))
         seconds = time.perf_counter() - start
-        steps = []
+        steps: list[Step] = []
         for s, tree, a in outcomes:
             steps.append(
                 Step(

@@ -68,9 +68,7 @@ def decode(
     longest = max(len(s.output) for s in sequences)
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos), 0)
     pad = int(pad[0]) if isinstance(pad, (list, tuple)) else int(pad)
-    new = torch.tensor(
-        [s.output + [pad] * (longest - len(s.output)) for s in sequences], device=input_ids.device
-    )
+    new = torch.tensor([s.output + [pad] * (longest - len(s.output)) for s in sequences], device=input_ids.device)
     output = torch.cat([input_ids, new], dim=1)
     return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
 

@@ -12,7 +12,7 @@ from longdraft.engine import Engine, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError
 from longdraft.kv import memory
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft import methods
+from longdraft.methods import method as find_method
 from longdraft.sequence import Result, Sequence, Step, StopRule
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.runner import TargetRunner
@@ -120,7 +120,7 @@ class Speculator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
     ) -> None:
-        self.method = methods.method(method)
+        self.method = find_method(method)
         self.options = options
         self.method.build(**options)  # a wrong option is refused now
         self.tokenizer = tokenizer
@@ -250,7 +250,4 @@ class Speculator:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`."""
         from longdraft.integration import decode
 
-        return decode(
-            self, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-        )
-
+        return decode(self, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)

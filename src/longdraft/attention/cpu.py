@@ -25,9 +25,7 @@ LONG_PREFIX = 1024
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`."""
     batch, heads, size, dim = q.shape
     kv_heads = keys.shape[1]

@@ -8,9 +8,7 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import merge, partial_attention
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`; float16 and bfloat16 on a GPU."""
     from flash_attn import flash_attn_func
 

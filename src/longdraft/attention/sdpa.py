@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from longdraft.attention.block import Block
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`.
 
     The block lies directly behind the prefix, so one call over both does. A single row, or a chain on an empty
@@ -25,16 +23,14 @@ def attend(
             rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
             out[b] = F.scaled_dot_product_attention(rows, k, v, scale=scale).reshape(q.shape[1:])
         elif block.mask is None and n == 0:
-            out[b] = F.scaled_dot_product_attention(
-                q[b : b + 1], k, v, is_causal=True, scale=scale, enable_gqa=True
-            )[0]
+            out[b] = F.scaled_dot_product_attention(q[b : b + 1], k, v, is_causal=True, scale=scale, enable_gqa=True)[0]
         else:
             seen = torch.ones(block.size, end, dtype=torch.bool, device=q.device)
             seen[:, n:] = block.block_mask(b, q.device)
             # Folding the heads of a group into rows works under a mask too: it repeats once a head.
             group = q.shape[1] // k.shape[1]
             rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
-            out[b] = F.scaled_dot_product_attention(
-                rows, k, v, attn_mask=seen.repeat(group, 1), scale=scale
-            ).reshape(q.shape[1:])
+            out[b] = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen.repeat(group, 1), scale=scale).reshape(
+                q.shape[1:]
+            )
     return out

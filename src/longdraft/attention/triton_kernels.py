@@ -157,8 +157,9 @@ def block_kernel(
         if CAUSAL:
             sees = ok[None, :] & (j[None, :] <= i[:, None])
         else:
-            offsets = b * mask_b + i.to(tl.int64)[:, None] * mask_i + at[None, :] * mask_j
-            sees = tl.load(mask + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
+            # int32 within one sequence's mask: T * T offsets in int64 would cost a tile of registers.
+            offsets = i[:, None] * mask_i + j[None, :] * mask_j
+            sees = tl.load(mask + b * mask_b + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
         scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2
         scores = tl.where(sees, scores, float("-inf"))
         m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)

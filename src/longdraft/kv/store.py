@@ -6,6 +6,7 @@ there counts until :meth:`KVStore.commit` keeps the accepted path and moves it i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ class KVStore:
                 whose parents come before their children).
         """
         n = self.lengths[slot]
-        if any(b <= a for a, b in zip(path, path[1:], strict=False)) or (path and path[0] < 0):
+        if any(b <= a for a, b in itertools.pairwise(path)) or (path and path[0] < 0):
             raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
         if path and n + path[-1] >= self.capacity:
             raise ValueError(f"path row {path[-1]} lies beyond the capacity {self.capacity}")

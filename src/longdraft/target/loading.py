@@ -1,8 +1,8 @@
 """From what a user names (nothing, a folder, a GGUF file, a hub id) to a model and its tokenizer.
 
-transformers does the reading. What is added here: every way in which a checkpoint can be bad ends in a
-``CheckpointError`` that names the file and the remedy; weights that transformers would fill with random numbers are
-refused; nothing is unpickled and no code from a checkpoint runs; transformers' bars and warnings stay silent.
+transformers does the reading. Added here: every way in which a checkpoint can be bad ends in a CheckpointError
+that names the file and the remedy; weights that transformers would fill with random numbers are refused; no
+code from a checkpoint runs, pickled or not; transformers' bars and warnings stay silent.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import huggingface_hub
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, LongdraftError
 
 Progress = Callable[[str], None]
+DType: TypeAlias = str | torch.dtype
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# transformers' verbosity and bars are process-wide switches: two loads that save and restore them must not overlap.
+# Log levels and bars are process-wide switches: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
 
 
@@ -47,7 +53,7 @@ class LoadedModel(NamedTuple):
 def load(
     model: str | os.PathLike[str] | None = None,
     *,
-    dtype: str | torch.dtype = "auto",
+    dtype: DType = "auto",
     device: str | torch.device | None = None,
     rope_factor: float | None = None,
     progress: Progress | None = None,
@@ -82,7 +88,7 @@ def load(
     return LoadedModel(network, loaded.tokenizer)
 
 
-def _load_named(name: str, dtype: torch.dtype | str, rope_factor: float | None, say: Progress) -> LoadedModel:
+def _load_named(name: str, dtype: DType, rope_factor: float | None, say: Progress) -> LoadedModel:
     if not name.strip():
         raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
     path = Path(name).expanduser()
@@ -94,12 +100,6 @@ def _load_named(name: str, dtype: torch.dtype | str, rope_factor: float | None, 
         return read_gguf(path, dtype, rope_factor)
     if path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
         raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
-    try:
-        huggingface_hub.utils.validate_repo_id(name)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{name!r} is not a folder here and cannot be a Hugging Face id: check the spelling."
-        ) from error
     say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
     return read_checkpoint(
         name,
@@ -111,20 +111,19 @@ def _load_named(name: str, dtype: torch.dtype | str, rope_factor: float | None, 
     )
 
 
-def _load_folder(folder: Path, dtype: torch.dtype | str, rope_factor: float | None, say: Progress) -> LoadedModel:
+def _load_folder(folder: Path, dtype: DType, rope_factor: float | None, say: Progress) -> LoadedModel:
     safe = check_folder(folder)
     say(f"Loading the weights in {folder}")
-    # local_files_only: some tokenizers ask the hub about a folder's origin, and hang where there is no network.
+    # local_files_only: some tokenizers ask the hub about a folder's origin, and wait where it is unreachable.
     return read_checkpoint(str(folder), dtype, rope_factor, use_safetensors=safe, local_files_only=True)
 
 
-def read_gguf(file: Path, dtype: torch.dtype | str, rope_factor: float | None = None) -> LoadedModel:
-    """Read a checked GGUF file on the CPU; its quantised weights are unpacked to `dtype`. Raises CheckpointError."""
+def read_gguf(file: Path, dtype: DType, rope_factor: float | None = None) -> LoadedModel:
+    """Read a checked GGUF file on the CPU, its weights unpacked to `dtype`. Raises CheckpointError."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise CheckpointError(
-                f'Reading {file.name} needs the package {package!r}: pip install "longdraft[demo]"'
-            )
+            remedy = 'pip install "longdraft[demo]"'
+            raise CheckpointError(f"Reading {file.name} needs the package {package!r}: {remedy}")
     return read_checkpoint(
         str(file.parent),
         dtype,
@@ -132,14 +131,14 @@ def read_gguf(file: Path, dtype: torch.dtype | str, rope_factor: float | None = 
         gguf_file=file.name,
         local_files_only=True,
         failure=f"{file} cannot be read as a GGUF model",
-        remedy="It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give "
-        "the model's Hugging Face folder.",
+        remedy="It may be truncated, or of an architecture that transformers cannot read: fetch it again, or "
+        "give the model's Hugging Face folder.",
     )
 
 
 def read_checkpoint(
     name: str,
-    dtype: torch.dtype | str,
+    dtype: DType,
     rope_factor: float | None,
     *,
     failure: str | None = None,
@@ -182,7 +181,7 @@ def read_checkpoint(
 def _refuse_gaps(info: dict[str, Any], name: str) -> None:
     """transformers fills what a checkpoint lacks with random numbers; tied weights are not in its list."""
     gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
-    gaps += [f"{key} ({tuple(has)}, not {tuple(needs)})" for key, has, needs in sorted(info["mismatched_keys"])]
+    gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
     if gaps:
         shown = ", ".join(gaps[:5]) + (f", and {len(gaps) - 5} more" if len(gaps) > 5 else "")
         raise CheckpointError(
@@ -192,14 +191,14 @@ def _refuse_gaps(info: dict[str, Any], name: str) -> None:
 
 
 def check_folder(folder: Path) -> bool:
-    """Check a folder's files without reading weights. True: they are safetensors; False: only ``.bin`` is there.
+    """Check a folder's files without reading weights. True: they are safetensors; False: there is only .bin.
 
     Raises CheckpointError naming the file that is missing or truncated.
     """
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
-        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face model folder. {hint}")
+        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         shards = [SAFE_WEIGHTS_NAME]
@@ -211,9 +210,7 @@ def check_folder(folder: Path) -> bool:
     elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         return False
     else:
-        raise CheckpointError(
-            f"{folder} has no weights ({SAFE_WEIGHTS_NAME} is missing): fetch the folder again, completely."
-        )
+        raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
     for shard in shards:
         try:
             # Opening compares the header with the file's length, which is how truncation shows.
@@ -222,42 +219,40 @@ def check_folder(folder: Path) -> bool:
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder / shard} is missing: fetch that file again.") from error
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{folder / shard} is truncated or corrupt ({error}): fetch that file again."
-            ) from error
+            reason = f"{folder / shard} is truncated or corrupt ({error})"
+            raise CheckpointError(f"{reason}: fetch that file again.") from error
     return True
 
 
 def check_gguf(file: Path) -> None:
-    """Raises CheckpointError where `file` does not begin as a GGUF file does."""
-    with file.open("rb") as opened:
-        magic = opened.read(4)
+    """Raises CheckpointError where `file` cannot be opened or does not begin as a GGUF file does."""
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be opened: {error.strerror}. Check its permissions.") from error
     if magic != b"GGUF":
         raise CheckpointError(
-            f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the folder that holds "
-            "config.json and the weights."
+            f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the folder that "
+            "holds config.json and the weights."
         )
 
 
 def stretch_rope(config: Any, factor: float) -> None:
     """Set YaRN (arXiv 2309.00071) in a model config, in place: `factor` times the trained context, in tokens.
 
-    Raises CapabilityError for a config without RoPE or with its own RoPE scaling: a second one on top is undefined.
+    Raises CapabilityError for a config without RoPE, or with its own RoPE scaling: one on top is undefined.
     """
-    rope = getattr(config, "rope_parameters", None)
-    kind = rope.get("rope_type", "per layer type") if rope else "none"
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
+    kind = rope.get("rope_type", "one per layer type")
     if kind != "default":
         raise CapabilityError(
             f"rope_factor needs plain RoPE; this model's is {kind!r}. Leave rope_factor out, or edit "
             "rope_parameters in the model's config.json."
         )
     trained = config.max_position_embeddings
-    config.rope_parameters = {
-        **rope,  # rope_theta stays
-        "rope_type": "yarn",
-        "factor": float(factor),
-        "original_max_position_embeddings": trained,
-    }
+    scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
+    config.rope_parameters = {**rope, **scaling}  # rope_theta stays
     config.max_position_embeddings = int(trained * factor)
 
 
@@ -270,11 +265,11 @@ def _device(device: str | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise CapabilityError(f"No device is called {device!r}: give cpu, cuda, cuda:N or mps.") from error
     if (place.index or 0) >= counts.get(place.type, 1):
-        raise CapabilityError(f"This machine (or this torch build) has no device {str(place)!r}: give device='cpu'.")
+        raise CapabilityError(f"This machine, or this build of torch, has no {place}: give device='cpu'.")
     return place
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+def _dtype(dtype: DType, device: torch.device) -> DType:
     """What transformers' ``dtype=`` takes."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
@@ -286,7 +281,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the bars, log lines and warnings of transformers and the hub client; restore them afterwards."""
+    """Silence the bars, log lines and warnings of transformers and the hub client, then restore them."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     with _SWITCHES, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,9 +59,7 @@ class TargetRunner:
         self.kv_shape = hosting.kv_shape(model)
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
-        self.attention_path, self._attend = dispatch.resolve(
-            self.device, self.kv_shape.dtype, self.kv_shape.head_dim
-        )
+        self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +93,7 @@ class TargetRunner:
         depths: Sequence[Sequence[int]] | None = None,
         mask: torch.Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
-        taps: Taps = Taps(),  # noqa: B008 - frozen
+        taps: Taps = Taps(),
     ) -> TargetOutput:
         """One forward. Writes the block's KV behind each slot's prefix, uncommitted.
 
@@ -115,9 +112,7 @@ class TargetRunner:
         lengths = [store.lengths[slot] for slot in slots]
         block = Block.make(slots, lengths, size, mask, self.device)
         chain = range(size)
-        positions = [
-            [n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(lengths)
-        ]
+        positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(lengths)]
         hosted = hosting.Hosted(store, block, self._attend, frozenset(taps.queries))
         inputs = {
             "input_ids": torch.tensor(tokens, device=self.device),
@@ -125,9 +120,8 @@ class TargetRunner:
             "use_cache": False,
             "longdraft_hosted": hosted,
         }
-        tap = hosting.tapped(self.model, taps.hidden) if taps.hidden else nullcontext({})
         out = TargetOutput(None)
-        with hosting.hosting(self.model), tap as out.hidden:
+        with hosting.hosting(self.model), hosting.tapped(self.model, taps.hidden) as out.hidden:
             if logits == "none":
                 self.model.get_decoder()(**inputs)
             else:
