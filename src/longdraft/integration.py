@@ -6,26 +6,23 @@ criteria, and expanded the inputs for ``num_return_sequences``. What it hands ov
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from longdraft.drafters.base import Drafter
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.sequence import FinishReason, Sequence, StopRule
+from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longdraft.speculator import Speculator
 
 
 def decode(
-    spec: Speculator,
-    model: PreTrainedModel,
+    runner: TargetRunner,
+    drafter: Drafter,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -44,7 +41,6 @@ def decode(
         CapabilityError: for beam search, or for scores, logits, attentions or hidden states in the output.
     """
     _check(config, model_kwargs)
-    runner = spec.runner(model)
     mask = model_kwargs.get("attention_mask")
     budget = config.max_length - input_ids.shape[1]
     eos = _ids(config.eos_token_id)
@@ -54,10 +50,10 @@ def decode(
         # Processors and criteria count the padding, as they do in generate: lengths mean the same to them.
         padding = [] if mask is None else row[~mask[i].bool()].tolist()
         sequences.append(Sequence(i, real.tolist(), budget, runner.device, padding))
-    pickers = [Picker(bool(config.do_sample), logits_processor) for _ in sequences]
+    pickers = [Picker(not config.do_sample, logits_processor) for _ in sequences]
     engine = Engine(
         runner,
-        spec.method.build(**spec.options),
+        drafter,
         sequences,
         pickers,
         [_criteria_rule(stopping_criteria, eos)],

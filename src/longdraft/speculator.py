@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longdraft import integration
 from longdraft.engine import Engine, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError
 from longdraft.kv import memory
@@ -248,6 +249,12 @@ class Speculator:
         **model_kwargs: Any,
     ) -> Any:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`."""
-        from longdraft.integration import decode
-
-        return decode(self, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        return integration.decode(
+            self.runner(model),
+            self.method.build(**self.options),
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+        )

@@ -23,9 +23,13 @@ MAX_HEAD_DIM = 256
 MAX_SPLITS = 63
 # Under this many keys a split costs more in partial outputs than it gains in parallelism.
 MIN_KEYS_PER_SPLIT = 256
-# A tile of q, and two stages each of K and V: 80 KiB in all, which fits every GPU since Ampere, and twice on
-# the large ones.
-TILE_BYTES = 16 * 1024
+# Elements of a tile, by bytes an element. 16-bit: a tile of q and two stages each of K and V make 80 KiB of
+# shared memory, which fits every GPU since Ampere and twice the large ones. float32 has no tensor core that is
+# exact: its operands pass through registers, which larger tiles would spill.
+TILE_ELEMENTS = {2: 8192, 4: 2048}
+MAX_TILE_ROWS = 64
+WARPS = 4
+# Partial outputs that one program of the merge kernel holds in registers.
 MERGE_ELEMENTS = 8192
 
 INTERPRETED = not isinstance(prefix_kernel, triton.JITFunction)
@@ -61,6 +65,8 @@ def prefix_attention(
     """
     _check(q, keys, values)
     splits = _choose_splits(q, keys, max_length) if num_splits is None else num_splits
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {splits}, expected 1 to {MAX_SPLITS}")
     o_parts, lse_parts = _parts(splits, q)
     _launch_prefix(q, keys, values, slots_t, lengths_t, scale, o_parts, lse_parts, splits)
     if splits == 1:
@@ -96,9 +102,7 @@ def masked_attention(
     return o_parts[0], lse_parts[0]
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Hybrid tree attention: ``reference.attend`` in three kernels, for float32, float16 and bfloat16.
 
     Args:
@@ -140,22 +144,15 @@ def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
             f"not {q.dtype}, {keys.dtype} and {values.dtype}; cast them, or use the reference attention"
         )
     if keys.shape != values.shape or keys.shape[3] != d or heads % keys.shape[1]:
-        raise ValueError(
-            f"q {tuple(q.shape)} does not fit keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-        )
+        raise ValueError(f"q {tuple(q.shape)} does not fit keys {tuple(keys.shape)} and values {tuple(values.shape)}")
 
 
 def _tiles(q: torch.Tensor, keys: torch.Tensor) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_D: powers of two, 16 or more as tl.dot asks, a tile within TILE_BYTES."""
+    """BLOCK_M, BLOCK_N, BLOCK_D: powers of two, 16 or more as tl.dot asks."""
     rows = q.shape[1] // keys.shape[1] * q.shape[2]
     block_d = max(16, triton.next_power_of_2(q.shape[3]))
-    fits = max(16, min(128, TILE_BYTES // (block_d * q.element_size())))
-    return max(16, min(fits, triton.next_power_of_2(rows))), fits, block_d
-
-
-def _warps(block_m: int, block_d: int) -> int:
-    """Four warps hold a float32 accumulator of 64 x 128 at 64 registers a thread."""
-    return 4 if block_m * block_d <= 8192 else 8
+    block_n = max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d))
+    return max(16, min(block_n, triton.next_power_of_2(rows))), block_n, block_d
 
 
 @functools.cache
@@ -178,8 +175,6 @@ def _choose_splits(q: torch.Tensor, keys: torch.Tensor, max_length: int) -> int:
 
 def _parts(parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Buffers for ``parts`` partial outputs (P, B, Hq, T, d) and their log-sum-exp (P, B, Hq, T)."""
-    if not 1 <= parts <= MAX_SPLITS + 1:
-        raise ValueError(f"num_splits must be between 1 and {MAX_SPLITS}")
     o = torch.empty((parts, *q.shape), dtype=torch.float32, device=q.device)
     return o, torch.empty((parts, *q.shape[:3]), dtype=torch.float32, device=q.device)
 
@@ -207,7 +202,7 @@ def _launch_prefix(
             q, keys, values, slots_t, lengths_t, o_parts, lse_parts, scale * math.log2(math.e),
             size, kv_heads, splits, *q.stride(), *keys.stride(), *values.stride(),
             GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
-            DOT=DOT_TYPES[q.dtype], num_warps=_warps(block_m, block_d), num_stages=2,
+            DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip
 
 
@@ -238,13 +233,11 @@ def _launch_block(
             q, keys, values, mask_t, slots_t, lengths_t, o, lse, scale * math.log2(math.e),
             size, kv_heads, *q.stride(), *keys.stride(), *values.stride(), *mask_strides,
             CAUSAL=mask is None, GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
-            DOT=DOT_TYPES[q.dtype], num_warps=_warps(block_m, block_d), num_stages=2,
+            DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip
 
 
-def _launch_merge(
-    o_parts: torch.Tensor, lse_parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
+def _launch_merge(o_parts: torch.Tensor, lse_parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides, and ``lse`` (B, Hq, T) if asked."""
     parts, batch, heads, size, d = o_parts.shape
     rows = batch * heads * size
@@ -258,5 +251,5 @@ def _launch_merge(
             o_parts, lse_parts, out, lse_parts if lse is None else lse,
             parts, rows, size, heads, *out.stride(),
             WITH_LSE=lse is not None, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_R=block_r,
-            num_warps=4 if block_r * block_p * block_d <= 8192 else 8,
+            num_warps=WARPS if block_r * block_p * block_d <= MERGE_ELEMENTS else 2 * WARPS,
         )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Tiny models and a tiny tokenizer: real transformers objects that take milliseconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+
+SPECIAL = ("<pad>", "<unk>", "<eos>", "<user>", "<assistant>")
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,;:!?'\"()-_/=+*<>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_model(
+    family: Family = "llama",
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    hidden: int = 48,
+    layers: int = 3,
+    vocab: int = 61,
+    tie: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    context: int = 512,
+    **over: object,
+) -> PreTrainedModel:
+    """A random decoder whose distributions are neither flat nor one-hot, and which has no EOS.
+
+    ``heads * head_dim`` differs from ``hidden`` on purpose. Norm weights and biases are random too: a part that
+    forgets one of them shows.
+
+    Args:
+        over: further options of the family's configuration, e.g. ``attention_bias=True``.
+    """
+    options = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tie,
+        "initializer_range": 0.3,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "mistral":
+        options["sliding_window"] = None
+    config = _CONFIGS[family](**(options | over))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+    return model.eval()
+
+
+def tiny_tokenizer(*, chat: bool = False, eos: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character, lower case, 61 in all, as many as :func:`tiny_model` knows.
+
+    Args:
+        chat: give it a chat template, and an end-of-sequence token with it.
+        eos: give it an end-of-sequence token, ``<eos>``; without one only the model's own would end a text.
+    """
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>" if chat or eos else None,
+        extra_special_tokens=["<user>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE if chat else None,
+    )
