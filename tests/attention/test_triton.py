@@ -219,17 +219,17 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_offsets_beyond_two_to_the_31() -> None:
-    """The second slot starts 2^31 + 96 elements in. Pages that nobody touches cost no memory on a CPU."""
-    stride = 2**31 + 96
+    """Slot 2 starts 2^31 + 192 elements in, at a stride that fits int32. Untouched pages cost a CPU no memory."""
+    stride = 2**30 + 96
     try:
-        store = torch.empty(stride + 4096, dtype=torch.float16, device=DEVICE)
+        store = torch.empty(2 * stride + 4096, dtype=torch.float16, device=DEVICE)
     except RuntimeError:
         pytest.skip("no 4 GiB of address space")
-    keys = store.as_strided((2, 1, 64, 16), (stride, 0, 16, 1))
-    values = store[1024:].as_strided((2, 1, 64, 16), (stride, 0, 16, 1))
-    keys[1], values[1] = randn(1, 64, 16, seed=1).half(), randn(1, 64, 16, seed=2).half()
+    keys = store.as_strided((3, 1, 64, 16), (stride, 0, 16, 1))
+    values = store[1024:].as_strided((3, 1, 64, 16), (stride, 0, 16, 1))
+    keys[2], values[2] = randn(1, 64, 16, seed=1).half(), randn(1, 64, 16, seed=2).half()
     q = randn(1, 2, 3, 16, dtype=torch.float16)
-    check_attend(q, keys, values, Block.make([1], [40], 3, device=DEVICE))
+    check_attend(q, keys, values, Block.make([2], [40], 3, device=DEVICE))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -60,11 +60,10 @@ def _online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
 @triton.jit
 def _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """o_p = acc / z and l_p = log sum exp s; o_p = 0 and l_p = -inf for a row that saw no key."""
-    total = tl.where(z > 0.0, z, 1.0)
-    natural = tl.where(z > 0.0, (m + tl.log2(total)) * LN2, float("-inf"))
+    total = tl.where(z > 0.0, z, 1.0)  # for such a row m = -inf carries l_p
     flat = first_row + rows
     dims = tl.arange(0, BLOCK_D)
-    tl.store(lse + flat, natural, mask=rows < R)
+    tl.store(lse + flat, (m + tl.log2(total)) * LN2, mask=rows < R)
     tl.store(
         o + flat[:, None] * HEAD_DIM + dims[None, :],
         acc / total[:, None],
@@ -98,7 +97,7 @@ def prefix_kernel(
 
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
-    k_base = k + slot * k_slot + h * k_head
+    k_base = k + slot.to(tl.int32) * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)

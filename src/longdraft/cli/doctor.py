@@ -1,0 +1,111 @@
+"""``longdraft doctor``: what this machine has, which attention path runs on it, how much context fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from longdraft.attention import dispatch
+from longdraft.bench import machine
+from longdraft.cli import console, options
+from longdraft.errors import LongdraftError
+from longdraft.kv import memory
+from longdraft.target import hosting
+from longdraft.target.loading import LoadedModel, load
+from longdraft.target.runner import TargetRunner
+
+
+def doctor(
+    model: options.Model = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    rope_factor: options.RopeFactor = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Examine machine and model. Ends with code 1 where the model cannot be used."""
+    with console.status() as status:
+        status("Examining")
+        found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
+        try:
+            loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+            found |= _examined(loaded)
+        except LongdraftError as error:
+            found |= {"attention": None, "model": {"name": model, "hosted": False, "reason": str(error)}}
+    _show(found, console.stdout())
+    if as_json:
+        console.line(json.dumps(found))
+    if not found["model"]["hosted"]:
+        raise typer.Exit(1)
+
+
+def _examined(loaded: LoadedModel) -> dict[str, Any]:
+    model = loaded.model
+    shape = hosting.kv_shape(model)
+    free = memory.available_bytes(model.device)
+    why_not = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
+    path, reason = None, None
+    try:
+        path = TargetRunner(model).attention_path
+    except LongdraftError as error:
+        reason = str(error)
+    return {
+        "attention": {"path": path, "unavailable": {n: why for n, why in why_not.items() if why is not None}},
+        "model": {
+            "name": model.name_or_path or type(model).__name__,
+            "class": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "context_tokens": hosting.context_length(model),
+            "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
+            "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
+            "hosted": reason is None,
+            "reason": reason,
+        },
+    }
+
+
+def _show(found: dict[str, Any], out: Console) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+
+    def row(name: str, value: str, style: str = "") -> None:
+        grid.add_row(name, Text(value, style=style))
+
+    hardware = found["hardware"]
+    row("processor", f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads in use")
+    row("memory", f"{_bytes(hardware['memory_available_bytes'])} free of {_bytes(hardware['memory_bytes'])}")
+    for gpu in hardware["gpus"]:
+        sizes = f"{_bytes(gpu['memory_available_bytes'])} free of {_bytes(gpu['memory_bytes'])}"
+        row("GPU", f"{gpu['name']}, {sizes}")
+    if not hardware["gpus"]:
+        row("GPU", "none that torch can use")
+    row("versions", ", ".join(f"{name} {version or 'none'}" for name, version in found["versions"].items()))
+    model = found["model"]
+    if found["attention"] is not None:
+        attention = found["attention"]
+        row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
+        for name, why in attention["unavailable"].items():
+            row("", f"{name} cannot run: {why}", "dim")
+        kind = f"{model['class']}, {model['parameters'] / 1e6:,.0f}M parameters, {model['dtype']} on {model['device']}"
+        row("model", f"{model['name']}: {kind}")
+        row("context", f"{model['context_tokens']:,} tokens")
+        fits = model["kv_tokens_that_fit"]
+        room = "" if fits is None else f"; {fits:,} tokens fit the free memory"
+        row("KV cache", f"{memory.human(model['kv_bytes_per_1k_tokens'])} for 1,024 tokens of context{room}")
+    if model["hosted"]:
+        row("hosted", "yes, every method runs on it exactly as the method says", "green")
+    else:
+        row("hosted", f"no: {model['reason']}", "red")
+    out.print(grid, soft_wrap=False)
+
+
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else memory.human(count)

@@ -1,0 +1,91 @@
+"""The figures of a run, for programs and for people. What they mean is defined in DEFINITION and docs/figures.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from longdraft.kv.memory import human
+from longdraft.sequence import Result
+
+DEFINITION = "new tokens / target forwards; the prefill's token is not counted, plain decoding has 1.0"
+
+_REASONS = {
+    "eos": "ended by itself",
+    "stop": "ended by a stop string",
+    "length": "ended by --max-tokens",
+    "cancelled": "cancelled",
+}
+
+
+def payload(result: Result) -> dict[str, Any]:
+    """The JSON object of a run."""
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": result.new_tokens,
+        "method": result.method,
+        "exact": result.exact,
+        "finish_reason": result.finish_reason,
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "mean_accepted_length": result.mean_accepted_length,
+        "rounds": result.rounds,
+        "peak_memory_bytes": result.peak_memory_bytes,
+    }
+
+
+def footer(result: Result, reused: int, coloured: bool) -> Group:
+    """The figures below a text.
+
+    Args:
+        reused: prompt tokens whose KV was there before.
+        coloured: the text above shows drafted tokens in colour.
+    """
+    title = Text(f"{result.method}, {_exactness(result)}", style="bold")
+    if coloured and result.drafted:
+        title.append("   drafted and accepted", style=DRAFTED)
+        title.append(" / written by the target itself", style="not bold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("prompt", Text(_prompt(result, reused)))
+    grid.add_row("new", Text(_new(result)))
+    if result.rounds:
+        grid.add_row("accepted", Text(_accepted(result)))
+    grid.add_row("memory", Text(f"{human(result.peak_memory_bytes)} at peak"))
+    return Group(title, grid)
+
+
+DRAFTED = "green"
+
+
+def _exactness(result: Result) -> str:
+    return "exact" if result.exact else "approximate"
+
+
+def _prompt(result: Result, reused: int) -> str:
+    read = result.prompt_tokens - reused
+    seconds = result.prefill_seconds
+    rate = f" ({read / seconds:,.0f} tokens/s)" if seconds > 0 else ""
+    kept = f", {reused:,} of them from the KV cache" if reused else ""
+    if result.finish_reason == "cancelled" and not result.token_ids:
+        return f"{result.prompt_tokens:,} tokens{kept}; cancelled while they were read"
+    return f"{result.prompt_tokens:,} tokens{kept}; {read:,} read in {seconds:.2f} s{rate}"
+
+
+def _new(result: Result) -> str:
+    rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
+    reason = _REASONS[result.finish_reason]
+    return f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {reason}"
+
+
+def _accepted(result: Result) -> str:
+    return (
+        f"{result.mean_accepted_length:.2f} mean accepted length, over {result.rounds:,} target forwards ({DEFINITION})"
+    )

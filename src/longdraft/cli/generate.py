@@ -1,0 +1,196 @@
+"""``longdraft generate``: read, answer, show."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longdraft.cli import console, options, reading
+from longdraft.cli.cancel import EXIT_CODE, Cancel
+from longdraft.cli.comparing import comparison
+from longdraft.cli.display import PrefillBar, TextOutput
+from longdraft.cli.figures import footer, payload
+from longdraft.cli.streaming import TextStream
+from longdraft.errors import CheckpointError
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Result
+from longdraft.speculator import Speculator
+from longdraft.target.chat import chat_prompt, encode
+from longdraft.target.loading import LoadedModel, load
+from longdraft.verify.sampling import Sampling
+
+
+class CountingCache(PromptCache):
+    """Knows how many prompt tokens a run found in it."""
+
+    reused = 0
+
+    def open(
+        self, new_store: Callable[[int, int], KVStore], prompts: Sequence[Sequence[int]], capacity: int
+    ) -> KVStore:
+        store = super().open(new_store, prompts, capacity)
+        self.reused = store.lengths[0]
+        return store
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every run of one command shares."""
+
+    loaded: LoadedModel
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    seed: int | None
+    stops: tuple[str, ...]
+    cache: CountingCache
+    cancel: Cancel
+
+    def stream(self, spec: Speculator, output: TextOutput) -> tuple[Result, int]:
+        """Decodes, showing bar and text. Returns the result and how many prompt tokens were in the cache."""
+        generation = spec.stream(
+            self.prompt,
+            max_new_tokens=self.max_tokens,
+            sampling=self.sampling,
+            seed=self.seed,
+            stop=self.stops,
+            cache=self.cache,
+            cancelled=self.cancel,
+        )
+        text = TextStream(spec.decode, self.stops)
+        reused = 0
+        try:
+            with PrefillBar(len(self.prompt)) as bar:
+                for step in generation:
+                    if step.mode == "prefill":
+                        reused = self.cache.reused
+                        bar.update(step.prefilled)
+                    output.write(text.push(step.token_ids, step.from_draft))
+                output.write(text.finish())
+        finally:
+            # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
+            output.end()
+        return generation.results()[0], reused
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The instruction; with a file, it follows the document.")
+    ] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
+    ] = None,
+    model: options.Model = None,
+    method: Annotated[str, typer.Option(help="How to decode; see `longdraft methods`.")] = "prompt-lookup",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    kv_cache: Annotated[
+        Path | None,
+        typer.Option("--kv-cache", help="Keep the read prompt in this file; the next run starts from it."),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
+    ] = False,
+    as_json: options.Json = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    rope_factor: options.RopeFactor = None,
+    debug: options.Debug = False,
+) -> None:
+    """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
+    with options.settings_checked():
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        method_options = options.method_options(option or [])
+        Speculator(method, **method_options)  # an unknown method or option is refused before the model is loaded
+        if max_tokens < 1:
+            raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
+        if seed is not None and not 0 <= seed < 2**63:
+            raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
+    if kv_cache is not None and kv_cache.is_dir():
+        raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
+    request = reading.read(prompt, file or [])
+    with console.status() as status:
+        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        status("Preparing the prompt")
+        spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer, **method_options)
+        tokens = _encode(loaded, request, raw)
+    if not sampling.greedy and seed is None:
+        seed = random.randrange(2**32)
+        console.note(f"Sampling with --seed {seed}")
+    restored = kv_cache is not None and kv_cache.exists()
+    cache = CountingCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else CountingCache()
+    assert isinstance(cache, CountingCache)
+    with Cancel() as cancel:
+        run = Run(loaded, tokens, max_tokens, sampling, seed, tuple(stop or ()), cache, cancel)
+        output = TextOutput(silent=as_json)
+        own, reused = run.stream(spec, output)
+        if restored and kv_cache is not None:
+            console.note(f"{kv_cache}: {reused:,} of {len(tokens):,} prompt tokens were there")
+        elif kv_cache is not None and own.token_ids:
+            _keep(cache, tokens, kv_cache, spec)
+        console.stderr().print()
+        console.stderr().print(footer(own, reused, output.coloured))
+        report: dict[str, Any] = payload(own)
+        if compare:
+            report["compare"] = None if cancel() else _compared(run, spec, own)
+    if as_json:
+        console.line(json.dumps(report))
+    if cancel():
+        console.note("Cancelled.")
+        raise typer.Exit(EXIT_CODE)
+
+
+def _encode(loaded: LoadedModel, request: reading.Request, raw: bool) -> list[int]:
+    if raw:
+        text = "\n\n".join(part for part in request if part)
+        return encode(loaded.tokenizer, text)
+    return chat_prompt(loaded.tokenizer, request.instruction, document=request.document)
+
+
+def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -> None:
+    """Writes the prompt's KV; the answer's is cut off."""
+    assert cache.store is not None
+    cache.store.truncate(0, len(prompt))
+    cache.remember(0, prompt)
+    cache.save(path, spec.runner().fingerprint)
+    console.note(f"{path}: kept {len(prompt):,} prompt tokens for the next run")
+
+
+def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
+    """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
+    ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer)
+    with console.status() as status:
+        status("Decoding the same prompt plainly (ar)")
+        ar = ar_spec.generate(
+            run.prompt,
+            max_new_tokens=run.max_tokens,
+            sampling=run.sampling,
+            seed=run.seed,
+            stop=run.stops,
+            cache=run.cache,
+            cancelled=run.cancel,
+        )[0]
+        if run.cancel():
+            return None
+        found = comparison(own, ar, run.prompt, spec.runner(), run.sampling, run.cache)
+    console.stderr().print()
+    console.stderr().print(found.shown(spec.decode))
+    return found.payload()

@@ -1,0 +1,86 @@
+"""The command ``longdraft``: its verbs, and how errors end it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from longdraft.cli import console, options
+from longdraft.cli.bench import bench
+from longdraft.cli.cancel import EXIT_CODE
+from longdraft.cli.doctor import doctor
+from longdraft.cli.generate import generate
+from longdraft.cli.methods import methods
+from longdraft.errors import CapabilityError, LongdraftError
+
+app = typer.Typer(
+    help="Long-context text generation, faster: speculative decoding on Hugging Face models as they are.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Our own handler says what is wrong in one line; --debug shows the rest, plainly.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (generate, bench, methods, doctor):
+    app.command()(verb)
+
+BAD_SETTING, FAILED = 2, 1
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from longdraft import __version__
+
+        console.line(f"longdraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+    ] = False,
+    debug: options.Debug = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
+    options.reset_debug()
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="longdraft")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        console.note("Aborted.")
+        return EXIT_CODE
+    except BrokenPipeError:
+        # Whoever read our output has had enough (`| head`); Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    if options.debugging():
+        traceback.print_exception(error)
+    if isinstance(error, LongdraftError):
+        console.error(str(error))
+        return BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
+    hint = "" if options.debugging() else " Add --debug to see where."
+    console.error(f"unexpected {type(error).__name__}: {error}.{hint}")
+    return FAILED
+
+
+def run() -> None:
+    """The entry point of the command."""
+    sys.exit(main())

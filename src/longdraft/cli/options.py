@@ -1,0 +1,101 @@
+"""Options that several verbs share, and what is wrong with their values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from longdraft.errors import LongdraftError
+
+
+class SettingError(LongdraftError, ValueError):
+    """A value on the command line cannot be used."""
+
+
+_debug = False
+
+
+def debugging() -> bool:
+    """Whether ``--debug`` was given."""
+    return _debug
+
+
+def set_debug(value: bool) -> None:
+    """Turns tracebacks and log lines on; a later option that was not given does not turn them off."""
+    global _debug
+    if value:
+        _debug = True
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+
+
+def reset_debug() -> None:
+    """As at the start of a process."""
+    global _debug
+    _debug = False
+
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"),
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or mps.", show_default="the best there is")]
+RopeFactor = Annotated[
+    float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log lines and full tracebacks.")
+]
+Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Sample from the K most probable tokens.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Sample from the fewest tokens with this probability.")]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Drop tokens below this share of the best one's probability.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", help="Above 1 makes tokens less likely to come again.")
+]
+
+
+def method_options(pairs: list[str]) -> dict[str, Any]:
+    """``["branches=2"]`` -> ``{"branches": 2}``: numbers as numbers, true and false as such, the rest as text.
+
+    Raises:
+        SettingError: for anything that is not ``name=value``.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise SettingError(f"--option takes name=value, not {pair!r}.")
+        found[name.strip().replace("-", "_")] = _value(value.strip())
+    return found
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+@contextmanager
+def settings_checked() -> Iterator[None]:
+    """Inside it, a ValueError or TypeError is about a value that the user gave.
+
+    Raises:
+        SettingError: in its place.
+    """
+    try:
+        yield
+    except LongdraftError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise SettingError(f"{str(error).rstrip('.')}.") from error

@@ -1,0 +1,113 @@
+"""What the user wants read: files, standard input, and the instruction that follows them."""
+
+from __future__ import annotations
+
+import io
+import select
+import stat
+import sys
+from collections.abc import Sequence
+from os import fstat
+from pathlib import Path
+from typing import NamedTuple
+
+from longdraft.cli import console
+from longdraft.errors import PromptError
+
+STDIN = "-"
+# Seconds without a byte on standard input before we say that we are waiting for it.
+PATIENCE = 2.0
+
+
+class Request(NamedTuple):
+    """Attributes:
+    document: long text, may be empty.
+    instruction: what to do with it, may be empty; not both.
+    """
+
+    document: str
+    instruction: str
+
+
+def read(prompt: str | None, files: Sequence[str]) -> Request:
+    """Files, then standard input if something is piped into it, then the instruction.
+
+    What is piped in is a document where there is an instruction, and the instruction where there is none.
+
+    Raises:
+        PromptError: nothing to read, or a file that is missing, a folder, binary or empty.
+    """
+    documents = [(name, _stdin_text() if name == STDIN else _file_text(name)) for name in files]
+    piped = _stdin_text() if STDIN not in files and _piped(needed=prompt is None and not files) else ""
+    instruction = prompt or ""
+    if piped.strip():
+        if instruction.strip():
+            documents.append((STDIN, piped))
+        else:
+            instruction = piped
+    if not documents and not instruction.strip():
+        raise PromptError(
+            "The prompt is empty: give one with -p TEXT, a document with --file PATH, or pipe text into it."
+        )
+    return Request(_joined(documents), instruction)
+
+
+def _joined(documents: Sequence[tuple[str, str]]) -> str:
+    if len(documents) < 2:
+        return "".join(text for _, text in documents)
+    names = ["standard input" if name == STDIN else Path(name).name for name, _ in documents]
+    return "\n\n".join(f"File: {name}\n\n{text.strip()}" for name, (_, text) in zip(names, documents, strict=True))
+
+
+def _file_text(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise PromptError(f"{name} is a folder: --file takes a text file; give the option once for each file.")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise PromptError(f"There is no file {name}: check the path.") from None
+    except OSError as error:
+        raise PromptError(f"{name} cannot be read: {error.strerror}.") from None
+    return _text(data, name)
+
+
+def _text(data: bytes, name: str) -> str:
+    if b"\0" in data:
+        raise PromptError(f"{name} is a binary file: give plain text in UTF-8.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{name} is binary or not in UTF-8 (byte {error.start}): convert it, as with `iconv -t UTF-8`."
+        ) from None
+    if not text.strip():
+        raise PromptError(f"{name} is empty.")
+    return text
+
+
+def _piped(needed: bool) -> bool:
+    """Whether standard input is to be read: a pipe or a file.
+
+    A socket or device, which a parent process may have left there without a thought, only where nothing else is.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return False
+    try:
+        mode = fstat(sys.stdin.fileno()).st_mode
+    except (OSError, io.UnsupportedOperation):  # closed, or replaced by an object without a file
+        return True
+    return needed or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _stdin_text() -> str:
+    try:
+        if sys.stdin.isatty() or not select.select([sys.stdin], [], [], PATIENCE)[0]:
+            console.note("Waiting for standard input; it ends with Ctrl-D.")
+    except (OSError, ValueError, io.UnsupportedOperation):
+        pass  # not something that can be waited for
+    try:
+        data = sys.stdin.buffer.read()
+    except (OSError, ValueError):
+        return ""
+    return _text(data, "standard input") if data.strip() else ""

@@ -1,0 +1,112 @@
+"""From tokens to the text that may be shown now: no halves of characters, nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+# What a decoder writes for bytes that are not, or not yet, a character.
+BROKEN = "\ufffd"
+
+
+class Piece(NamedTuple):
+    """A piece of text, and whether the token that completed it was drafted."""
+
+    text: str
+    drafted: bool
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into text.
+
+    Each new text is the difference of two decodings of the same short tail, one with and one without the new tokens,
+    so that a space which a tokenizer writes between two tokens, but not before the first, is there.
+
+    Args:
+        decode: token ids to text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._tail: list[int] = []
+        self._shown = 0  # tokens of the tail whose text has been given
+
+    def push(self, token: int) -> str:
+        """Text that is certain now; empty while a character lacks bytes."""
+        self._tail.append(token)
+        text = self._decode(self._tail)
+        known = self._decode(self._tail[: self._shown])
+        if len(text) <= len(known) or text.endswith(BROKEN):
+            return ""
+        self._tail = self._tail[self._shown :]
+        self._shown = len(self._tail)
+        return text[len(known) :]
+
+    def finish(self) -> str:
+        """What is left, broken characters included."""
+        text = self._decode(self._tail)[len(self._decode(self._tail[: self._shown])) :]
+        self._tail, self._shown = [], 0
+        return text
+
+
+class TextStream:
+    """The text of one sequence as pieces that may be shown.
+
+    Args:
+        decode: token ids to text.
+        stops: strings that end the text; they are not part of it. Text that may be the beginning of one is held.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
+        self._tokens = Detokenizer(decode)
+        self._stops = [stop for stop in stops if stop]
+        self._held: list[Piece] = []
+        self._stopped = False
+
+    def push(self, tokens: Sequence[int], from_draft: int) -> list[Piece]:
+        """Pieces that a step adds; its first ``from_draft`` tokens were drafted."""
+        for i, token in enumerate(tokens):
+            self._hold(self._tokens.push(token), i < from_draft)
+        return self._release()
+
+    def finish(self) -> list[Piece]:
+        """Pieces that were held, when no more tokens come."""
+        self._hold(self._tokens.finish(), False)
+        return self._release(last=True)
+
+    def _hold(self, text: str, drafted: bool) -> None:
+        if text and not self._stopped:
+            self._held.append(Piece(text, drafted))
+
+    def _release(self, last: bool = False) -> list[Piece]:
+        text = "".join(piece.text for piece in self._held)
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._stopped = True
+            end = min(found)
+        else:
+            end = len(text) if last else len(text) - self._suspicious(text)
+        given, self._held = _split(self._held, end)
+        if self._stopped:
+            self._held = []
+        return given
+
+    def _suspicious(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
+                return n
+        return 0
+
+
+def _split(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
+    """Pieces before and from character ``end`` on."""
+    before, after = [], []
+    for text, drafted in pieces:
+        if text[:end]:
+            before.append(Piece(text[:end], drafted))
+        if text[end:]:
+            after.append(Piece(text[end:], drafted))
+        end = max(0, end - len(text))
+    return before, after
