@@ -94,26 +94,14 @@ def _difference(found: Disagreement) -> dict[str, Any]:
     }
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The rows for people."""
-    shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in ("method", "dataset"):
-        shown.add_column(head, no_wrap=True)
-    heads = ("context", "batch", "samples", "tokens/s", "vs ar", "vs hf", "accepted", "first token")
-    for head in heads:
-        shown.add_column(head, justify="right", no_wrap=True)
-    shown.add_column("differ")
-    last = None
+def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
+    """For people: a title and a table for each dataset."""
+    found: dict[str, tuple[str, Table]] = {}
     for row in report["rows"]:
-        if last not in (None, row["dataset"]):
-            shown.add_row()
-        last = row["dataset"]
-        shown.add_row(
+        if row["dataset"] not in found:
+            found[row["dataset"]] = (_title(row), _empty_table())
+        found[row["dataset"]][1].add_row(
             Text(row["method"]),
-            Text(row["dataset"]),
-            f"{row['context_tokens']:,}",
-            str(row["batch"]),
-            str(row["samples"]),
             _figure(row["tokens_per_second"], "{:.1f}"),
             _figure(row["speedup_vs_ar"], "{:.2f}x"),
             _figure(row["speedup_vs_hf"], "{:.2f}x"),
@@ -121,7 +109,22 @@ def table(report: dict[str, Any]) -> Table:
             _figure(row["ttft_seconds"], "{:.2f} s"),
             _agreement(row),
         )
-    return shown
+    return list(found.values())
+
+
+def _title(row: dict[str, Any]) -> str:
+    samples = f"{row['samples']} sample" + ("s" if row["samples"] > 1 else "")
+    batch = f", {row['batch']} at a time" if row["batch"] > 1 else ""
+    return f"{row['dataset']}: {samples}{batch}, {row['context_tokens']:,} prompt tokens"
+
+
+def _empty_table() -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    made.add_column("method", no_wrap=True)
+    for head in ("tokens/s", "vs ar", "vs hf", "accepted", "first token"):
+        made.add_column(head, justify="right", no_wrap=True)
+    made.add_column("differ")
+    return made
 
 
 def _figure(value: float | None, form: str) -> str:

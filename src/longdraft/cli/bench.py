@@ -109,10 +109,12 @@ def _measure(measuring: Bench, groups: list[tuple[Prompt, ...]]) -> list[Measure
 
 def _show(found: dict[str, Any], decode: Any) -> None:
     out = console.stdout()
-    out.print(report.table(found))
+    for title, table in report.tables(found):
+        out.print(Text(title, style="bold"))
+        out.print(table)
+        out.print()
     for line in report.listing(found, decode):
         out.print(Text(line, style="red" if line.startswith("MISMATCH") else ""))
-    out.print()
     for line in report.DEFINITIONS:
         out.print(Text(line, style="dim"))
 

@@ -7,8 +7,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from longdraft.cli import console
-
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 
 
@@ -37,5 +35,5 @@ class Cancel:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
             raise KeyboardInterrupt
+        # Nothing is printed here: a handler may run in the middle of a write.
         self._asked = True
-        # Printed with the next output and not here: a handler may run in the middle of a write.

@@ -9,15 +9,25 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
+# Columns of what is no terminal: rich would take 80 and cut tables there.
+FILE_WIDTH = 200
+
 # Consoles are made when they are needed: the streams may have been replaced since this file was imported.
 
 
 def stdout() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return _console(stderr=False)
 
 
 def stderr() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _console(stderr=True)
+
+
+def _console(stderr: bool) -> Console:
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = FILE_WIDTH
+    return made
 
 
 def colours(console: Console) -> bool:

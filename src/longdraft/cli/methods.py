@@ -15,16 +15,19 @@ from longdraft.methods import methods as described
 def methods(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """List the methods. An exact one writes what the model alone would; it is only faster."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in ("method", "exact", "draft", "available", "what it does", "paper"):
-        table.add_column(head, no_wrap=head in ("method", "exact", "draft", "available"), overflow="fold")
+    for head in ("method", "exact", "draft", "available"):
+        table.add_column(head, no_wrap=True)
+    table.add_column("what it does")
     for entry in described():
+        summary = Text(METHODS[entry["name"]].summary)
+        if entry["paper"]:
+            summary.append("\n" + entry["paper"], style="dim")
         table.add_row(
             Text(entry["name"]),
             "yes" if entry["exact"] else "approximate",
             "needed" if entry["needs_draft"] else "none",
             "yes" if entry["available"] else "no",
-            Text(METHODS[entry["name"]].summary),
-            Text(entry["paper"] or "-"),
+            summary,
         )
     console.stdout().print(table, soft_wrap=False)
     if as_json:
