@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(2)
 if not torch.cuda.is_available():
     # Read once, when triton is first imported, by whichever test that is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+THREADS = torch.get_num_threads()
 
 settings.register_profile(
     "longdraft",
@@ -27,7 +28,12 @@ settings.load_profile("longdraft")
 
 
 @pytest.fixture(autouse=True)
-def _fixed_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on the one before it, nor on what the shell has set."""
+def _fixed_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on the one before it, nor on what the shell has set.
+
+    One thread: on tiny tensors and busy cores a second one costs ten times what it saves.
+    """
+    real = request.node.get_closest_marker("model") or request.node.get_closest_marker("slow")
+    torch.set_num_threads(THREADS if real else 1)
     torch.manual_seed(0)
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)

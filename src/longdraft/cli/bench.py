@@ -111,7 +111,7 @@ def _show(found: dict[str, Any], decode: Any) -> None:
     out = console.stdout()
     for title, table in report.tables(found):
         out.print(Text(title, style="bold"))
-        out.print(table)
+        console.show(out, table)
         out.print()
     for line in report.listing(found, decode):
         out.print(Text(line, style="red" if line.startswith("MISMATCH") else ""))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 # Columns of what is no terminal: rich would take 80 and cut tables there.
@@ -33,6 +33,17 @@ def _console(stderr: bool) -> Console:
 def colours(console: Console) -> bool:
     """Whether colour shows: a terminal that has it, and no NO_COLOR."""
     return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def show(target: Console, renderable: RenderableType) -> None:
+    """Prints a table or the like, without the blanks that rich pads its lines with where nobody sees them."""
+    if target.is_terminal:
+        target.print(renderable, soft_wrap=False)
+        return
+    with target.capture() as captured:
+        target.print(renderable)
+    target.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    target.file.flush()
 
 
 def note(message: str) -> None:

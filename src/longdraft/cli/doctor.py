@@ -104,7 +104,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("hosted", "yes, every method runs on it exactly as the method says", "green")
     else:
         row("hosted", f"no: {model['reason']}", "red")
-    out.print(grid, soft_wrap=False)
+    console.show(out, grid)
 
 
 def _bytes(count: int | None) -> str:

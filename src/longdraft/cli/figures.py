@@ -72,7 +72,7 @@ def _exactness(result: Result) -> str:
 def _prompt(result: Result, reused: int) -> str:
     read = result.prompt_tokens - reused
     seconds = result.prefill_seconds
-    rate = f" ({read / seconds:,.0f} tokens/s)" if seconds > 0 else ""
+    rate = f" ({read / seconds:,.0f} tokens/s)" if seconds > 0 and read > 1 else ""
     kept = f", {reused:,} of them from the KV cache" if reused else ""
     if result.finish_reason == "cancelled" and not result.token_ids:
         return f"{result.prompt_tokens:,} tokens{kept}; cancelled while they were read"

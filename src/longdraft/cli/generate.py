@@ -147,7 +147,7 @@ def generate(
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.stderr().print(footer(own, reused, output.coloured))
+        console.show(console.stderr(), footer(own, reused, output.coloured))
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(run, spec, own)
@@ -192,5 +192,5 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
             return None
         found = comparison(own, ar, run.prompt, spec.runner(), run.sampling, run.cache)
     console.stderr().print()
-    console.stderr().print(found.shown(spec.decode))
+    console.show(console.stderr(), found.shown(spec.decode))
     return found.payload()

@@ -29,6 +29,6 @@ def methods(as_json: options.Json = False, debug: options.Debug = False) -> None
             "yes" if entry["available"] else "no",
             summary,
         )
-    console.stdout().print(table, soft_wrap=False)
+    console.show(console.stdout(), table)
     if as_json:
         console.line(json.dumps(described()))
