@@ -1,4 +1,4 @@
-"""Settings of every test: offline, two threads, fixed seeds, a hypothesis profile that is the same everywhere."""
+"""Settings of every test: offline, one thread, fixed seeds, a hypothesis profile that is the same everywhere."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def prefix_kernel(
 
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
-    k_base = k + slot.to(tl.int32) * k_slot + h * k_head
+    k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)
