@@ -86,11 +86,14 @@ def _measure(measuring: Bench, groups: list[tuple[Prompt, ...]]) -> list[Measure
         TimeRemainingColumn(),
         console=err,
         transient=True,
+        # Drawn between the runs only: a thread that draws would take its share of what is measured.
+        auto_refresh=False,
         disable=not err.is_terminal,
     )
     measured: list[Measured] = []
     with bar:
         task = bar.add_task("warming up", total=measuring.runs(len(groups)))
+        bar.refresh()
         measuring.wake(groups[0][0])
         for number, group in enumerate(groups, 1):
             begun: list[str] = []
@@ -100,6 +103,7 @@ def _measure(measuring: Bench, groups: list[tuple[Prompt, ...]]) -> list[Measure
                 done = measuring.runs(number - 1) + len(begun)
                 begun.append(name)
                 bar.update(task, completed=done, description=f"sample {number}/{len(groups)}: {name}")
+                bar.refresh()
 
             if not err.is_terminal:
                 err.print(Text(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ..."))

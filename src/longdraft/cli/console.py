@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
+from rich.control import Control
+from rich.segment import ControlType
 from rich.text import Text
 
 # Columns of what is no terminal: rich would take 80 and cut tables there.
@@ -63,28 +65,42 @@ def line(text: str) -> None:
 
 
 class Status:
-    """What is being done, on stderr: a spinner on a terminal, else one line each."""
+    """What is being done, on stderr: one line that goes away on a terminal, else a line each.
 
-    def __init__(self) -> None:
+    Args:
+        animated: turn a spinner. It wakes up many times a second, so not while something is timed.
+    """
+
+    def __init__(self, animated: bool) -> None:
         self._console = stderr()
-        self._live = self._console.status(Text("")) if self._console.is_terminal else None
+        self._spinner = self._console.status(Text("")) if animated and self._console.is_terminal else None
 
     def __call__(self, message: str) -> None:
-        if self._live is None:
-            self._console.print(Text(message + " ..."))
-            return
-        self._live.update(Text(message + " ..."))
-        self._live.start()
+        text = Text(message + " ...")
+        if self._spinner is not None:
+            self._spinner.update(text)
+            self._spinner.start()
+        elif self._console.is_terminal:
+            self._erase()
+            text.truncate(self._console.width - 1, overflow="ellipsis")
+            self._console.print(text, end="")
+        else:
+            self._console.print(text)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self._spinner is not None:
+            self._spinner.stop()
+        elif self._console.is_terminal:
+            self._erase()
+
+    def _erase(self) -> None:
+        self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
 
 @contextmanager
-def status() -> Iterator[Status]:
+def status(animated: bool = True) -> Iterator[Status]:
     """Says what takes seconds, for as long as it takes."""
-    shown = Status()
+    shown = Status(animated)
     try:
         yield shown
     finally:

@@ -40,6 +40,8 @@ class PrefillBar:
             _Rate(),
             console=err,
             transient=True,
+            # Drawn between the chunks only: a thread that draws would take its share of what is measured.
+            auto_refresh=False,
             disable=not err.is_terminal,
         )
         self._task = self._bar.add_task("", total=total)
@@ -51,7 +53,7 @@ class PrefillBar:
 
     def update(self, read: int) -> None:
         """Shows how many tokens have been read; the last one takes the bar away."""
-        self._bar.update(self._task, completed=read)
+        self._bar.update(self._task, completed=read, refresh=True)
         if read >= self._total:
             self.close()
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from longdraft.kv.memory import human
 from longdraft.sequence import Result
 
-DEFINITION = "new tokens / target forwards; the prefill's token is not counted, plain decoding has 1.0"
+DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
 _REASONS = {
     "eos": "ended by itself",
@@ -59,7 +59,9 @@ def footer(result: Result, reused: int, coloured: bool) -> Group:
     if result.rounds:
         grid.add_row("accepted", Text(_accepted(result)))
     grid.add_row("memory", Text(f"{human(result.peak_memory_bytes)} at peak"))
-    return Group(title, grid)
+    if not result.rounds:
+        return Group(title, grid)
+    return Group(title, grid, Text(DEFINITION, style="dim"))
 
 
 DRAFTED = "green"
@@ -87,5 +89,6 @@ def _new(result: Result) -> str:
 
 def _accepted(result: Result) -> str:
     return (
-        f"{result.mean_accepted_length:.2f} mean accepted length, over {result.rounds:,} target forwards ({DEFINITION})"
+        f"{result.mean_accepted_length:.2f} mean accepted length, {result.rounds:,} target forwards; "
+        f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
     )

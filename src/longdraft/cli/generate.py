@@ -177,7 +177,7 @@ def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -
 def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
     """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
     ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer)
-    with console.status() as status:
+    with console.status(animated=False) as status:
         status("Decoding the same prompt plainly (ar)")
         ar = ar_spec.generate(
             run.prompt,

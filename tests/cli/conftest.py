@@ -1,0 +1,56 @@
+"""A tiny model in a folder, and a way to run a command line as a shell would."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from longdraft.cli import options
+from longdraft.cli.main import main
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Shell = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model(context=512).save_pretrained(folder)
+    tiny_tokenizer(chat=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """``shell("generate", "-p", "hi", stdin=b"...")``: exit code, stdout and stderr."""
+
+    def run(*arguments: object, stdin: bytes = b"") -> Ended:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        code = main([str(a) for a in arguments])
+        return Ended(code, *capsys.readouterr())
+
+    yield run
+    options.reset_debug()
+
+
+@pytest.fixture
+def generate(shell: Shell, model_folder: Path) -> Shell:
+    """``longdraft generate`` on the tiny model."""
+
+    def run(*arguments: object, stdin: bytes = b"") -> Ended:
+        return shell("generate", "--model", model_folder, *arguments, stdin=stdin)
+
+    return run

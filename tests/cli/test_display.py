@@ -1,0 +1,98 @@
+"""What the terminal, or a file in its place, is given."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from longdraft.cli.display import PrefillBar, TextOutput
+from longdraft.cli.streaming import Piece
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    return stream
+
+
+def test_drafted_tokens_are_coloured_on_a_terminal(terminal):
+    output = TextOutput()
+    output.write([Piece("one ", False), Piece("two", True)])
+    output.end()
+    assert output.coloured
+    assert terminal.getvalue() == "one \x1b[32mtwo\x1b[0m\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    output = TextOutput()
+    output.write([Piece("two", True)])
+    assert not output.coloured
+    assert "\x1b[32m" not in terminal.getvalue()
+
+
+def test_brackets_are_text_and_no_markup(terminal):
+    text = "[bold]x[/bold] [/] [red :smile:"
+    TextOutput().write([Piece(text, False)])
+    assert terminal.getvalue() == text
+
+
+def test_long_lines_are_left_whole(terminal):
+    TextOutput().write([Piece("word " * 100, False)])
+    assert terminal.getvalue() == "word " * 100
+
+
+def test_a_document_cannot_steer_the_terminal(terminal):
+    TextOutput().write([Piece("a\x1b[2Jb\x07c\x9bd\te\n", False)])
+    assert terminal.getvalue() == "a[2Jbcd\te\n"
+
+
+def test_a_file_gets_the_text_alone(capsys):
+    output = TextOutput()
+    output.write([Piece("[b]one ", False), Piece("two", True)])
+    output.end()
+    assert capsys.readouterr() == ("[b]one two\n", "")
+    assert not output.coloured
+
+
+def test_the_line_ends_once(capsys):
+    output = TextOutput()
+    output.write([Piece("one\n", False)])
+    output.end()
+    assert capsys.readouterr().out == "one\n"
+
+
+def test_silence(capsys):
+    output = TextOutput(silent=True)
+    output.write([Piece("one", False)])
+    output.end()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_leaves_nothing_behind(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with PrefillBar(1000) as bar:
+        bar.update(512)
+        bar.update(1000)
+    shown = terminal.getvalue()
+    assert " 512/1000" in shown
+    assert shown.endswith("\x1b[1A\x1b[2K")  # up, and erase
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_no_bar_without_a_terminal(capsys):
+    with PrefillBar(1000) as bar:
+        bar.update(512)
+    assert capsys.readouterr() == ("", "Reading the prompt, 1,000 tokens ...\n")

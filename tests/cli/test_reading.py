@@ -1,0 +1,112 @@
+"""What is read, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from longdraft.cli import reading
+from longdraft.errors import PromptError
+
+
+@pytest.fixture(autouse=True)
+def _no_input(monkeypatch):
+    piped(monkeypatch, b"")
+
+
+def piped(monkeypatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_a_prompt_alone():
+    assert reading.read("why?", []) == ("", "why?")
+
+
+def test_one_file_is_the_document_as_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text(" one\n")
+    assert reading.read("why?", [str(tmp_path / "a.txt")]) == (" one\n", "why?")
+
+
+def test_several_files_carry_their_names_with_a_blank_line_between(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text of {name}\n")
+    document, _ = reading.read("why?", [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
+    assert document == "File: a.txt\n\ntext of a.txt\n\nFile: b.txt\n\ntext of b.txt"
+
+
+def test_piped_text_is_the_instruction_where_there_is_none(monkeypatch):
+    piped(monkeypatch, b"why?")
+    assert reading.read(None, []) == ("", "why?")
+
+
+def test_piped_text_is_a_document_where_there_is_an_instruction(monkeypatch, tmp_path):
+    piped(monkeypatch, b"the report")
+    assert reading.read("why?", []) == ("the report", "why?")
+    piped(monkeypatch, b"the report")
+    (tmp_path / "a.txt").write_text("one")
+    document, _ = reading.read("why?", [str(tmp_path / "a.txt")])
+    assert document == "File: a.txt\n\none\n\nFile: standard input\n\nthe report"
+
+
+def test_a_dash_is_standard_input(monkeypatch):
+    piped(monkeypatch, b"the report")
+    assert reading.read("why?", ["-"]) == ("the report", "why?")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone".encode())
+    assert reading.read(None, [str(tmp_path / "a.txt")]).document == "one"
+
+
+def test_an_idle_device_on_standard_input_is_left_alone(monkeypatch):
+    with Path(os.devnull).open() as device:
+        monkeypatch.setattr(sys, "stdin", device)
+        assert reading.read("why?", []) == ("", "why?")
+
+
+def test_a_real_pipe_is_read(monkeypatch):
+    out, into = os.pipe()
+    os.write(into, "café".encode())
+    os.close(into)
+    with open(out, encoding="utf-8") as end:
+        monkeypatch.setattr(sys, "stdin", end)
+        assert reading.read(None, []).instruction == "café"
+
+
+@pytest.mark.parametrize("prompt", [None, "", "  \n"])
+def test_nothing_to_read(prompt):
+    with pytest.raises(PromptError, match="prompt is empty.*-p"):
+        reading.read(prompt, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "There is no file"),
+        (b"abc\0def", "binary"),
+        (b"caf\xe9", "not in UTF-8"),
+        (b" \n", "is empty"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, content, message):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PromptError, match=message) as caught:
+        reading.read("why?", [str(path)])
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(PromptError, match="is a folder"):
+        reading.read("why?", [str(tmp_path)])
+
+
+def test_binary_standard_input(monkeypatch):
+    piped(monkeypatch, b"\x89PNG\0")
+    with pytest.raises(PromptError, match="standard input is a binary file"):
+        reading.read("why?", [])

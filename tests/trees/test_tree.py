@@ -1,0 +1,161 @@
+"""TokenTree and its builders, on random trees against definitions by path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.trees.builders import chain, static, union
+from longdraft.trees.tree import TokenTree, padded_mask
+
+
+@st.composite
+def trees(draw, max_size: int = 16) -> TokenTree:
+    """Any tree over three tokens, so that siblings are often equal."""
+    size = draw(st.integers(1, max_size))
+    tokens = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
+    log_probs = draw(st.sampled_from([(), tuple(-0.1 * i for i in range(size))]))
+    return TokenTree(tuple(tokens), tuple(parents), log_probs)
+
+
+def texts(tree: TokenTree) -> set[tuple[int, ...]]:
+    """The token sequences from the root to every node."""
+    return {tuple(tree.tokens[i] for i in tree.path(node)) for node in range(tree.size)}
+
+
+paths = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
+
+
+# --- the tree ---
+
+
+@given(trees())
+def test_a_path_goes_from_the_root_by_parents_and_increases(tree):
+    for node in range(tree.size):
+        path = tree.path(node)
+        assert path[0] == 0 and path[-1] == node
+        assert all(tree.parents[b] == a and a < b for a, b in zip(path, path[1:], strict=False))
+
+
+@given(trees())
+def test_the_ancestor_mask_shows_each_node_its_own_path(tree):
+    mask = tree.ancestor_mask()
+    assert mask.shape == (tree.size, tree.size) and mask.dtype == torch.bool
+    for node in range(tree.size):
+        assert mask[node].nonzero().flatten().tolist() == tree.path(node)
+
+
+@given(trees())
+def test_a_nodes_depth_counts_the_steps_of_its_path(tree):
+    assert list(tree.depths) == [len(tree.path(node)) - 1 for node in range(tree.size)]
+
+
+@given(trees())
+def test_a_child_is_the_first_node_below_that_carries_the_token(tree):
+    for node in range(tree.size):
+        for token in range(4):
+            below = [i for i in range(tree.size) if tree.parents[i] == node and tree.tokens[i] == token]
+            assert tree.child(node, token) == (below[0] if below else None)
+
+
+@given(trees())
+def test_a_tree_is_a_chain_when_its_mask_is_causal(tree):
+    causal = torch.ones(tree.size, tree.size, dtype=torch.bool).tril()
+    assert tree.is_chain == torch.equal(tree.ancestor_mask(), causal)
+
+
+@given(trees(), st.integers(0, 6))
+def test_limiting_the_depth_keeps_exactly_the_nodes_above_it(tree, max_depth):
+    limited = tree.limited(max_depth)
+    kept = [i for i in range(tree.size) if tree.depths[i] <= max_depth]
+    assert limited.tokens == tuple(tree.tokens[i] for i in kept)
+    assert limited.depths == tuple(tree.depths[i] for i in kept)
+    assert [limited.path(i) for i in range(limited.size)] == [[kept.index(j) for j in tree.path(i)] for i in kept]
+    assert limited.log_probs == (tuple(tree.log_probs[i] for i in kept) if tree.log_probs else ())
+
+
+@given(trees())
+def test_all_nodes_but_the_root_are_drafted(tree):
+    assert tree.drafted == tree.size - 1 == len(tree.tokens) - 1
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
+def test_a_padded_mask_holds_each_tree_and_padding_that_sees_itself_alone(batch, extra):
+    size = max(tree.size for tree in batch) + extra
+    masks = padded_mask(batch, size)
+    assert masks.shape == (len(batch), size, size)
+    for mask, tree in zip(masks, batch, strict=True):
+        for row in range(size):
+            expected = tree.path(row) if row < tree.size else [row]
+            assert mask[row].nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [
+        ((), ()),
+        ((1, 2), (-1,)),
+        ((1,), (0,)),
+        ((1, 2), (-1, -1)),
+        ((1, 2), (-1, 1)),
+        ((1, 2, 3), (-1, 2, 0)),
+        ((1, 2), (-1, -2)),
+    ],
+    ids=["empty", "lengths differ", "no root", "two roots", "own parent", "child before parent", "below -1"],
+)
+def test_parents_that_make_no_tree_are_refused(tokens, parents):
+    with pytest.raises(ValueError, match="parents"):
+        TokenTree(tokens, parents)
+
+
+def test_log_probabilities_that_are_not_one_a_node_are_refused():
+    with pytest.raises(ValueError, match="1 log-probabilities for 2 nodes"):
+        TokenTree((1, 2), (-1, 0), (0.0,))
+
+
+# --- builders ---
+
+
+@given(st.lists(st.integers(0, 9), max_size=8))
+def test_a_chain_is_one_path(tokens):
+    tree = chain(7, tokens)
+    assert tree.is_chain and tree.tokens == (7, *tokens)
+    assert tree.path(tree.size - 1) == list(range(tree.size))
+
+
+@given(paths)
+def test_a_union_holds_every_prefix_of_every_path_and_nothing_twice(continuations):
+    tree = union(9, continuations)
+    expected = {(9,)} | {(9, *path[:n]) for path in continuations for n in range(1, len(path) + 1)}
+    assert texts(tree) == expected
+    assert tree.size == len(expected)
+
+
+@given(paths, st.integers(0, 8))
+def test_a_limited_union_keeps_the_first_nodes_it_would_have_had(continuations, max_nodes):
+    whole, tree = union(9, continuations), union(9, continuations, max_nodes)
+    assert tree.drafted == min(whole.drafted, max_nodes)
+    assert tree.tokens == whole.tokens[: tree.size] and tree.parents == whole.parents[: tree.size]
+
+
+@given(st.lists(st.integers(1, 3), max_size=4))
+def test_a_static_tree_has_the_product_of_the_widths_at_each_depth(widths):
+    tree = static(0, [[1, 2, 3]] * len(widths), widths)
+    expected = 1
+    for depth, width in enumerate(widths, start=1):
+        expected *= width
+        assert tree.depths.count(depth) == expected
+    assert max(tree.depths) == len(widths)
+
+
+def test_a_static_tree_crosses_the_best_candidates_of_each_depth():
+    tree = static(0, [[1, 2, 3], [4, 5], [6]], [2, 2, 1])
+    leaves = {text for text in texts(tree) if len(text) == 4}
+    assert leaves == {(0, a, b, 6) for a in (1, 2) for b in (4, 5)}
+
+
+def test_a_static_tree_with_too_few_candidates_takes_those_there_are():
+    assert texts(static(0, [[1], [2, 3]], [3, 3])) == {(0,), (0, 1), (0, 1, 2), (0, 1, 3)}
