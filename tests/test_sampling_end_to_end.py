@@ -15,7 +15,7 @@ DRAWS, BATCH = 20_000, 500
 
 @pytest.mark.slow
 @pytest.mark.parametrize("branches", [1, 3])
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_k=6, top_p=0.95, repetition_penalty=1.3)])
+@pytest.mark.parametrize("sampling", [Sampling(3.0), Sampling(2.0, top_k=6, top_p=0.98, repetition_penalty=1.3)])
 def test_whole_runs_sample_the_targets_distribution(sampling, branches):
     model = tiny_model(vocab=8, layers=1)
     spec = Speculator("prompt-lookup", target=model, branches=branches, min_n=1)

@@ -18,45 +18,56 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    return stream
+    """Puts a terminal in the place of stdout and stderr; called by the test, as pytest puts its own there before."""
+
+    def open_terminal() -> Terminal:
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return open_terminal
 
 
 def test_drafted_tokens_are_coloured_on_a_terminal(terminal):
+    screen = terminal()
     output = TextOutput()
     output.write([Piece("one ", False), Piece("two", True)])
     output.end()
     assert output.coloured
-    assert terminal.getvalue() == "one \x1b[32mtwo\x1b[0m\n"
+    assert screen.getvalue() == "one \x1b[32mtwo\x1b[0m\n"
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
+    screen = terminal()
     monkeypatch.setenv(name, value)
     output = TextOutput()
     output.write([Piece("two", True)])
     assert not output.coloured
-    assert "\x1b[32m" not in terminal.getvalue()
+    assert "\x1b[32m" not in screen.getvalue()
 
 
 def test_brackets_are_text_and_no_markup(terminal):
+    screen = terminal()
     text = "[bold]x[/bold] [/] [red :smile:"
     TextOutput().write([Piece(text, False)])
-    assert terminal.getvalue() == text
+    assert screen.getvalue() == text
 
 
 def test_long_lines_are_left_whole(terminal):
+    screen = terminal()
     TextOutput().write([Piece("word " * 100, False)])
-    assert terminal.getvalue() == "word " * 100
+    assert screen.getvalue() == "word " * 100
 
 
 def test_a_document_cannot_steer_the_terminal(terminal):
+    screen = terminal()
     TextOutput().write([Piece("a\x1b[2Jb\x07c\x9bd\te\n", False)])
-    assert terminal.getvalue() == "a[2Jbcd\te\n"
+    assert screen.getvalue() == "a[2Jbcd\te\n"
 
 
 def test_a_file_gets_the_text_alone(capsys):
@@ -81,12 +92,12 @@ def test_silence(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_bar_leaves_nothing_behind(terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal)
+def test_the_bar_leaves_nothing_behind(terminal):
+    screen = terminal()
     with PrefillBar(1000) as bar:
         bar.update(512)
         bar.update(1000)
-    shown = terminal.getvalue()
+    shown = screen.getvalue()
     assert " 512/1000" in shown
     assert shown.endswith("\x1b[1A\x1b[2K")  # up, and erase
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back

@@ -9,14 +9,22 @@ from longdraft.errors import ContextError
 
 
 def test_values_have_their_kind():
-    found = method_options(["a=1", "b=0.5", "c=text", "some-name=true", "d=x=y"])
+    # Names that the method does not have are refused later, by the method.
+    found = method_options("ar", ["a=1", "b=0.5", "c=text", "some-name=true", "d=x=y"])
     assert found == {"a": 1, "b": 0.5, "c": "text", "some_name": True, "d": "x=y"}
+    assert method_options("prompt-lookup", ["branches=2", "max-n=3"]) == {"branches": 2, "max_n": 3}
 
 
 @pytest.mark.parametrize("text", ["a", "=1", ""])
 def test_what_is_no_pair(text):
     with pytest.raises(SettingError, match="name=value"):
-        method_options([text])
+        method_options("ar", [text])
+
+
+@pytest.mark.parametrize("text", ["many", "1.5", "true", ""])
+def test_a_value_of_another_kind(text):
+    with pytest.raises(SettingError, match="branches takes a whole number"):
+        method_options("prompt-lookup", [f"branches={text}"])
 
 
 def test_bad_values_are_the_users_own_errors_pass():

@@ -72,14 +72,14 @@ def test_a_real_pipe_is_read(monkeypatch):
     out, into = os.pipe()
     os.write(into, "café".encode())
     os.close(into)
-    with open(out, encoding="utf-8") as end:
+    with os.fdopen(out, encoding="utf-8") as end:
         monkeypatch.setattr(sys, "stdin", end)
         assert reading.read(None, []).instruction == "café"
 
 
 @pytest.mark.parametrize("prompt", [None, "", "  \n"])
 def test_nothing_to_read(prompt):
-    with pytest.raises(PromptError, match="prompt is empty.*-p"):
+    with pytest.raises(PromptError, match=r"prompt is empty.*-p"):
         reading.read(prompt, [])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,7 +39,7 @@ def test_a_path_goes_from_the_root_by_parents_and_increases(tree):
     for node in range(tree.size):
         path = tree.path(node)
         assert path[0] == 0 and path[-1] == node
-        assert all(tree.parents[b] == a and a < b for a, b in zip(path, path[1:], strict=False))
+        assert all(tree.parents[b] == a and a < b for a, b in pairwise(path))
 
 
 @given(trees())

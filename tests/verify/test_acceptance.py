@@ -1,166 +1,199 @@
-"""Acceptance gives the target's own output: greedy by brute force, sampled by chi-square."""
+"""Acceptance: the walk through a verified tree, token by token."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from scipy.stats import chisquare
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
 
-from longdraft.trees.builders import chain, static, union
+from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted, accept
 from longdraft.verify.sampling import Picker, Sampling
 
-VOCABULARY = 8
-PROMPT = [3, 1, 3, 5]
-DRAWS = 20_000
-# The target: the next token's logits depend on the last two tokens.
-TABLE = torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4)) * 1.3
-
-TREES = {
-    "root only": chain(5, []),
-    "chain": chain(5, [2, 6, 1]),
-    "binary": static(5, [[2, 4], [6, 0], [1, 2]], [2, 2, 2]),
-    "wide": static(5, [list(range(7)), [1, 2, 3]], [7, 3]),
-    "beam": union(5, [[2, 6, 1, 0], [2, 6, 4], [2, 3], [4, 4, 4], [1]]),
-    "equal siblings": TokenTree((5, 2, 2, 6, 6), (-1, 0, 0, 1, 2)),
-}
-SETTINGS = {
-    "temperature": Sampling(0.7),
-    "plain": Sampling(1.0),
-    "top-k": Sampling(1.0, top_k=3),
-    "top-p": Sampling(1.0, top_p=0.8),
-    "min-p": Sampling(1.0, min_p=0.15),
-    "repetition penalty": Sampling(1.0, repetition_penalty=1.8),
-    "all": Sampling(0.8, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=1.5),
-}
-CASES = [(tree, "all") for tree in TREES] + [("beam", s) for s in SETTINGS if s != "all"] + [("chain", "plain")]
+VOCABULARY = 5
+PREFIX = [1, 4, 4]
 
 
-def logits_after(text):
-    return TABLE[text[-2], text[-1]]
+def target(text: list[int]) -> torch.Tensor:
+    """Raw logits after a text: random, but the same each time; they depend on the last three tokens."""
+    seed = sum((token + 1) * 7**i for i, token in enumerate(text[-3:]))
+    return 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
-def tree_logits(tree, text):
-    """(nodes, vocabulary): what one forward over the tree behind ``text`` gives; ``text`` ends with the root."""
-    return torch.stack(
-        [logits_after(text + [tree.tokens[i] for i in tree.path(node)[1:]]) for node in range(tree.size)]
-    )
+def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
+    """What one forward of the target returns; the root is the prefix's last token."""
+    rows = [target(prefix[:-1] + [tree.tokens[i] for i in tree.path(node)]) for node in range(tree.size)]
+    return torch.stack(rows)
 
 
-def next_distribution(text, sampling):
-    """The target's processed distribution, computed plainly."""
-    scores = sampling.processors()(torch.tensor([text]), logits_after(text)[None].clone())
-    return torch.softmax(scores, -1)[0].double()
+def picker(sampling: Sampling | None = None, seed: int = 0) -> Picker:
+    sampling = sampling or Sampling()
+    return Picker(sampling.greedy, sampling.processors(), torch.Generator().manual_seed(seed))
 
 
-def two_tokens(tree, logits, picker, walk=accept):
-    """The first two emitted tokens; plain decoding takes over when the walk ends after one."""
-    emitted = list(walk(tree, logits, picker, lambda: torch.tensor(PROMPT)).tokens)
-    if len(emitted) == 1:
-        text = [*PROMPT, *emitted]
-        emitted.append(picker.pick(torch.tensor(text), logits_after(text)))
-    return emitted[0], emitted[1]
+def decode(tree_for, picker: Picker, n: int) -> list[int]:
+    """Plain rounds of propose, verify, accept, until n tokens are out."""
+    text = list(PREFIX)
+    while len(text) - len(PREFIX) < n:
+        tree = tree_for(text)
+        left = n - (len(text) - len(PREFIX))
+        said: list[int] = []
+
+        def full(token: int, said=said, left=left) -> bool:
+            said.append(token)
+            return len(said) == left
+
+        text += accept(tree, verified(tree, text), picker, lambda text=text: torch.tensor(text), full).tokens
+    return text[len(PREFIX) :]
 
 
-def p_value(tree, sampling, walk=accept):
-    """Chi-square of the joint distribution of the first two tokens against plain decoding."""
-    picker = Picker(sampling.greedy, sampling.processors(), torch.Generator().manual_seed(0))
-    logits = tree_logits(tree, PROMPT)
-    counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.double)
-    for _ in range(DRAWS):
-        counts[two_tokens(tree, logits, picker, walk)] += 1
-    first = next_distribution(PROMPT, sampling)
-    second = torch.stack([next_distribution([*PROMPT, a], sampling) for a in range(VOCABULARY)])
-    expected = (first[:, None] * second).flatten() * DRAWS
-    counts = counts.flatten()
-    assert counts[expected == 0].sum() == 0, "a token was emitted that the processors rule out"
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    keep = expected > 0
-    return float(chisquare(observed[keep], expected[keep] * observed.sum() / expected.sum()).pvalue)
+def autoregressive(text: list[int]) -> TokenTree:
+    return TokenTree((text[-1],), (-1,))
 
 
-@pytest.mark.parametrize(("tree", "setting"), CASES)
-def test_sampled_output_has_the_targets_distribution(tree, setting):
-    assert p_value(TREES[tree], SETTINGS[setting]) > 0.01
+@st.composite
+def trees(draw) -> TokenTree:
+    """Random trees under the prefix's last token; siblings may be equal."""
+    size = draw(st.integers(1, 20))
+    tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=size - 1, max_size=size - 1))
+    parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
+    return TokenTree((PREFIX[-1], *tokens), tuple(parents))
 
 
-def test_the_chi_square_test_rejects_a_wrong_acceptance():
-    def eager(tree, logits, picker, text):
-        """Takes the first drafted child half of the time, whatever the target says."""
-        if torch.rand((), generator=picker.generator) < 0.5:
-            return accept(tree, logits, picker, text)
-        return Accepted((0, 1), (tree.tokens[1], picker.pick(text(), logits[1])))
-
-    assert p_value(TREES["chain"], SETTINGS["plain"], eager) < 1e-6
-
-
-def test_the_chi_square_test_rejects_penalties_that_forget_the_path():
-    def forgetful(tree, logits, picker, text):
-        class Blind(Picker):
-            def pick(self, upto, row):
-                return super().pick(upto[: len(PROMPT)], row)
-
-        return accept(tree, logits, Blind(picker.greedy, picker.processors, picker.generator), text)
-
-    assert p_value(TREES["wide"], SETTINGS["repetition penalty"], forgetful) < 1e-6
+def walk(tree: TokenTree, following: list[int]) -> Accepted:
+    """By definition: from the root down to the child that carries the next token, while there is one."""
+    path = [0]
+    for count, token in enumerate(following, start=1):
+        children = [i for i in range(tree.size) if tree.parents[i] == path[-1] and tree.tokens[i] == token]
+        if not children:
+            return Accepted(tuple(path), tuple(following[:count]))
+        path.append(children[0])
+    raise AssertionError("the tree is deeper than the text")
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.8)])
-def test_greedy_walks_as_far_as_the_target_agrees(tree, sampling):
-    tree = TREES[tree]
-    plain, text = [], list(PROMPT)
-    for _ in range(6):
-        plain.append(int(next_distribution(text, sampling).argmax()))
-        text.append(plain[-1])
-    paths = {tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(tree.size)}
-    longest = max(k for k in range(6) if tuple(plain[:k]) in paths)
-    got = accept(tree, tree_logits(tree, PROMPT), Picker(True, sampling.processors()), lambda: torch.tensor(PROMPT))
-    assert list(got.tokens) == plain[: longest + 1]
-    assert [tree.tokens[i] for i in got.path[1:]] == plain[:longest]
-    assert got.path == tuple(tree.path(got.path[-1])) and got.from_draft == longest
+# --- greedy ---
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_seed_gives_the_same_tokens_whatever_the_tree(setting):
-    sampling = SETTINGS[setting]
-    outcomes = set()
-    for tree in TREES.values():
-        picker = Picker(False, sampling.processors(), torch.Generator().manual_seed(3))
-        logits = tree_logits(tree, PROMPT)
-        outcomes.add(tuple(two_tokens(tree, logits, picker)))
-    assert len(outcomes) == 1
+@pytest.mark.parametrize("penalty", [None, 1.8], ids=["plain", "repetition penalty"])
+def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty):
+    sampling = Sampling(repetition_penalty=penalty)
+    following = decode(autoregressive, picker(sampling), 21)
+
+    @given(trees())
+    def check(tree):
+        got = accept(tree, verified(tree, PREFIX), picker(sampling), lambda: torch.tensor(PREFIX))
+        assert got == walk(tree, following)
+
+    check()
 
 
-def test_nothing_is_picked_after_a_stop():
-    tree = chain(5, [int(logits_after(PROMPT).argmax()), 0, 1])
-    logits = tree_logits(tree, PROMPT)
-    got = accept(tree, logits, Picker(True, Sampling().processors()), lambda: torch.tensor(PROMPT), lambda token: True)
-    assert got.tokens == (tree.tokens[1],) and got.path == (0,)
+def test_the_penalty_changes_the_greedy_text():
+    """Else the test above would prove nothing about it."""
+    assert decode(autoregressive, picker(Sampling(repetition_penalty=1.8)), 20) != decode(autoregressive, picker(), 20)
 
 
-def test_a_processor_is_called_once_a_token_with_the_text_before_it():
-    seen = []
+def test_a_right_chain_is_accepted_whole_with_a_bonus_token():
+    following = decode(autoregressive, picker(), 5)
+    tree = chain(PREFIX[-1], following[:4])
+    got = accept(tree, verified(tree, PREFIX), picker(), lambda: torch.tensor(PREFIX))
+    assert got == Accepted((0, 1, 2, 3, 4), tuple(following))
+    assert got.from_draft == 4
 
-    def remember(ids, scores):
-        seen.append(ids[0].tolist())
+
+def test_a_wrong_chain_still_gives_one_token():
+    (right,) = decode(autoregressive, picker(), 1)
+    tree = chain(PREFIX[-1], [(right + 1) % VOCABULARY, right])
+    got = accept(tree, verified(tree, PREFIX), picker(), lambda: torch.tensor(PREFIX))
+    assert got == Accepted((0,), (right,)) and got.from_draft == 0
+
+
+def test_rows_of_padding_behind_the_tree_are_not_read():
+    tree = chain(PREFIX[-1], [])
+    padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
+    assert accept(tree, padded, picker(), lambda: torch.tensor(PREFIX)).path == (0,)
+
+
+def test_plain_greedy_never_asks_for_the_text():
+    def refuse() -> torch.Tensor:
+        raise AssertionError("asked")
+
+    tree = chain(PREFIX[-1], [1, 2])
+    accept(tree, verified(tree, PREFIX), picker(), refuse)
+
+
+# --- sampled ---
+
+
+ALL = Sampling(0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), ALL], ids=["plain", "all processors"])
+@given(seed=st.integers(0, 2**31))
+def test_a_seed_gives_the_same_text_whatever_is_drafted(sampling, seed):
+    draft = torch.Generator().manual_seed(seed + 1)
+
+    def random_tree(text: list[int]) -> TokenTree:
+        size = int(torch.randint(1, 15, (), generator=draft))
+        tokens = torch.randint(VOCABULARY, (size - 1,), generator=draft).tolist()
+        parents = [-1] + [int(torch.randint(i, (), generator=draft)) for i in range(1, size)]
+        return TokenTree((text[-1], *tokens), tuple(parents))
+
+    alone = decode(autoregressive, picker(sampling, seed), 25)
+    assert decode(random_tree, picker(sampling, seed), 25) == alone
+
+
+def test_another_seed_gives_another_text():
+    texts = {tuple(decode(autoregressive, picker(Sampling(1.0), seed), 25)) for seed in range(5)}
+    assert len(texts) == 5
+
+
+# --- stopping, and who is called how often ---
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
+    following = decode(autoregressive, picker(), 4)
+    tree = chain(PREFIX[-1], following)
+    told: list[int] = []
+
+    def stop(token: int) -> bool:
+        told.append(token)
+        return len(told) == stop_after
+
+    got = accept(tree, verified(tree, PREFIX), picker(), lambda: torch.tensor(PREFIX), stop)
+    assert told == following[:stop_after] == list(got.tokens)
+    assert got.path == tuple(range(stop_after))
+
+
+class Recorder:
+    """A stateful processor: it writes down every text that it is shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def __call__(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert text.shape[0] == scores.shape[0] == 1
+        self.texts.append(text[0].tolist())
         return scores
 
-    picker = Picker(True, Sampling().processors())
-    picker.processors.append(remember)
-    best = int(logits_after(PROMPT).argmax())
-    tree = union(5, [[best, 0], [best, 1], [best, 2], [(best + 1) % VOCABULARY]])
-    got = accept(tree, tree_logits(tree, PROMPT), picker, lambda: torch.tensor(PROMPT))
-    assert len(got.tokens) >= 2
-    assert seen == [PROMPT + list(got.tokens[:k]) for k in range(len(got.tokens))]
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
+    recorder = Recorder()
+    who = Picker(greedy, LogitsProcessorList([recorder]), torch.Generator().manual_seed(3))
+    bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
+    out = decode(lambda text: union(text[-1], bushy), who, 12)
+    assert recorder.texts == [PREFIX + out[:i] for i in range(12)]
 
 
-@pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"temperature": 1.0, "top_p": 1.5, "top_k": -2}, {"temperature": 1.0, "min_p": 2.0}]
-)
-def test_values_out_of_range_are_refused_at_once(bad):
-    with pytest.raises(ValueError):
-        Sampling(**bad)
+def test_a_processor_that_writes_in_place_does_not_spoil_the_logits():
+    def ban(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.fill_(0.0)
+
+    logits = verified(autoregressive(PREFIX), PREFIX)
+    before = logits.clone()
+    Picker(True, LogitsProcessorList([ban])).pick(torch.tensor(PREFIX), logits[0])
+    assert torch.equal(logits, before)

@@ -66,7 +66,8 @@ def bench(
         groups, left_over = batches(prompts, batch)
         measuring = Bench(loaded, settings)
     if left_over:
-        console.note(f"{left_over} samples are left out: they do not fill a batch of {batch}.")
+        which = "1 sample is" if left_over == 1 else f"{left_over} samples are"
+        console.note(f"{which} left out of batches of {batch}.")
     measured = _measure(measuring, groups)
     found = report.document(measuring, measured)
     _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))

@@ -34,7 +34,8 @@ def _console(stderr: bool) -> Console:
 
 def colours(console: Console) -> bool:
     """Whether colour shows: a terminal that has it, and no NO_COLOR."""
-    return console.is_terminal and console.color_system is not None and not console.no_color
+    able = console.is_terminal and console.color_system is not None and not console.legacy_windows
+    return able and not console.no_color
 
 
 def show(target: Console, renderable: RenderableType) -> None:

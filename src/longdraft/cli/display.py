@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from longdraft.cli import console
-from longdraft.cli.figures import DRAFTED
 from longdraft.cli.streaming import Piece
+
+_DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
 
 
 class _Rate(ProgressColumn):
@@ -80,10 +81,11 @@ class TextOutput:
     """
 
     def __init__(self, silent: bool = False) -> None:
-        self._console = console.stdout()
+        out = console.stdout()
         self._silent = silent
         self._last = ""
-        self.coloured = console.colours(self._console) and not silent
+        self._terminal = out.is_terminal
+        self.coloured = console.colours(out) and not silent
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Writes and flushes, so that whoever reads sees each step."""
@@ -91,11 +93,9 @@ class TextOutput:
             return
         for text, drafted in pieces:
             self._last = text[-1:]
-            if self._console.is_terminal:
-                shown = Text(_printable(text), style=DRAFTED if drafted and self.coloured else "")
-                self._console.print(shown, end="")
-            else:
-                sys.stdout.write(text)
+            # Not through rich: it would wrap lines, expand tabs piece by piece and take brackets for markup.
+            shown = _printable(text) if self._terminal else text
+            sys.stdout.write(f"{_DRAFTED}{shown}{_PLAIN}" if drafted and self.coloured else shown)
         sys.stdout.flush()
 
     def end(self) -> None:

@@ -88,7 +88,8 @@ def _new(result: Result) -> str:
 
 
 def _accepted(result: Result) -> str:
+    drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
     return (
         f"{result.mean_accepted_length:.2f} mean accepted length, {result.rounds:,} target forwards; "
-        f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
+        f"{drafts if result.drafted else 'nothing was drafted'}"
     )

@@ -118,7 +118,7 @@ def generate(
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        method_options = options.method_options(option or [])
+        method_options = options.method_options(method, option or [])
         Speculator(method, **method_options)  # an unknown method or option is refused before the model is loaded
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")

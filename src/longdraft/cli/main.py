@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +28,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C ends a verb the same way with every version of typer, whose own ways differ."""
+
+    @functools.wraps(verb)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        try:
+            verb(*arguments, **options)
+        except KeyboardInterrupt:
+            console.note("Aborted.")
+            raise typer.Exit(EXIT_CODE) from None
+
+    return wrapped
+
+
 for verb in (generate, bench, methods, doctor):
-    app.command()(verb)
+    app.command()(_interruptible(verb))
 
 BAD_SETTING, FAILED = 2, 1
 
@@ -58,9 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(args=None if arguments is None else list(arguments), prog_name="longdraft")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        console.note("Aborted.")
-        return EXIT_CODE
     except BrokenPipeError:
         # Whoever read our output has had enough (`| head`); Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

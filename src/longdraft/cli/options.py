@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.errors import LongdraftError
+from longdraft.methods import method as method_named
 
 
 class SettingError(LongdraftError, ValueError):
@@ -52,29 +54,42 @@ Debug = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Sample from the K most probable tokens.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Sample from the fewest tokens with this probability.")]
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", min=0, max=1, help="Sample from the fewest tokens with this probability."),
+]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Drop tokens below this share of the best one's probability.")
+    float | None,
+    typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the best one's probability."),
 ]
 RepetitionPenalty = Annotated[
     float | None, typer.Option("--repetition-penalty", help="Above 1 makes tokens less likely to come again.")
 ]
 
 
-def method_options(pairs: list[str]) -> dict[str, Any]:
+def method_options(method: str, pairs: list[str]) -> dict[str, Any]:
     """``["branches=2"]`` -> ``{"branches": 2}``: numbers as numbers, true and false as such, the rest as text.
 
     Raises:
-        SettingError: for anything that is not ``name=value``.
+        SettingError: for anything that is not ``name=value``, and for a value of another kind than the default's.
+        UnknownMethodError: no such method.
     """
+    parameters = inspect.signature(method_named(method).drafter).parameters
     found: dict[str, Any] = {}
     for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
+        name, equals, text = (part.strip() for part in pair.partition("="))
+        if not equals or not name:
             raise SettingError(f"--option takes name=value, not {pair!r}.")
-        found[name.strip().replace("-", "_")] = _value(value.strip())
+        name = name.replace("-", "_")
+        found[name] = value = _value(text)
+        kind = type(parameters[name].default) if name in parameters else None
+        if kind in _KINDS and not (type(value) is kind or (kind is float and type(value) is int)):
+            raise SettingError(f"--option {name} takes {_KINDS[kind]}, not {text!r}.")
     return found
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _value(text: str) -> Any:

@@ -1,0 +1,100 @@
+"""Rows of data files and the prompts they become."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longdraft.bench.data import Sample, fitted, read
+from longdraft.errors import ContextError, PromptError
+from tests.tiny import tiny_tokenizer
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(*lines, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+        return path
+
+    return written
+
+
+def test_a_whole_prompt(write):
+    path = write({"text": "read this"})
+    assert read([path]) == [Sample("read this", "", "rows", f"{path}:1")]
+
+
+def test_a_longbench_row(write):
+    path = write({"input": "why?", "context": "long", "answers": [], "dataset": "qmsum"})
+    assert read([path]) == [Sample("long", "why?", "qmsum", f"{path}:1")]
+
+
+def test_blank_lines_are_passed_over_and_the_limit_is_each_files(write):
+    rows = [{"text": "a"}, "", {"text": "b"}, {"text": "c"}]
+    found = read([write(*rows, name="x.jsonl"), write(*rows, name="y.jsonl")], limit=2)
+    assert [(s.document, s.dataset) for s in found] == [("a", "x"), ("b", "x"), ("a", "y"), ("b", "y")]
+    assert found[1].origin.endswith("x.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ([1], "not an object"),
+        ({"prompt": "x"}, "neither `text` nor `context`.*prompt"),
+        ({"text": " "}, "empty"),
+        ({"text": 3}, "not a string"),
+        ({"context": "x", "input": 3}, "not a string"),
+    ],
+)
+def test_a_bad_line_is_named(write, line, message):
+    path = write({"text": "fine"}, line)
+    with pytest.raises(PromptError, match=message) as caught:
+        read([path])
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path, write):
+    with pytest.raises(PromptError, match="no file"):
+        read([tmp_path / "none.jsonl"])
+    with pytest.raises(PromptError, match="folder"):
+        read([tmp_path])
+    with pytest.raises(PromptError, match="no rows"):
+        read([write()])
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(PromptError, match="not UTF-8"):
+        read([tmp_path / "binary"])
+
+
+SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1")
+
+
+def test_a_chat_prompt_has_document_then_instruction():
+    tokenizer = tiny_tokenizer(chat=True)
+    text = tokenizer.decode(fitted(Sample("long", "why?", "rows", ""), tokenizer, None))
+    assert "<user>long\n\nwhy?" in text
+    assert "<assistant>" in text
+    assert tokenizer.decode(fitted(Sample("long", "why?", "rows", ""), tokenizer, None, raw=True)) == "long\n\nwhy?"
+
+
+@pytest.mark.parametrize("tokens", [20, 21, 100, 333])
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_document_is_cut_and_the_instruction_kept(tokens, raw):
+    tokenizer = tiny_tokenizer(chat=True)
+    ids = fitted(SAMPLE, tokenizer, tokens, raw)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert len(ids) == tokens  # one token a character: it can be met exactly
+    assert text.endswith("why?")
+    assert text.startswith("one two")
+
+
+def test_what_fits_is_left_whole():
+    tokenizer = tiny_tokenizer(chat=True)
+    assert fitted(SAMPLE, tokenizer, 10_000) == fitted(SAMPLE, tokenizer, None)
+
+
+def test_no_room_for_the_instruction():
+    with pytest.raises(ContextError, match=r"rows.jsonl:1.*fits 5 tokens"):
+        fitted(SAMPLE, tiny_tokenizer(chat=True), 5)

@@ -1,0 +1,266 @@
+"""The measuring loop, with contenders that are right, wrong, and on a machine that slows down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from longdraft import LoadedModel, Sampling
+from longdraft.bench import report
+from longdraft.bench.contenders import Job, Run, trimmed
+from longdraft.bench.data import Sample
+from longdraft.bench.run import Bench, Settings, batches, prepare
+from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.target.runner import TargetRunner
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SAMPLES = [
+    Sample(text, "", name, f"{name}.jsonl:{i}")
+    for i, (text, name) in enumerate(
+        [("one two one two", "a"), ("three four three four three", "a"), ("five six " * 12, "a"), ("seven", "b")], 1
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
+
+
+def settings(**over) -> Settings:
+    return Settings(**({"max_tokens": 8, "repeats": 1} | over))
+
+
+def measured(loaded, wanted: Settings, samples=SAMPLES, extra=()):
+    prompts = prepare(samples, loaded, wanted)
+    groups, _ = batches(prompts, wanted.batch)
+    bench = Bench(loaded, wanted, extra)
+    return bench, [bench.measure(group) for group in groups]
+
+
+def rows(*arguments, **options):
+    return report.rows(*measured(*arguments, **options))
+
+
+@dataclass
+class Altered:
+    """``ar``, with one of its tokens replaced in timed runs."""
+
+    bench: Bench
+    alter: dict[int, int] = field(default_factory=dict)
+    name = "altered"
+
+    def cold(self, job: Job) -> Run:
+        return self._altered(self.bench._contenders["ar"].cold(job))
+
+    def warm(self, job: Job) -> Run:
+        return self._altered(self.bench._contenders["ar"].warm(job))
+
+    def release(self) -> None:
+        pass
+
+    def _altered(self, run: Run) -> Run:
+        change = [tuple(t ^ self.alter.get(i, 0) for i, t in enumerate(tokens)) for tokens in run.tokens]
+        return replace(run, tokens=tuple(change))
+
+
+def with_altered(loaded, alter):
+    bench = Bench(loaded, settings(methods=("ar",), ignore_eos=True))
+    bench._contenders["altered"] = Altered(bench, alter)
+    found = [bench.measure(group) for group in batches(prepare(SAMPLES, loaded, bench.settings), 1)[0]]
+    return bench, found
+
+
+@pytest.mark.parametrize("wanted", [settings(), settings(batch=2), settings(sampling=Sampling(1.0), seed=3)])
+def test_methods_and_generate_agree_with_ar(loaded, wanted):
+    found = rows(loaded, replace(wanted, methods=("prompt-lookup", "hf", "ar")))
+    assert {row["method"] for row in found} == {"ar", "prompt-lookup", "hf"}
+    assert [row["mismatches"] for row in found] == [0] * len(found)
+    assert [row["near_ties"] for row in found] == [0] * len(found)
+
+
+def test_generate_agrees_with_processors_too(loaded):
+    for sampling in (Sampling(repetition_penalty=1.3), Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)):
+        found = rows(loaded, settings(methods=("hf",), sampling=sampling), samples=SAMPLES[:2])
+        assert all(row["mismatches"] == 0 for row in found)
+
+
+def test_batches_of_generate_draw_otherwise(loaded):
+    found = rows(loaded, settings(methods=("prompt-lookup", "hf"), sampling=Sampling(1.0), batch=2))
+    assert [row["mismatches"] for row in found if row["method"] != "hf"] == [0, 0]
+    assert [row["mismatches"] for row in found if row["method"] == "hf"] == [None]
+
+
+def test_rows_count_samples_and_tokens(loaded):
+    found = rows(loaded, settings(methods=("prompt-lookup",)))
+    assert [(r["method"], r["dataset"], r["samples"], r["batch"]) for r in found] == [
+        ("ar", "a", 3, 1), ("prompt-lookup", "a", 3, 1), ("ar", "b", 1, 1), ("prompt-lookup", "b", 1, 1),
+    ]  # fmt: skip
+    assert found[0]["context_tokens"] == len(SAMPLES[1].encode(loaded.tokenizer))  # the median of three
+    assert found[0]["mean_accepted_length"] == 1.0
+    assert found[0]["speedup_vs_ar"] == 1.0
+    assert found[0]["speedup_vs_hf"] is None
+
+
+def test_mismatches_are_seen(loaded):
+    bench, found = with_altered(loaded, {5: 8})
+    report_ = report.document(bench, found)
+    row = next(r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a"))
+    assert (row["mismatches"], row["near_ties"]) == (3, 0)
+    first = report_["differences"][0]
+    assert (first["method"], first["sample"], first["position"]) == ("altered", "a.jsonl:1", 5)
+    assert first["token"] == first["reference"] ^ 8
+    assert first["gap"] > 1e-3
+    (line, *_) = report.listing(report_, loaded.tokenizer.decode)
+    assert line.startswith("MISMATCH: altered on a.jsonl:1, new token 6")
+    ar = next(r for r in report_["rows"] if r["method"] == "ar")
+    assert ar["mismatches"] == 0
+
+
+def test_near_ties_are_counted_apart():
+    model = tiny_model(vocab=64, context=512, layers=2)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[1::2] = head[::2]
+    bench, found = with_altered(LoadedModel(model, tiny_tokenizer(chat=True)), {2: 1})
+    report_ = report.document(bench, found)
+    row = next(r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a"))
+    assert (row["mismatches"], row["near_ties"]) == (0, 3)
+    assert report.listing(report_, lambda ids: str(ids))[0].startswith("near tie: altered")
+
+
+def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, monkeypatch):
+    read, forward = [], TargetRunner.forward
+
+    def counted(self, tokens, *rest, **options):
+        if options.get("logits", "all") != "all":
+            read.append(len(tokens[0]))
+        return forward(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", counted)
+    wanted = settings(methods=("prompt-lookup", "hf"), repeats=3)
+    prompts = prepare(SAMPLES[:1], loaded, wanted)
+    bench, order = Bench(loaded, wanted), []
+    bench.measure(prompts, order.append)
+    names = ["ar", "prompt-lookup", "hf"]
+    assert order == names + names + names[::-1] + names
+    assert len(order) == bench.runs(1)
+    assert read == [len(prompts[0].tokens)] * 2 + [1] * 6
+
+
+def test_generate_starts_from_its_kept_prompt(loaded):
+    wanted = settings(methods=("hf",), repeats=2)
+    (prompt,) = prepare(SAMPLES[2:3], loaded, wanted)
+    bench, lengths = Bench(loaded, wanted), []
+    handle = loaded.model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: lengths.append(inputs[0].shape[1])
+    )
+    try:
+        bench._contenders["hf"].cold(job := bench._job([prompt.tokens], 4))
+        again = bench._contenders["hf"].warm(job)
+        assert again.tokens == bench._contenders["hf"].warm(job).tokens
+    finally:
+        handle.remove()
+    assert [n for n in lengths if n > 1] == [len(prompt.tokens)]
+    assert len(lengths) == 12
+    assert again.rounds == (3,)
+    assert again.mean_accepted_length == 1.0
+
+
+def test_generate_leaves_the_model_as_it_was(loaded):
+    before = (loaded.model.generation_config, loaded.model.config._attn_implementation)
+    rows(loaded, settings(methods=("hf",)), samples=SAMPLES[:1])
+    assert (loaded.model.generation_config, loaded.model.config._attn_implementation) == before
+
+
+def eos_model():
+    """Ends after a few tokens: the seed is one where it does."""
+    tokenizer = tiny_tokenizer(chat=True)
+    model = tiny_model(context=512, layers=2)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[tokenizer.eos_token_id] *= 4
+    return LoadedModel(model, tokenizer)
+
+
+def test_the_end_of_sequence_ends_all_contenders_alike():
+    loaded = eos_model()
+    wanted = settings(methods=("prompt-lookup", "hf"), max_tokens=24)
+    bench, found = measured(loaded, wanted, samples=SAMPLES[:2])
+    eos = loaded.tokenizer.eos_token_id
+    outputs = [m.cold["ar"].tokens[0] for m in found]
+    assert any(len(tokens) < 24 and tokens[-1] == eos for tokens in outputs)
+    assert all(row["mismatches"] == 0 for row in report.rows(bench, found))
+    bench, found = measured(loaded, replace(wanted, ignore_eos=True), samples=SAMPLES[:2])
+    for m in found:
+        assert {len(run.tokens[0]) for run in m.cold.values()} == {24}
+    assert all(row["mismatches"] == 0 for row in report.rows(bench, found))
+
+
+def test_a_batch_that_ends_raggedly():
+    loaded = eos_model()
+    found = rows(loaded, settings(methods=("prompt-lookup", "hf"), max_tokens=24, batch=3))
+    assert [row["mismatches"] for row in found] == [0, 0, 0]
+
+
+def test_figures_of_a_run():
+    run = Run(tokens=((1, 2, 3), (4,)), first_token_seconds=1.0, decode_seconds=2.0, rounds=(1, 0))
+    assert run.new_tokens == 4
+    assert run.tokens_per_second == 2.0
+    assert run.mean_accepted_length == 2.0
+    nothing = Run(((1,),), 1.0, 0.0, (0,))
+    assert nothing.tokens_per_second is None
+    assert nothing.mean_accepted_length is None
+
+
+def test_medians_are_of_rounds_then_of_samples(loaded):
+    bench, found = measured(loaded, settings(methods=("prompt-lookup",), repeats=3), samples=SAMPLES[:3])
+    speeds = {"ar": (10.0, 20.0, 40.0), "prompt-lookup": (30.0, 20.0, 80.0)}
+    for i, m in enumerate(found):
+        for name, runs in m.rounds.items():
+            # Round 2 is slow, as when the machine was busy: the median does not see it.
+            for run, factor in zip(list(runs), (1, 0.01, 1), strict=True):
+                seconds = run.new_tokens / (speeds[name][i] * factor)
+                runs[runs.index(run)] = replace(run, decode_seconds=seconds)
+    ar, lookup = report.rows(bench, found)
+    assert ar["tokens_per_second"] == pytest.approx(20)
+    assert lookup["tokens_per_second"] == pytest.approx(30)
+    assert lookup["speedup_vs_ar"] == pytest.approx(2)  # of 3, 1 and 2
+
+
+def test_one_token_has_no_speed(loaded):
+    found = rows(loaded, settings(max_tokens=1, methods=("prompt-lookup", "hf")))
+    assert all(row["tokens_per_second"] is None and row["speedup_vs_ar"] is None for row in found)
+    assert all(row["ttft_seconds"] > 0 for row in found)
+
+
+def test_trimmed():
+    assert trimmed([1, 2, 3, 2], frozenset({2})) == (1, 2)
+    assert trimmed([1, 2], frozenset()) == (1, 2)
+
+
+def test_batches_do_not_mix_datasets(loaded):
+    prompts = prepare(SAMPLES, loaded, settings())
+    groups, left = batches(prompts, 2)
+    assert [[p.sample.origin for p in g] for g in groups] == [["a.jsonl:1", "a.jsonl:2"]]
+    assert left == 2
+    with pytest.raises(PromptError, match="no batch of 4"):
+        batches(prompts, 4)
+
+
+def test_prompts_are_checked_before_anything_is_measured(loaded):
+    with pytest.raises(ContextError, match=r"a.jsonl:1 has .* --context 12"):
+        prepare(SAMPLES, loaded, settings(max_tokens=500))
+
+
+@pytest.mark.parametrize("over", [{"max_tokens": 0}, {"batch": 0}, {"repeats": 0}, {"context": 0}])
+def test_settings_that_make_no_sense(over):
+    with pytest.raises(ValueError, match="at least 1"):
+        settings(**over)
+
+
+def test_an_unknown_method():
+    with pytest.raises(UnknownMethodError, match=r"'magic'.*prompt-lookup.*hf"):
+        settings(methods=("magic",))
+    assert settings(methods=("hf", "hf")).contenders == ("ar", "hf")

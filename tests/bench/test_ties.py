@@ -1,0 +1,95 @@
+"""Differences of outputs: where, and whether rounding explains them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.bench.ties import compare, first_difference
+from longdraft.target.runner import TargetRunner
+from tests.tiny import tiny_model
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "at"),
+    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1), ([], [1], 0), ([2], [1], 0)],
+)
+def test_first_difference(a, b, at):
+    assert first_difference(a, b) == first_difference(b, a) == at
+
+
+def test_equal_outputs_have_none():
+    assert compare(TargetRunner(tiny_model()), PROMPT, [1, 2], [1, 2]) is None
+
+
+def test_the_gap_is_that_of_the_models_logits_there():
+    model = tiny_model()
+    found = compare(TargetRunner(model), PROMPT, [10, 11, 12], [10, 11, 13])
+    logits = model(torch.tensor([[*PROMPT, 10, 11]])).logits[0, -1].detach()
+    assert (found.position, found.token, found.reference) == (2, 12, 13)
+    assert found.gap == pytest.approx(float((logits[12] - logits[13]).abs()), abs=1e-4)
+    assert not found.near_tie
+
+
+def twins(gap: float):
+    """A model whose tokens 2k and 2k + 1 have nearly the same logits: a near tie at every step."""
+    model = tiny_model(vocab=60)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[1::2] = head[::2] * (1 + gap)
+    return model
+
+
+def test_a_near_tie():
+    tokens = Speculator("ar", target=twins(0)).generate(PROMPT, max_new_tokens=6)[0].token_ids
+    other = [*tokens[:4], tokens[4] ^ 1, 3]
+    runner = TargetRunner(twins(0))
+    found = compare(runner, PROMPT, other, tokens)
+    assert found.position == 4
+    assert found.gap < 1e-6
+    assert found.near_tie
+    assert not compare(TargetRunner(twins(0.1)), PROMPT, other, tokens).near_tie
+
+
+def test_an_end_is_no_near_tie():
+    found = compare(TargetRunner(tiny_model()), PROMPT, [10], [10, 11])
+    assert (found.position, found.token, found.reference, found.gap) == (1, None, 11, math.inf)
+    assert not found.near_tie
+
+
+def test_processors_are_applied_first():
+    model = twins(0)
+    sampling = Sampling(repetition_penalty=3.0)
+    # 11's twin 10 has been said and is penalised, so what ties without the processor does not with it.
+    plain = compare(TargetRunner(model), [*PROMPT, 10], [10], [11])
+    penalised = compare(TargetRunner(model), [*PROMPT, 10], [10], [11], sampling)
+    assert plain.near_tie
+    assert not penalised.near_tie
+
+
+def test_two_tokens_that_a_filter_ruled_out():
+    model = tiny_model()
+    worst = model(torch.tensor([PROMPT])).logits[0, -1].argsort()[:2].tolist()
+    found = compare(TargetRunner(model), PROMPT, worst[:1], worst[1:], Sampling(temperature=1.0, top_k=2))
+    assert found.gap == math.inf
+
+
+def test_a_cache_of_the_prompt_is_used_and_still_holds_it(monkeypatch):
+    model, cache = tiny_model(), PromptCache()
+    spec = Speculator("ar", target=model)
+    tokens = spec.generate(PROMPT, max_new_tokens=4, cache=cache)[0].token_ids
+    read, forward = [], TargetRunner.forward
+
+    def counted(self, tokens, *rest, **options):
+        read.append(len(tokens[0]))
+        return forward(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", counted)
+    compare(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
+    assert read == [1]
+    assert cache.tokens[0][: len(PROMPT)] == PROMPT
