@@ -132,7 +132,9 @@ CASES += [(shape, s) for shape in ("beam", "equal siblings", "random") for s in 
 @pytest.mark.parametrize(("shape", "setting"), CASES)
 def test_sampled_output_has_the_targets_distribution(shape, setting):
     # A seed gives the same tokens for any tree, so each shape takes its own: else one case would repeat another.
-    assert p_value(TREES[shape], SETTINGS[setting], seed=list(TREES).index(shape)) > 0.01
+    # One right case in a hundred falls below 0.01. Seeds 0 to 6 had one such among the 29 (random, temperature:
+    # 0.004); over 40 other seeds its p-values were uniform (Kolmogorov-Smirnov p = 0.93), so these are 100 to 106.
+    assert p_value(TREES[shape], SETTINGS[setting], seed=100 + list(TREES).index(shape)) > 0.01
 
 
 # --- the test has teeth ---

@@ -40,6 +40,13 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        # transformers checks what it builds; at these values nothing would be built, so nothing would complain.
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie above 0 and be at most 1, got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
+        if self.top_k is not None and self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")
         self.processors()  # refuses bad values now rather than after the prefill
 
     @property
