@@ -20,7 +20,7 @@ from longdraft.verify.acceptance import accept
 from longdraft.verify.sampling import Picker
 
 # Prompt tokens a prefill forward reads: long enough to keep the matrix units busy, short enough to bound memory.
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 1024
 
 
 @dataclass

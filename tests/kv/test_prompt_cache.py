@@ -70,6 +70,13 @@ def test_a_shorter_prompt_forgets_the_rest_for_good():
     assert held(cache.open(new_store, [[1, 2, 3, 4]], 20), 0) == [1, 2]
 
 
+def test_a_run_that_was_opened_and_never_ran_leaves_the_cache_usable():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4]])
+    cache.open(new_store, [[1, 2, 9]], 20)
+    assert held(cache.open(new_store, [[1, 2, 3, 4]], 20), 0) == [1, 2]
+
+
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=5))
 def test_a_slot_always_holds_its_own_prompt(prompts):
     cache = PromptCache()

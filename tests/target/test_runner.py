@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV2Config,
+    DogeConfig,
+    Gemma2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from longdraft.errors import NumericalError, UnsupportedModelError
@@ -451,6 +461,40 @@ def test_an_attention_option_that_is_not_hosted_is_noticed(monkeypatch, option):
     monkeypatch.setattr(attention, "forward", lambda **given: forward(**given, **{option: 4}))
     with pytest.raises(UnsupportedModelError, match=f"LlamaAttention uses {option}"):
         runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+
+
+def hosted_once(config: PreTrainedConfig) -> None:
+    runner = TargetRunner(AutoModelForCausalLM.from_config(config))
+    runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+
+
+def test_attention_under_a_mask_of_its_own_is_noticed():
+    """Doge selects keys by a mask that it computes from the values."""
+    config = DogeConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="DogeAttention does not attend to the whole text"):
+        hosted_once(config)
+
+
+def test_attention_that_looks_ahead_is_noticed():
+    """BERT as a causal LM, without is_decoder=True."""
+    config = BertConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="BertSelfAttention does not attend to the whole text"):
+        hosted_once(config)
+
+
+def test_latent_attention_is_noticed():
+    """DeepSeek's keys are wider than its values."""
+    config = DeepseekV2Config(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, first_k_dense_replace=2, kv_lora_rank=8, q_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=r"DeepseekV2Attention has keys .*latent attention"):
+        hosted_once(config)
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])

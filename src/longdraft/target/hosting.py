@@ -61,7 +61,19 @@ def _attention(
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses {option}, which longdraft does not host exactly."
             )
+    # Doge computes a mask of its own; BERT as a causal LM looks ahead unless it is configured not to.
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask, or "
+            "looks ahead), so longdraft cannot host it exactly."
+        )
     hosted = longdraft_hosted
+    shape = hosted.store.shape
+    if any(x.shape[1::2] != (shape.kv_heads, shape.head_dim) for x in (key, value)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has keys {tuple(key.shape)} and values {tuple(value.shape)}, not both "
+            f"{shape.kv_heads} heads of size {shape.head_dim} (latent attention?), which longdraft does not host."
+        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     if layer in hosted.query_layers:
