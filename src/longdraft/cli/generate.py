@@ -21,7 +21,7 @@ from longdraft.errors import CheckpointError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Result
-from longdraft.speculator import Speculator
+from longdraft.speculator import Generation, Speculator
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.loading import LoadedModel, load
 from longdraft.verify.sampling import Sampling
@@ -53,9 +53,9 @@ class Run:
     cache: CountingCache
     cancel: Cancel
 
-    def stream(self, spec: Speculator, output: TextOutput) -> tuple[Result, int]:
-        """Decodes, showing bar and text. Returns the result and how many prompt tokens were in the cache."""
-        generation = spec.stream(
+    def start(self, spec: Speculator) -> Generation:
+        """The run by any method: what is compared differs in nothing else."""
+        return spec.stream(
             self.prompt,
             max_new_tokens=self.max_tokens,
             sampling=self.sampling,
@@ -64,6 +64,10 @@ class Run:
             cache=self.cache,
             cancelled=self.cancel,
         )
+
+    def stream(self, spec: Speculator, output: TextOutput) -> tuple[Result, int]:
+        """Decodes, showing bar and text. Returns the result and how many prompt tokens were in the cache."""
+        generation = self.start(spec)
         text = TextStream(spec.decode, self.stops)
         reused = 0
         try:
@@ -179,15 +183,7 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
     ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer)
     with console.status(animated=False) as status:
         status("Decoding the same prompt plainly (ar)")
-        ar = ar_spec.generate(
-            run.prompt,
-            max_new_tokens=run.max_tokens,
-            sampling=run.sampling,
-            seed=run.seed,
-            stop=run.stops,
-            cache=run.cache,
-            cancelled=run.cancel,
-        )[0]
+        ar = run.start(ar_spec).results()[0]
         if run.cancel():
             return None
         found = comparison(own, ar, run.prompt, spec.runner(), run.sampling, run.cache)
