@@ -70,6 +70,7 @@ class Engine:
 
     def steps(self, store: KVStore) -> Iterator[Step]:
         """Runs to the end, a step for each sequence and round. Closing the generator leaves the cache usable."""
+        self.drafter.bind(self.runner, store)
         try:
             for s in self.sequences:
                 yield from self._prefill(s, store)

@@ -37,3 +37,7 @@ class NumericalError(LongdraftError, ArithmeticError):
 
 class CapabilityError(LongdraftError, RuntimeError):
     """What was asked for is not available on this machine or not supported here."""
+
+
+class ConfigError(LongdraftError, ValueError):
+    """A training configuration has an unknown setting or a value that cannot be used."""

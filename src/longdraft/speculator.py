@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,7 +15,7 @@ from longdraft.engine import Engine, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError
 from longdraft.kv import memory
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import method as find_method
+from longdraft.methods import Method, Recipe, asked_for, recipe
 from longdraft.sequence import Result, Sequence, Step, StopRule
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.runner import TargetRunner
@@ -28,8 +30,8 @@ Prompt = str | list[int]
 class Generation:
     """A run in progress: iterate over its :class:`Step` s, or ask for its results at once."""
 
-    def __init__(self, spec: Speculator, engine: Engine, stops: tuple[str, ...]) -> None:
-        self._spec, self._engine, self._stops = spec, engine, stops
+    def __init__(self, spec: Speculator, method: Method, engine: Engine, stops: tuple[str, ...]) -> None:
+        self._spec, self._method, self._engine, self._stops = spec, method, engine, stops
         self._flags: list[list[bool]] = [[] for _ in engine.sequences]
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
@@ -67,13 +69,12 @@ class Generation:
         return [self._result(s) for s in self._engine.sequences]
 
     def _result(self, s: Sequence) -> Result:
-        spec = self._spec
         return Result(
             text=self._text(s),
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
-            method=spec.method.name,
-            exact=spec.method.exact,
+            method=self._method.name,
+            exact=self._method.exact,
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
@@ -104,41 +105,58 @@ class Speculator:
         model.generate(**inputs, custom_generate=spec, max_new_tokens=64)
 
     Args:
-        method: a name of :func:`longdraft.methods`.
+        method: a name of :func:`longdraft.methods`, or a draft folder. Left out: ``longspec`` where a draft for the
+            target comes with the package, else ``prompt-lookup``.
         target: the model. May be left out when only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
-        options: the method's own, e.g. ``branches=2`` for prompt-lookup.
+        options: the method's own, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
         UnknownMethodError: no such method.
         UnsupportedModelError: the target has layers that cannot be hosted exactly.
+        CheckpointError: the draft cannot be read, or was made for another target.
+        CapabilityError: the method needs a draft, and none comes with the package for this target.
     """
 
     def __init__(
         self,
-        method: str = "prompt-lookup",
+        method: str | Path | None = None,
         target: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
     ) -> None:
-        self.method = find_method(method)
-        self.options = options
-        self.method.build(**options)  # a wrong option is refused now
+        self._named, self.options = asked_for(method, options)  # a wrong option is refused now
         self.tokenizer = tokenizer
         self._runners: list[TargetRunner] = []
+        self._recipes: WeakKeyDictionary[TargetRunner, Recipe] = WeakKeyDictionary()
         if target is not None:
-            self.runner(target)
+            self._recipe(self.runner(target))  # and so is a draft that does not fit
 
     @classmethod
     def from_pretrained(
         cls,
-        name: str,
+        name: str | Path,
         target: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
     ) -> Speculator:
-        """A speculator from a method's name. (Draft folders come with the first drafter that is trained.)"""
+        """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
         return cls(name, target, tokenizer, **options)
+
+    @property
+    def method(self) -> Method:
+        """How it decodes: the method that was named, else the one chosen for its (first) target.
+
+        Raises:
+            ValueError: no method was named, and which one it will be depends on a target that is not there yet.
+        """
+        return self._named or self._recipe(self.runner()).method
+
+    def _recipe(self, runner: TargetRunner) -> Recipe:
+        """Method and options for a target; found once a target."""
+        if runner not in self._recipes:
+            self._recipes[runner] = recipe(self._named, self.options, runner)
+        return self._recipes[runner]
 
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
         """The hosted target; made once a model."""
@@ -219,16 +237,17 @@ class Speculator:
             if self.tokenizer is None:
                 raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
             rules.append(stop_string_rule(tuple(stop), self.decode))
+        chosen = self._recipe(runner)
         engine = Engine(
             runner,
-            self.method.build(**self.options),
+            chosen.build(),
             sequences,
             pickers,
             rules,
             cache if cache is not None else PromptCache(),
             cancelled,
         )
-        return Generation(self, engine, tuple(stop))
+        return Generation(self, chosen.method, engine, tuple(stop))
 
     def _model_eos(self, runner: TargetRunner) -> frozenset[int]:
         """The generation config's EOS ids, and the tokenizer's (a chat model's end of turn)."""
@@ -249,9 +268,10 @@ class Speculator:
         **model_kwargs: Any,
     ) -> Any:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`."""
+        runner = self.runner(model)
         return integration.decode(
-            self.runner(model),
-            self.method.build(**self.options),
+            runner,
+            self._recipe(runner).build(),
             input_ids,
             logits_processor,
             stopping_criteria,

@@ -53,7 +53,7 @@ def test_doctor(shell, model_folder):
     ended = shell("doctor", "--model", model_folder, "--json")
     found = json.loads(ended.out.splitlines()[-1])
     assert ended.code == 0
-    assert set(found) == {"hardware", "versions", "attention", "model"}
+    assert set(found) == {"hardware", "versions", "attention", "model", "drafts"}
     assert found["hardware"]["cores"] >= 1
     assert found["versions"]["torch"]
     assert found["attention"]["path"] == "cpu"

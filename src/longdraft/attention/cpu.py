@@ -40,6 +40,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
         if few:
             tree = None if size == 1 else block.block_mask(b, q.device)
             _few_rows(folded[b], keys[slot, :, :end], values[slot, :, :end], n, tree, out[b])
+        elif size == 1:  # the row sees every key: nothing to mask, nothing to merge
+            out[b] = _flash_prefix(folded[b], keys[slot, :, :end], values[slot, :, :end], scale)[0]
         else:
             out[b] = _many_rows(q[b], folded[b], keys[slot, :, :end], values[slot, :, :end], n, block, b, scale)
     return out.view(batch, heads, size, dim)
@@ -87,10 +89,18 @@ def _many_rows(
     own = own.reshape(kv_heads, group * size, dim)
     if n == 0:
         return own
-    # The kernel wants rows contiguous; the copy is small beside a chunk's work.
-    prefix, prefix_lse = _flash(
-        folded[None], k[None, :, :n].contiguous(), v[None, :, :n].contiguous(), 0.0, False, scale=scale
-    )
+    prefix, prefix_lse = _flash_prefix(folded, k[:, :n], v[:, :n], scale)
     own_lse = own_lse.reshape(kv_heads, group * size)
-    merged, _ = merge([prefix[0], own], [prefix_lse.reshape(kv_heads, group * size), own_lse])
+    merged, _ = merge([prefix, own], [prefix_lse.reshape(kv_heads, group * size), own_lse])
     return merged.to(q.dtype)
+
+
+def _flash_prefix(
+    folded: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """folded (Hkv, rows, d) sees all of k, v (Hkv, n, d) -> output like folded, log-sum-exp (Hkv, rows)."""
+    # The kernel wants each row contiguous; the copy of transposed keys is small beside a chunk's work.
+    if k.stride(-1) != 1:
+        k = k.contiguous()
+    out, lse = _flash(folded[None], k[None], v[None], 0.0, False, scale=scale)
+    return out[0], lse[0]

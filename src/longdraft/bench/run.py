@@ -8,9 +8,10 @@ from one round to the next, so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run
 from longdraft.bench.data import Sample, fitted
@@ -18,7 +19,7 @@ from longdraft.bench.peers import PEERS, peer
 from longdraft.bench.ties import Difference, compare
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import METHODS
+from longdraft.methods import METHODS, asked_for
 from longdraft.speculator import Speculator
 from longdraft.target.loading import LoadedModel
 from longdraft.target.runner import TargetRunner
@@ -41,6 +42,7 @@ class Settings:
         repeats: timed rounds.
         raw: prompts as plain text, without the chat template.
         ignore_eos: decode on to ``max_tokens``.
+        draft_options: options of the methods that need a draft: ``draft``, ``widths``, ``nodes``.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -52,6 +54,7 @@ class Settings:
     seed: int = 0
     raw: bool = False
     ignore_eos: bool = False
+    draft_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "batch", "repeats"):
@@ -64,6 +67,17 @@ class Settings:
                 raise UnknownMethodError(
                     f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
                 )
+            if name in METHODS:
+                asked_for(name, self.options(name))  # a wrong option, or a draft that cannot be read
+        if self.draft_options and not any(name in METHODS and METHODS[name].needs_draft for name in self.methods):
+            needing = ", ".join(m.name for m in METHODS.values() if m.needs_draft)
+            raise ValueError(
+                f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({needing})"
+            )
+
+    def options(self, name: str) -> Mapping[str, Any]:
+        """The options of a method."""
+        return self.draft_options if METHODS[name].needs_draft else {}
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -164,7 +178,7 @@ class Bench:
             if name in PEERS:
                 self._contenders[name] = peer(name, loaded.model)
                 continue
-            spec = Speculator(name, target=loaded.model, tokenizer=loaded.tokenizer)
+            spec = Speculator(name, target=loaded.model, tokenizer=loaded.tokenizer, **settings.options(name))
             self._runner = self._runner or spec.runner()
             self._contenders[name] = Ours(name, spec, self._kept)
         self._contenders |= {c.name: c for c in extra}

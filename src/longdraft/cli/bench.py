@@ -26,6 +26,9 @@ def bench(
     methods: Annotated[
         str, typer.Option(help="Methods, with commas between; hf is transformers' generate.")
     ] = "ar,prompt-lookup",
+    draft: options.Draft = None,
+    widths: options.Widths = None,
+    nodes: options.Nodes = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 64,
     context: Annotated[
@@ -55,7 +58,10 @@ def bench(
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        settings = Settings(names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos)
+        settings = Settings(
+            names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos,
+            draft_options=options.draft_options(draft, widths, nodes),
+        )  # fmt: skip
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
     samples = data.read(data_files, limit)
@@ -64,7 +70,8 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = batches(prompts, batch)
-        measuring = Bench(loaded, settings)
+        with options.settings_checked():
+            measuring = Bench(loaded, settings)
     if left_over:
         which = "1 sample is" if left_over == 1 else f"{left_over} samples are"
         console.note(f"{which} left out of batches of {batch}.")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longdraft import drafts
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.cli import console, options
+from longdraft.cli.draft_check import examined
 from longdraft.errors import LongdraftError
 from longdraft.kv import memory
 from longdraft.target import hosting
@@ -25,22 +28,28 @@ def doctor(
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     rope_factor: options.RopeFactor = None,
+    draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder too.")] = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Examine machine and model. Ends with code 1 where the model cannot be used."""
+    """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     with console.status() as status:
         status("Examining")
         found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
+        runner: TargetRunner | None = None
         try:
             loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
             found |= _examined(loaded)
+            runner = TargetRunner(loaded.model) if found["model"]["hosted"] else None
         except LongdraftError as error:
             found |= {"attention": None, "model": {"name": model, "hosted": False, "reason": str(error)}}
+        found["drafts"] = [examined(folder, runner, True) for folder in drafts.folders()]
+        if draft is not None:
+            found["drafts"].append(examined(draft, runner, False))
     _show(found, console.stdout())
     if as_json:
         console.line(json.dumps(found))
-    if not found["model"]["hosted"]:
+    if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
         raise typer.Exit(1)
 
 
@@ -104,6 +113,16 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("hosted", "yes, every method runs on it exactly as the method says", "green")
     else:
         row("hosted", f"no: {model['reason']}", "red")
+    for d in found["drafts"]:
+        name = f"{d['name']} (comes with longdraft)" if d["shipped"] else d["name"]
+        if d["parameters"] is not None:
+            name += f": {d['method']}, {d['parameters'] / 1e6:,.1f}M parameters"
+        if d["reason"] is None:
+            row("draft", f"{name}; {'fits' if d['fits'] else 'for another target'}", "green" if d["fits"] else "dim")
+        else:
+            row("draft", f"{name}; cannot be used: {d['reason']}", "red")
+    if not found["drafts"]:
+        row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.show(out, grid)
 
 

@@ -93,10 +93,19 @@ def generate(
         typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
     ] = None,
     model: options.Model = None,
-    method: Annotated[str, typer.Option(help="How to decode; see `longdraft methods`.")] = "prompt-lookup",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How to decode; see `longdraft methods`.",
+            show_default="longspec where a draft for the model comes along, else prompt-lookup",
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
     ] = None,
+    draft: options.Draft = None,
+    widths: options.Widths = None,
+    nodes: options.Nodes = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -122,8 +131,9 @@ def generate(
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        method_options = options.method_options(method, option or [])
-        Speculator(method, **method_options)  # an unknown method or option is refused before the model is loaded
+        method_options = options.method_options(method, option or []) | options.draft_options(draft, widths, nodes)
+        # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
+        method_options = Speculator(method, **method_options).options
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -134,7 +144,8 @@ def generate(
     with console.status() as status:
         loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
         status("Preparing the prompt")
-        spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer, **method_options)
+        with options.settings_checked():
+            spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer, **method_options)
         tokens = _encode(loaded, request, raw)
     if not sampling.greedy and seed is None:
         seed = random.randrange(2**32)

@@ -6,11 +6,13 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from longdraft.errors import LongdraftError
+from longdraft.methods import DEFAULTS, METHODS
 from longdraft.methods import method as method_named
 
 
@@ -68,28 +70,63 @@ RepetitionPenalty = Annotated[
 ]
 
 
-def method_options(method: str, pairs: list[str]) -> dict[str, Any]:
+Draft = Annotated[
+    Path | None,
+    typer.Option("--draft", help="Draft folder, for a method that needs one.", show_default="the one that comes along"),
+]
+Widths = Annotated[
+    str | None,
+    typer.Option("--widths", help="Drafted nodes of each level of the tree (longspec).", show_default="4,16,16,16,16"),
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="Verify only so many of them, the best (longspec).", show_default="all")
+]
+
+
+def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
     """``["branches=2"]`` -> ``{"branches": 2}``: numbers as numbers, true and false as such, the rest as text.
+
+    Args:
+        method: None where it is chosen for the model.
 
     Raises:
         SettingError: for anything that is not ``name=value``, and for a value of another kind than the default's.
         UnknownMethodError: no such method.
     """
-    parameters = inspect.signature(method_named(method).drafter).parameters
+    candidates = [METHODS[name] for name in DEFAULTS] if method is None else [method_named(method)]
+    parameters = {name: parameter for m in candidates for name, parameter in m.options.items()}
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not equals or not name:
             raise SettingError(f"--option takes name=value, not {pair!r}.")
         name = name.replace("-", "_")
-        found[name] = value = _value(text)
-        kind = type(parameters[name].default) if name in parameters else None
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        found[name] = value = _numbers(name, text) if isinstance(default, tuple) else _value(text)
+        kind = type(default)
         if kind in _KINDS and not (type(value) is kind or (kind is float and type(value) is int)):
             raise SettingError(f"--option {name} takes {_KINDS[kind]}, not {text!r}.")
     return found
 
 
+def draft_options(draft: Path | None, widths: str | None, nodes: int | None) -> dict[str, Any]:
+    """``--draft``, ``--widths`` and ``--nodes``, those that were given, as options of a method.
+
+    Raises:
+        SettingError: widths that are no numbers.
+    """
+    given = {"draft": draft, "widths": None if widths is None else _numbers("widths", widths), "nodes": nodes}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SettingError(f"{name} takes whole numbers with commas between, not {text!r}.") from None
 
 
 def _value(text: str) -> Any:

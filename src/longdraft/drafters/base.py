@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
+from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
 
@@ -16,6 +19,9 @@ class Drafter(Protocol):
 
     max_nodes: int
     """Largest number of drafted nodes of any tree; the cache keeps this much scratch space."""
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Told once a run, before anything else: the target, and where its KV lies (committed rows may be read)."""
 
     def prefill(self, sequence: Sequence) -> None:
         """Told once a sequence, when its prompt has been read and its first token emitted."""
@@ -34,10 +40,39 @@ class Drafter(Protocol):
         """Told when a sequence has finished."""
 
 
+class Draft(Protocol):
+    """Trained weights of a drafter, read from a folder and fit for one kind of target.
+
+    Attributes:
+        folder: where it was read from.
+        trained_length: tokens of the longest text it was trained on; None where the folder does not say.
+    """
+
+    folder: Path
+    trained_length: int | None
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in its own tensors; what it shares with the target does not count."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens it can propose; None: all of the target's."""
+
+    def check(self, runner: TargetRunner) -> None:
+        """Raises CheckpointError or UnsupportedModelError for a target that it does not fit."""
+
+    def bound(self, runner: TargetRunner) -> object:
+        """Its weights in the target's dtype and on its device, checked; made once a target."""
+
+
 class NoDrafter:
     """Drafts nothing: a tree of the root alone, which is autoregressive decoding."""
 
     max_nodes = 0
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        pass
 
     def prefill(self, sequence: Sequence) -> None:
         pass

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
 from longdraft.trees.builders import union
 from longdraft.trees.tree import TokenTree
 
@@ -83,6 +85,9 @@ class NGramDrafter:
             raise ValueError(f"need 1 <= min_n <= max_n, got {self.min_n} and {self.max_n}")
         if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
             raise ValueError("max_draft, max_nodes and branches must be at least 1")
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        pass  # it reads tokens alone
 
     def prefill(self, sequence: Sequence) -> None:
         index = NGramIndex(self.min_n, self.max_n)

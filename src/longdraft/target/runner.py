@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.attention import dispatch
+from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import NumericalError, UnsupportedModelError
 from longdraft.kv.store import KVStore
 from longdraft.target import hosting
+from longdraft.target.parts import SharedParts, shared_parts
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class TargetRunner:
         model: any decoder-only model of transformers that goes through its attention interface and whose layers
             are all full attention. It is used as it is and left as it was.
 
+    Attributes:
+        attention_path: name of the attention path that this machine uses.
+        prefix_attend: attention of a drafter's queries to committed KV, on the same path.
+
     Raises:
         UnsupportedModelError: when it cannot be hosted exactly, naming what stands in the way.
     """
@@ -60,6 +66,16 @@ class TargetRunner:
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
+        self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
+
+    @cached_property
+    def parts(self) -> SharedParts:
+        """What a trained draft shares with this target.
+
+        Raises:
+            UnsupportedModelError: where the target takes no trained drafts.
+        """
+        return shared_parts(self.model)
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,189 @@
+"""LongSpec: a one-block drafter whose memory does not grow with the context (Yang et al. 2025, section 3).
+
+Its self-attention sees a window of the last tokens, its cross-attention the KV that the target keeps anyway, read
+where it lies. A round: the tokens emitted since the last one enter the window, the newest of them, the root, goes
+through the whole block; then the tree grows level by level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from longdraft.drafters.longspec_block import CrossAttend
+from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
+from longdraft.drafters.window import Window
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.beam import Level, beam
+from longdraft.trees.tree import TokenTree
+
+WIDTHS = (4, 16, 16, 16, 16)
+
+
+class LongSpecDrafter:
+    """Drafts beam trees with a LongSpec block.
+
+    Args:
+        draft: a trained draft.
+        widths: nodes of each level of the tree.
+        nodes: verify only this many of them, the most probable; None: all.
+
+    Raises:
+        ValueError: for widths that make no tree, or one deeper than the draft's window.
+    """
+
+    def __init__(self, draft: LongSpecDraft, widths: SequenceOf[int] = WIDTHS, nodes: int | None = None) -> None:
+        self.widths = tuple(widths)
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {self.widths}")
+        if nodes is not None and nodes < 1:
+            raise ValueError(f"nodes must be at least 1, got {nodes}")
+        if len(self.widths) >= draft.shape.window:
+            raise ValueError(f"{len(self.widths)} levels do not fit the draft's window of {draft.shape.window} tokens")
+        self.nodes = nodes
+        self.max_nodes = min(sum(self.widths), nodes or sum(self.widths))
+        self.draft = draft
+        self._bound: BoundDraft | None = None
+
+    @classmethod
+    def load(cls, folder: Path | str, widths: SequenceOf[int] = WIDTHS, nodes: int | None = None) -> LongSpecDrafter:
+        """From a draft folder.
+
+        Raises:
+            CheckpointError: when it cannot be read.
+        """
+        return cls(LongSpecDraft.load(folder), widths, nodes)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Takes the target's parts, and memory for the windows.
+
+        Raises:
+            CheckpointError: the draft was made for another target.
+            UnsupportedModelError: the target has nothing that a draft could share.
+        """
+        self._bound = self.draft.bound(runner)
+        self._runner, self._store = runner, store
+        # The last level is never fed to the draft.
+        self.window = Window(
+            runner.kv_shape, store.slots, self.draft.shape.window, sum(self.widths[:-1]), runner.device
+        )
+
+    @torch.inference_mode()
+    def prefill(self, sequence: Sequence) -> None:
+        """Reads the prompt's last window: embeddings, keys and values, no attention."""
+        start = max(0, len(sequence.prompt) - self.draft.shape.window)
+        assert self._bound is not None
+        tokens = torch.tensor(sequence.prompt[start:], device=self._runner.device)
+        positions = torch.arange(start, len(sequence.prompt), device=self._runner.device)
+        k, v = self._bound.block.keys_values(self._bound.parts.embedding(tokens), *self._bound.parts.rotary(positions))
+        self.window.append(sequence.slot, start, k, v)
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+        assert self._bound is not None
+        return beam(
+            [s.output[-1] for s in sequences],
+            _Round(self, self._bound, sequences).expand,
+            self.widths,
+            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
+            [min(len(self.widths), s.remaining - 1) for s in sequences],
+            nodes=self.nodes,
+            ids=self._bound.ids,
+            device=self._runner.device,
+        )
+
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+        pass  # emitted tokens enter the window at the start of the next round
+
+    def release(self, sequence: Sequence) -> None:
+        pass  # a slot's ring is written anew by the prefill of its next sequence
+
+
+class _Round:
+    """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
+
+    def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence]) -> None:
+        self._drafter, self._bound, self._window = drafter, bound, drafter.window
+        self._sequences = sequences
+        # For each sequence, (W, S) bool: which of the S nodes fed so far the W of the last level descend from.
+        self._ancestors: dict[int, torch.Tensor] = {}
+        # For each sequence, (1,): its root's position. On the device, so that no level waits for it.
+        self._positions: dict[int, torch.Tensor] = {}
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """Logits (B', W, draft vocabulary) of what follows each node."""
+        hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
+        return F.linear(hidden, self._bound.head).view(*level.tokens.shape, -1)
+
+    def _roots(self, level: Level) -> torch.Tensor:
+        """Feeds the tokens that the window lacks; all of them have keys and values, the roots alone go on."""
+        sequences = [self._sequences[row] for row in level.rows]
+        tokens: list[int] = []
+        positions: list[int] = []
+        ends, starts = [0], []
+        for s in sequences:
+            end = len(s.prompt) + len(s.output)
+            start = max(self._window.end(s.slot), end - self._window.window)
+            starts.append(start)
+            tokens += s.output[start - len(s.prompt) :]
+            positions += range(start, end)
+            ends.append(len(tokens))
+
+        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            outputs = []
+            for i, s in enumerate(sequences):
+                own = slice(ends[i], ends[i + 1])
+                self._window.append(s.slot, starts[i], k[:, own], v[:, own])
+                outputs.append(self._window.attend_newest(s.slot, q[:, i : i + 1]))
+            return torch.cat(outputs, dim=1)
+
+        ids, places = torch.tensor([tokens, positions], device=level.tokens.device)
+        roots = torch.tensor([end - 1 for end in ends[1:]], device=level.tokens.device)
+        self._positions = dict(zip(level.rows, places[roots].split(1), strict=True))
+        x, (cos, sin) = self._bound.parts.embedding(ids), self._bound.parts.rotary(places)
+        return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, 1), roots)
+
+    def _nodes(self, level: Level) -> torch.Tensor:
+        """Feeds one level of the tree; a node's position is its root's + its depth."""
+        sequences = [self._sequences[row] for row in level.rows]
+        width = level.tokens.shape[1]
+        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device)
+        for i, row in enumerate(level.rows):
+            above = self._ancestors.get(row)
+            inherited = itself[:, :0] if above is None else above[level.parents[i]]
+            self._ancestors[row] = torch.cat([inherited, itself], dim=1)
+
+        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            outputs = []
+            for i, (row, s) in enumerate(zip(level.rows, sequences, strict=True)):
+                own = slice(i * width, (i + 1) * width)
+                seen = self._ancestors[row]
+                out = self._window.attend_level(s.slot, q[:, own], k[:, own], v[:, own], seen, level.depth)
+                outputs.append(out)
+            return torch.cat(outputs, dim=1)
+
+        x = self._bound.parts.embedding(level.tokens.flatten())
+        positions = torch.cat([self._positions[row] for row in level.rows]) + level.depth
+        cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.parts.rotary(positions))
+        return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, width))
+
+    def _cross_attend(self, sequences: list[Sequence], width: int) -> CrossAttend:
+        """Every row sees all of its sequence's committed KV of the target's last layer: the text before the root."""
+        store, attend = self._drafter._store, self._drafter._runner.prefix_attend
+        keys, values = store.layer(store.shape.layers - 1)
+        scale = store.shape.head_dim**-0.5
+
+        def cross_attend(q: torch.Tensor) -> torch.Tensor:
+            outputs = []
+            for i, s in enumerate(sequences):
+                n = store.lengths[s.slot]
+                rows = q[:, i * width : (i + 1) * width]
+                outputs.append(attend(rows, keys[s.slot, :, :n], values[s.slot, :, :n], scale))
+            return torch.cat(outputs, dim=1)
+
+        return cross_attend

@@ -1,0 +1,44 @@
+"""Trained drafts that come with the package, a folder each, and which of them fits a target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longdraft.errors import CheckpointError
+
+FOLDER = Path(__file__).parent
+# A target of the same architecture with other weights takes the draft too: output is exact all the same.
+_DIGEST = "weights"
+
+
+def folders() -> list[Path]:
+    """The shipped draft folders, by name."""
+    return sorted(path.parent for path in FOLDER.glob("*/config.json"))
+
+
+def shipped(description: Mapping[str, Any]) -> Path | None:
+    """The shipped draft that fits a target; of several, one trained with these very weights.
+
+    Args:
+        description: the target's, as :func:`longdraft.target.parts.describe` gives it.
+
+    Raises:
+        CheckpointError: a shipped draft's config.json is damaged.
+    """
+    fitting: list[tuple[bool, Path]] = []
+    for folder in folders():
+        made_for = _target(folder)
+        if made_for and all(description.get(k) == x for k, x in made_for.items() if k != _DIGEST):
+            fitting.append((made_for.get(_DIGEST) == description.get(_DIGEST), folder))
+    return max(fitting, key=lambda f: f[0])[1] if fitting else None
+
+
+def _target(folder: Path) -> dict[str, Any]:
+    """What a shipped draft was made for."""
+    try:
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8"))["target"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"The shipped draft {folder} is damaged ({error!r}): install longdraft again.") from error

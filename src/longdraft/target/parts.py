@@ -1,0 +1,95 @@
+"""What drafters share with the target by reference: embedding, head, rotary embedding; and the target's description."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longdraft.errors import UnsupportedModelError
+from longdraft.target import hosting
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """Parts of a target that a draft uses as they are.
+
+    Attributes:
+        embedding: token embedding, ids -> (..., hidden).
+        head: the output projection's weight (vocabulary, hidden). Where the model scales its logits, a draft's are
+            not scaled: the order of its proposals is the same.
+        description: sizes and RoPE of the target, and a digest of its weights; what a draft's folder remembers.
+    """
+
+    embedding: nn.Module
+    head: torch.Tensor
+    rms_norm_eps: float
+    intermediate_size: int
+    hidden_size: int
+    heads: int
+    description: dict[str, Any]
+    _rotary: nn.Module
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,)."""
+        like = self.head[:1, :1]
+        cos, sin = self._rotary(like, positions[None])
+        return cos[0], sin[0]
+
+
+def shared_parts(model: PreTrainedModel) -> SharedParts:
+    """The parts of a hosted model.
+
+    Raises:
+        UnsupportedModelError: where one of them is not as drafts need it.
+    """
+    config = hosting.decoder_config(model)
+    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
+    if rotary is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding that a draft could share, so it takes no trained drafts."
+        )
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} has a head with a bias, which drafts do not share yet.")
+    return SharedParts(
+        embedding=model.get_input_embeddings(),
+        head=head.weight.detach(),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        hidden_size=int(config.hidden_size),
+        heads=int(config.num_attention_heads),
+        description=describe(model),
+        _rotary=rotary,
+    )
+
+
+def describe(model: PreTrainedModel) -> dict[str, Any]:
+    """What a draft depends on: architecture, sizes, RoPE base, and a digest of some weights.
+
+    The digest is taken in bfloat16, so it does not depend on the dtype that the target was loaded in. YaRN and its
+    like are left out: a stretched target keeps its drafts.
+    """
+    config = hosting.decoder_config(model)
+    shape = hosting.kv_shape(model)
+    digest = hashlib.sha256()
+    for weight in (model.get_input_embeddings().weight, next(hosting.decoder_layers(model)[-1].parameters())):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)].to(torch.bfloat16).float()
+        digest.update(sample.cpu().numpy().tobytes())
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "model_type": config.model_type,
+        "vocab_size": int(model.get_output_embeddings().weight.shape[0]),
+        "hidden_size": int(config.hidden_size),
+        "layers": shape.layers,
+        "heads": int(config.num_attention_heads),
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rope_theta": rope.get("rope_theta"),
+        "weights": digest.hexdigest()[:16],
+    }

@@ -1,0 +1,125 @@
+"""Reading training text: rows of JSONL become documents of token ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from longdraft.errors import PromptError
+from longdraft.target.chat import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids of one text.
+
+    Attributes:
+        tokens: the whole text, its end-of-sequence token included where it has one.
+        start: the first token that is learned; those before it (a chat's prompt) are context alone.
+    """
+
+    tokens: list[int]
+    start: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start < len(self.tokens):
+            raise ValueError(f"start {self.start} leaves nothing to learn of {len(self.tokens)} tokens")
+
+
+@dataclass
+class Skipped:
+    """Rows that were left out, counted by reason."""
+
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    @property
+    def total(self) -> int:
+        return sum(self.reasons.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "none"
+
+
+def rows(paths: Iterable[Path], skipped: Skipped) -> Iterator[dict[str, Any]]:
+    """The JSON objects of JSONL files (``.gz`` and ``.xz`` too). Broken lines are skipped and counted.
+
+    Raises:
+        PromptError: a file that is missing or unreadable, naming it.
+    """
+    for path in paths:
+        try:
+            with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if not line.strip():
+                        continue
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        skipped.add("not JSON")
+                        continue
+                    if isinstance(row, dict):
+                        yield row
+                    else:
+                        skipped.add("not an object")
+        except FileNotFoundError:
+            raise PromptError(f"There is no file {path}: check the path.") from None
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            raise PromptError(f"{path} cannot be read ({error}): is it a whole JSONL, .gz or .xz file?") from None
+
+
+def documents(
+    paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
+) -> Iterator[Document]:
+    """The documents of JSONL files.
+
+    A row has ``text``; or ``messages``, a chat whose text from the first assistant turn on is learned; or
+    ``tokens`` (ids) and ``start``, as ``longdraft train data`` writes them. Rows of none of these kinds, and rows
+    that cannot be encoded, are skipped and counted.
+    """
+    for row in rows(paths, skipped):
+        try:
+            document = _document(row, tokenizer)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            skipped.add("without usable text, messages or tokens")
+            continue
+        if not all(0 <= t < vocab_size for t in document.tokens):
+            skipped.add("with token ids outside the vocabulary")
+            continue
+        yield document
+
+
+def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Document:
+    if "tokens" in row:
+        return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
+    if "messages" in row:
+        return _chat(row["messages"], tokenizer)
+    tokens = encode(tokenizer, row["text"])
+    # EOS is learned: a draft that never proposes it costs a verification at every end.
+    if tokenizer.eos_token_id is not None:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    return Document(tokens)
+
+
+def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
+    first = next(i for i, m in enumerate([*messages, {"role": "assistant"}]) if m["role"] == "assistant")
+    if first == len(messages):
+        raise ValueError("no assistant turn")
+    render = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
+    prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, **render)
+    whole = tokenizer.apply_chat_template(messages, **render)
+    if whole[: len(prompt)] != prompt:
+        raise ValueError("the chat template does not keep a chat's beginning as it grows")
+    return Document(list(whole), len(prompt))

@@ -1,0 +1,65 @@
+"""The two attentions of training, with flash kernels and without a mask as large as the text.
+
+Flash noisy training (LongSpec, section 3.2): while drafting, the newest keys that cross-attention sees are j
+positions behind the query, j = 1 for the root and one more with each level of the tree. Shifting queries against
+keys trains for that with an ordinary causal kernel:
+
+    O[j:] = attention(Q[j:], K[:-j], V[:-j])
+
+Where only the last rows of a text are learned, the queries are those rows alone and the causal mask is aligned to
+the lower right corner: the last query sees the last key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q (Hq, Tq, d) are the last Tq of the positions of k, v (Hkv, Tk, d): query i sees keys up to Tk - Tq + i."""
+    rows, keys = q.shape[1], k.shape[1]
+    if rows > keys:
+        raise ValueError(f"{rows} queries for {keys} keys: the first ones would see nothing")
+    mask = None if rows == 1 else causal_lower_right(rows, keys)
+    return _attention(q, k, v, mask)
+
+
+def noisy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shift: int) -> torch.Tensor:
+    """Cross-attention with the newest visible key ``shift`` positions behind each query.
+
+    Args:
+        q: (Hq, Tq, d), the last Tq positions of a text.
+        k, v: (Hkv, T, d), all positions of the text, T - shift >= Tq.
+    """
+    end = k.shape[1] - shift
+    return causal(q, k[:, :end], v[:, :end])
+
+
+def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """Causal attention to the last ``window`` keys, the query's own included.
+
+    In blocks of queries, each against the keys that any of its rows sees: work and memory grow with T * window.
+
+    Args:
+        q: (Hq, Tq, d), the last Tq of the positions of k, v (Hkv, Tk, d).
+    """
+    rows, keys = q.shape[1], k.shape[1]
+    if keys <= window:
+        return causal(q, k, v)
+    first = keys - rows  # the position of the first query
+    outputs = []
+    for start in range(0, rows, window):
+        size = min(window, rows - start)
+        low = max(0, first + start - window + 1)
+        high = first + start + size
+        behind = torch.arange(first + start, high, device=q.device)[:, None] - torch.arange(low, high, device=q.device)
+        seen = (behind >= 0) & (behind < window)
+        outputs.append(_attention(q[:, start : start + size], k[:, low:high], v[:, low:high], seen))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]

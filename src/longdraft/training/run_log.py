@@ -1,0 +1,105 @@
+"""The log of a run: a JSON object a step, and TensorBoard where it is asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.training.measure import Simulated
+
+FILE, BOARD = "log.jsonl", "tensorboard"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step reports, summed over all processes.
+
+    Attributes:
+        step, steps: of the run, from 1.
+        loss: mean over the step's learned rows, in nats.
+        agreement: share of the rows where the draft's first choice is the text's next token, by shift j = 1, 2, ...;
+            empty where the loss came from a kernel that does not tell.
+        tokens_per_second: learned rows (not the tokens of prompts and context) / seconds of the step, measuring left
+            out.
+        simulated: measured on held-out documents, where this step measured.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    agreement: dict[int, float]
+    tokens_per_second: float
+    simulated: Simulated | None = None
+
+
+class RunLog:
+    """Appends reports to ``log.jsonl``.
+
+    Args:
+        folder: of the run.
+        done: steps that a resumed run has behind it: later ones in the file are dropped, they will come again.
+        tensorboard: write event files too.
+
+    Raises:
+        CapabilityError: TensorBoard is asked for and not installed.
+        CheckpointError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, done: int, tensorboard: bool) -> None:
+        self._path = folder / FILE
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise CapabilityError(
+                    "tensorboard: true needs the package tensorboard: pip install tensorboard, or leave the setting out "
+                    f"(every step is in {self._path} anyway)."
+                ) from None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._drop_after(done)
+            if tensorboard:
+                self._board = SummaryWriter(str(folder / BOARD), purge_step=done + 1)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written to: {error}.") from error
+
+    def _drop_after(self, done: int) -> None:
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= done:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off by a kill
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        part.replace(self._path)
+
+    def add(self, report: Report) -> None:
+        row = asdict(report)
+        row.pop("steps")
+        if report.simulated is None:
+            row.pop("simulated")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be written: {error}.") from error
+        if self._board is None:
+            return
+        values = {"loss": report.loss, "lr": report.lr, "rows_per_second": report.tokens_per_second}
+        values |= {f"agreement/{j}": share for j, share in report.agreement.items()}
+        if report.simulated is not None:
+            values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
+        for name, value in values.items():
+            self._board.add_scalar(name, value, report.step)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,263 @@
+"""The training loop of every trained drafter, on accelerate: one process, DDP or FSDP2.
+
+Everything random is a function of the seed and the step, so a run that was killed goes on from its last
+checkpoint to the same weights, and two processes get the weights of one that accumulates twice the batches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from longdraft.errors import CheckpointError, NumericalError, PromptError
+from longdraft.training import checkpoints
+from longdraft.training.batches import Batch, Schedule
+from longdraft.training.config import TrainConfig
+from longdraft.training.features import Features
+from longdraft.training.longspec import StepOutput
+from longdraft.training.measure import Simulated
+from longdraft.training.run_log import Report, RunLog
+
+
+class FeatureSource(Protocol):
+    """Where features come from: the disk, or the target as they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Features: ...
+
+
+# A module's weights by name -> a folder's name under ``config.out``
+SaveDraft = Callable[[Mapping[str, torch.Tensor], str], None]
+
+
+class Trainer:
+    """Trains one module.
+
+    Args:
+        module: called with (documents, shifts); returns a :class:`~longdraft.training.longspec.StepOutput`.
+        source: the documents' features, of all processes alike.
+        rows: learned tokens of each document of ``source``.
+        count: learned rows of document i at shift j: what the loss is divided by.
+        documents: names the data: a resumed run must have the same.
+        measure: simulated acceptance of the module on held-out documents; None where there are none. Called by every
+            process, with the same documents.
+        save_draft: writes the draft; called by the main process.
+
+    Raises:
+        PromptError: the data make too few batches for the processes.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        module: nn.Module,
+        source: FeatureSource,
+        rows: Sequence[int],
+        count: Callable[[int, int], int],
+        documents: str,
+        measure: Callable[[Callable[..., StepOutput]], Simulated] | None,
+        save_draft: SaveDraft,
+    ) -> None:
+        self.config, self.accelerator, self.source, self.count = config, accelerator, source, count
+        self.documents, self.measure, self.save_draft = documents, measure, save_draft
+        self.out = Path(config.out)
+        processes = accelerator.num_processes
+        self.schedule = Schedule(
+            rows, config.rows, config.noise, config.seed, config.epochs, processes, config.accumulate
+        )
+        if not self.schedule.at(0):
+            raise PromptError(
+                f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."
+            )
+        decayed = [p for p in module.parameters() if p.ndim > 1]
+        others = [p for p in module.parameters() if p.ndim <= 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+        )
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.step = 0
+        self.best = 0.0
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Report]:
+        """Trains to the end, a report a step. Where ``stop`` says so, a checkpoint is written and the run ends.
+
+        With several processes each iterates, gets the same reports, and any one's ``stop`` stops all.
+
+        Raises:
+            CheckpointError: a checkpoint of other settings or data, a damaged one, no space.
+            NumericalError: a loss that is not a number; checkpoints are kept.
+            CapabilityError: TensorBoard is asked for and not installed.
+        """
+        self._resume()
+        log = RunLog(self.out, self.step, self.config.tensorboard) if self.accelerator.is_main_process else None
+        try:
+            yield from self._steps(stop, log)
+        finally:
+            if log is not None:
+                log.close()
+
+    def _steps(self, stop: Callable[[], bool], log: RunLog | None) -> Iterator[Report]:
+        steps, config = self.schedule.steps, self.config
+        while self.step < steps:
+            started = time.perf_counter()
+            lr = learning_rate(self.step, steps, config)
+            loss, agreement, rows = self._step(self.schedule.at(self.step), lr)
+            speed = rows / (time.perf_counter() - started)
+            self.step += 1
+            last = self.step == steps
+            simulated = self._measure() if last or _due(self.step, config.measure_every) else None
+            report = Report(self.step, steps, loss, lr, agreement, speed, simulated)
+            if log is not None:
+                log.add(report)
+            yield report
+            stopping = self._any(stop())
+            if last or stopping or _due(self.step, config.save_every):
+                self._save()
+            if stopping and not last:
+                return
+        self._save_draft("last", *([] if self.best else ["best"]))
+
+    def _step(self, batches: list[Batch], lr: float) -> tuple[float, dict[int, float], int]:
+        """One optimizer step over this process's share of the batches.
+
+        Returns:
+            Loss, agreement and learned rows, of all processes.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        world, levels = self.accelerator.num_processes, self.config.noise
+        # The same in every process: nothing has to be summed before the backward pass.
+        rows = sum(self.count(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
+        mine = batches[self.accelerator.process_index :: world]
+        # The loss, then hits and rows of each shift.
+        sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
+        self.module.train()
+        for k, batch in enumerate(mine):
+            wait = self.accelerator.no_sync(self.module) if k < len(mine) - 1 else nullcontext()
+            with wait:
+                with self.accelerator.autocast():
+                    out: StepOutput = self.module([self.source[i] for i in batch.documents], batch.shifts)
+                # Gradients are averaged over processes: times their number, the mean is one over all rows.
+                self.accelerator.backward(out.loss * (world / rows))
+            sums[0] += out.loss.detach().double().cpu()
+            if out.ranks is not None:
+                sums[1 : 1 + levels] += _by_depth(out.depths[out.ranks == 0], levels)
+                sums[1 + levels :] += _by_depth(out.depths, levels)
+        if world > 1:
+            # MPS has no float64, and a sum over processes has to lie where they talk to each other.
+            sums = self.accelerator.reduce(sums.float().to(self.accelerator.device), "sum").double().cpu()
+        loss = float(sums[0]) / rows
+        if not math.isfinite(loss):
+            raise NumericalError(
+                f"The loss is {loss} at step {self.step + 1}. The last checkpoint is kept; lower lr, or check the data."
+            )
+        self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        hits, seen = sums[1 : 1 + levels].tolist(), sums[1 + levels :].tolist()
+        return loss, {j + 1: hits[j] / seen[j] for j in range(levels) if seen[j]}, rows
+
+    def _measure(self) -> Simulated | None:
+        """Simulated acceptance, as the main process finds it; the best draft so far is kept."""
+        if self.measure is None:
+            return None
+        self.module.eval()
+        with self.accelerator.autocast():
+            found = [self.measure(self.module)]
+        simulated: Simulated = broadcast_object_list(found)[0] if self.accelerator.num_processes > 1 else found[0]
+        if simulated.tree > self.best:
+            self.best = simulated.tree
+            self._save_draft("best")
+        return simulated
+
+    def _any(self, flag: bool) -> bool:
+        """Whether the flag is up in any process."""
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
+
+    def _save_draft(self, *names: str) -> None:
+        weights = self.accelerator.get_state_dict(self.module)  # every process: sharded weights are put together
+        if self.accelerator.is_main_process:
+            for name in names:
+                self.save_draft(weights, name)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self) -> None:
+        state = {
+            "best": self.best,
+            "config": _comparable(self.config),
+            "steps": self.schedule.steps,
+            "documents": self.documents,
+            "width": self.schedule.width,
+        }
+        checkpoints.save(self.accelerator, self.out / "checkpoints", self.step, state, self.config.keep)
+
+    def _resume(self) -> None:
+        found = checkpoints.newest(self.out / "checkpoints")
+        if found is None:
+            return
+        path, state = found
+        here, there = _comparable(self.config), state.get("config", {})
+        different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
+        if state.get("documents") != self.documents or state.get("steps") != self.schedule.steps:
+            different.append("the documents")
+        if state.get("width") != self.schedule.width:
+            different.append("processes times accumulate")
+        if different:
+            raise CheckpointError(
+                f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another `out`, or "
+                "delete its checkpoints."
+            )
+        checkpoints.restore(self.accelerator, path)
+        self.step, self.best = state["step"], state["best"]
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
+    """How many rows each of the depths 1 .. levels has."""
+    return torch.bincount(depths.cpu(), minlength=levels + 1)[1:].double()
+
+
+# Settings that do not change the weights, or only by how the same batches are shared out: a run may be resumed with
+# others.
+FREE = {
+    "out", "save_every", "keep", "tensorboard", "threads", "cache", "measure_every", "device", "accumulate",
+}  # fmt: skip
+
+
+def _comparable(config: TrainConfig) -> dict[str, Any]:
+    """Settings as JSON gives them back, without those that a resumed run may change."""
+    values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
+    return {k: v for k, v in values.items() if k not in FREE}
+
+
+def learning_rate(step: int, steps: int, config: TrainConfig) -> float:
+    """Linear warm-up, then half a cosine down to ``min_lr`` of the peak.
+
+    Args:
+        step: from 0; the first one already learns.
+    """
+    warm = max(1, round(config.warmup * steps))
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))

@@ -1,0 +1,121 @@
+"""Drafts on the command line: generate, bench, doctor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longdraft import drafts
+from tests.drafts import random_draft
+from tests.tiny import tiny_model
+
+
+def last(ended):
+    return json.loads(ended.out.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory):
+    return random_draft(tmp_path_factory.mktemp("drafts") / "tiny", tiny_model(context=512))
+
+
+@pytest.fixture
+def other(tmp_path):
+    return random_draft(tmp_path / "other", tiny_model(kv_heads=3))
+
+
+def test_generate_with_a_draft(generate, draft):
+    plain = last(generate("-p", "hello", "-n", 12, "--method", "ar", "--json"))
+    for arguments in (["--draft", draft], ["--method", "longspec", "--draft", draft, "--widths", "3,4", "--nodes", 5]):
+        ended = generate("-p", "hello", "-n", 12, "--json", *arguments)
+        found = last(ended)
+        assert (ended.code, found["method"], found["exact"]) == (0, "longspec", True)
+        assert found["token_ids"] == plain["token_ids"]
+        assert "longspec, exact" in ended.err
+
+
+def test_options_by_name_are_the_same(generate, draft):
+    ended = generate("-p", "hello", "-n", 8, "--draft", draft, "-o", "widths=2,3", "-o", "nodes=4")
+    assert ended.code == 0
+
+
+def test_generate_shows_the_method_that_was_chosen(generate, draft, monkeypatch):
+    assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "prompt-lookup"
+    monkeypatch.setattr(drafts, "FOLDER", draft.parent)
+    assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "longspec"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--method", "longspec"], 2, "needs a draft"),
+        (["--widths", "4,4"], 2, "needs a draft"),
+        (["--draft", "none"], 1, "no draft folder none"),
+        (["--draft", "DRAFT", "--widths", "4,x"], 2, "widths takes whole numbers"),
+        (["--draft", "DRAFT", "--widths", "0"], 2, "widths must be"),
+        (["--draft", "DRAFT", "--nodes", "0"], 2, "nodes must be"),
+        (["--draft", "DRAFT", "--method", "prompt-lookup"], 2, "no option draft"),
+        (["--draft", "OTHER"], 1, "kv_heads 3 (this target: 2)"),
+    ],
+    ids=str,
+)
+def test_generate_refuses(generate, draft, other, arguments, code, message):
+    folders = {"DRAFT": draft, "OTHER": other}
+    ended = generate("-p", "hello", *(folders.get(a, a) for a in arguments))
+    assert ended.code == code
+    assert message in ended.err.splitlines()[-1]
+
+
+@pytest.fixture
+def bench(shell, model_folder, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "one two one two one two"}))
+
+    def run(*arguments):
+        return shell("bench", "--model", model_folder, "--data", path, "-n", 6, "--repeats", 1, "--json", *arguments)
+
+    return run
+
+
+def test_bench_with_a_draft(bench, draft):
+    ended = bench("--methods", "longspec,prompt-lookup", "--draft", draft, "--widths", "3,4", "--nodes", 6)
+    assert ended.code == 0
+    rows = last(ended)["rows"]
+    assert [row["method"] for row in rows] == ["ar", "longspec", "prompt-lookup"]
+    assert all(row["mismatches"] == 0 for row in rows)
+
+
+def test_bench_refuses(bench, draft, other):
+    for arguments, code, message in [
+        (["--draft", draft], 2, "none of the methods takes draft: add one that does (longspec)"),
+        (["--methods", "longspec", "--draft", other], 1, "another target"),
+        (["--methods", "longspec", "--draft", draft, "--widths", "0"], 2, "widths must be"),
+        (["--methods", "longspec"], 2, "needs a draft"),
+    ]:
+        ended = bench(*arguments)
+        assert ended.code == code
+        assert message in ended.err.splitlines()[-1]
+
+
+def test_doctor_examines_drafts(shell, model_folder, draft, other, monkeypatch, tmp_path):
+    monkeypatch.setattr(drafts, "FOLDER", tmp_path / "nothing")
+    ended = shell("doctor", "--model", model_folder, "--json")
+    assert last(ended)["drafts"] == [] and "none comes with longdraft" in ended.out
+    ended = shell("doctor", "--model", model_folder, "--draft", draft, "--json")
+    (found,) = last(ended)["drafts"]
+    assert (ended.code, found["method"], found["fits"], found["reason"]) == (0, "longspec", True, None)
+    assert (found["shipped"], found["trained_length"], found["vocabulary"]) == (False, 64, None)
+    ended = shell("doctor", "--model", model_folder, "--draft", other, "--json")
+    assert ended.code == 1 and last(ended)["drafts"][0]["fits"] is False
+    assert "kv_heads 3 (this target: 2)" in last(ended)["drafts"][0]["reason"] and "cannot be used" in ended.out
+    ended = shell("doctor", "--model", model_folder, "--draft", tmp_path / "none", "--json")
+    assert ended.code == 1 and "no draft folder" in last(ended)["drafts"][0]["reason"]
+
+
+def test_doctor_and_a_shipped_draft_for_another_model(shell, model_folder, draft, other, monkeypatch, tmp_path):
+    monkeypatch.setattr(drafts, "FOLDER", tmp_path)  # holds `other`
+    ended = shell("doctor", "--model", model_folder, "--json")
+    (found,) = last(ended)["drafts"]
+    assert (ended.code, found["shipped"], found["fits"], found["reason"]) == (0, True, False, None)
+    assert "for another target" in ended.out

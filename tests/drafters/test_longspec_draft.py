@@ -1,0 +1,219 @@
+"""Draft folders: both layouts load, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from longdraft import Speculator
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.target.runner import TargetRunner
+from tests.drafts import random_block, random_draft
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return random_draft(tmp_path / "draft", tiny_model())
+
+
+def published(folder, model, drop=(), **over):
+    """As LongSpec's authors publish drafts: 20 tensors and a configuration of transformers."""
+    folder.mkdir()
+    tensors = dict(random_block(model).state_dict())
+    for part in "kv":
+        tensors[f"cross_attn.{part}_proj.weight"] = torch.zeros(32, 48)
+        tensors[f"cross_attn.{part}_proj.bias"] = torch.zeros(32)
+    assert len(tensors) == 20
+    save_file({n: t.clone() for n, t in tensors.items()}, folder / "model.safetensors")
+    config = {
+        "model_type": "llama", "hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": 61, "rope_theta": 1e4,
+    }  # fmt: skip
+    config = {k: x for k, x in (config | over).items() if k not in drop}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def edit(folder, tensors=lambda t: t, **config):
+    """Changes a draft's folder on disk."""
+    found = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({k: x for k, x in found.items() if x != "drop"}))
+    changed = tensors(load_file(folder / "model.safetensors"))
+    save_file(changed, folder / "model.safetensors")
+    return folder
+
+
+def test_the_published_layout_drafts_as_ours_does(tmp_path):
+    model = tiny_model()
+    runs = []
+    for folder in (random_draft(tmp_path / "ours", model, window=512), published(tmp_path / "theirs", model)):
+        spec = Speculator(folder, target=model, widths=(3, 4))
+        assert spec.method.name == "longspec"
+        result = spec.generate([[1, 2, 3, 4]], max_new_tokens=12)[0]
+        runs.append((result.token_ids, result.rounds, result.accepted))
+    assert runs[0] == runs[1]
+
+
+def test_sizes_that_transformers_leaves_out(tmp_path):
+    model = tiny_model(heads=3, kv_heads=3)
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    save_file({n: t.clone() for n, t in random_block(model).state_dict().items()}, folder / "model.safetensors")
+    config = {"hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = LongSpecDraft.load(folder).shape
+    assert (shape.kv_heads, shape.head_dim, shape.window) == (3, 16, 512)
+
+
+def test_a_draft_is_told_by_its_tensors(folder):
+    def spoil(tensors):
+        tensors["self_attn.q_proj.bias"] = torch.zeros(5)
+        tensors["extra"] = torch.zeros(1)
+        del tensors["mlp.up_proj.weight"]
+        return tensors
+
+    with pytest.raises(CheckpointError) as caught:
+        LongSpecDraft.load(edit(folder, spoil))
+    for part in ("missing: mlp.up_proj.weight", "unexpected: extra", "self_attn.q_proj.bias (5,)", "(96,)"):
+        assert part in str(caught.value)
+
+
+def test_many_missing_tensors_are_counted(folder):
+    with pytest.raises(CheckpointError, match=r"missing: (\S+ ){6}and 9 more"):
+        LongSpecDraft.load(edit(folder, lambda t: {n: x for n, x in t.items() if n == "input_layernorm.weight"}))
+
+
+def test_a_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        LongSpecDraft.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("config.json", "has no config.json"), ("model.safetensors", "has no model.safetensors")]
+)
+def test_a_missing_file(folder, name, message):
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=message):
+        LongSpecDraft.load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"text"'])
+def test_a_broken_configuration(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Speculator(folder)
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="no draft folder"):
+        LongSpecDraft.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": "drop"}, "lacks heads"),
+        ({"heads": "six"}, "heads"),
+        ({"window": 0}, "window"),
+        ({"drafter": "eagle3"}, "eagle3"),
+        ({"draft_vocab_size": 9}, "missing: d2t"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_right(folder, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        LongSpecDraft.load(edit(folder, **change))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 96}, r"hidden_size 48 \(this target: 96\)"),
+        ({"kv_heads": 3}, r"kv_heads 2 \(this target: 3\)"),
+        ({"head_dim": 8}, r"head_dim 16 \(this target: 8\)"),
+        ({"vocab": 60}, r"vocab_size 61 \(this target: 60\)"),
+        ({"layers": 2}, r"layers 3 \(this target: 2\)"),
+        ({"family": "qwen2"}, r"model_type llama \(this target: qwen2\)"),
+    ],
+    ids=str,
+)
+def test_another_target_is_refused_at_once(folder, other, message):
+    with pytest.raises(CheckpointError, match=message):
+        Speculator(folder, target=tiny_model(**other))
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [({"kv_heads": 6}, "kv_heads 2"), ({"vocab": 60}, "vocab_size 61"), ({"head_dim": 32}, "head_dim 16")],
+    ids=str,
+)
+def test_a_published_draft_for_another_target_is_refused(tmp_path, over, message):
+    folder = published(tmp_path / "draft", tiny_model())
+    with pytest.raises(CheckpointError, match=message):
+        Speculator(folder, target=tiny_model(**over))
+
+
+def test_a_published_draft_names_its_sizes_as_transformers_does(tmp_path):
+    folder = published(tmp_path / "draft", tiny_model(), drop=["num_attention_heads"])
+    with pytest.raises(CheckpointError, match="num_attention_heads"):
+        Speculator(folder)
+
+
+def test_other_weights_of_the_same_architecture_are_allowed(folder, caplog):
+    model = tiny_model(seed=1)
+    got = Speculator(folder, target=model).generate([[1, 2, 3]], max_new_tokens=10)[0].token_ids
+    assert got == Speculator("ar", target=model).generate([[1, 2, 3]], max_new_tokens=10)[0].token_ids
+    assert [r.message.count("acceptance may be lower") for r in caplog.records] == [1]
+
+
+def test_a_vocabulary_table_that_points_outside(tmp_path):
+    model = tiny_model()
+    folder = random_draft(tmp_path / "draft", model, kept=[3, 60])
+    edit(folder, lambda t: t | {"d2t": torch.tensor([3, 60])})
+    with pytest.raises(CheckpointError, match="d2t"):
+        Speculator(folder, target=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_it_takes_the_targets_dtype(folder, dtype):
+    model = tiny_model(dtype=dtype)
+    bound = LongSpecDraft.load(folder).bound(TargetRunner(model))
+    assert {p.dtype for p in bound.block.parameters()} == {dtype}
+    got = Speculator(folder, target=model).generate([[1, 2, 3]], max_new_tokens=8)[0]
+    assert got.new_tokens == 8 and got.drafted > 0
+
+
+def gpt_neox():
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=61, rotary_pct=0.5, **sizes))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=48, n_layer=2, n_head=3))
+
+
+def head_with_a_bias():
+    model = tiny_model()
+    model.lm_head = torch.nn.Linear(48, 61)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"), [(gpt2, "no rotary"), (head_with_a_bias, "head with a bias"), (gpt_neox, "dimensions")]
+)
+def test_a_target_that_takes_no_drafts_says_why(tmp_path, build, message):
+    # A draft that names no target, so that nothing else can stand in the way.
+    folder = random_draft(tmp_path / "draft", tiny_model(heads=3, kv_heads=3))
+    edit(folder, target={})
+    model = build().eval()
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=message):
+        Speculator(folder, target=model)
+    assert Speculator(target=model).method.name == "prompt-lookup"

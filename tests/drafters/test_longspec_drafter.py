@@ -1,0 +1,210 @@
+"""The drafter's rounds against the block's plain definition over the whole text, written again here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft import Speculator
+from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.window import Window
+from longdraft.kv.store import KVShape
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from tests.drafts import random_draft
+from tests.tiny import tiny_model
+
+WINDOW = 8
+
+
+# --- the definition ---
+
+
+def rms(x, weight, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x, theta):
+    """x (heads, T, d) at positions 0 .. T-1, half-split."""
+    d = x.shape[-1]
+    angles = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(0, d, 2) / d)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., : d // 2], x[..., d // 2 :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def softmax_attention(q, k, v, mask):
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for x in (k, v))
+    scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
+def plain_log_probs(model, weights, text: list[int], seen: int, window: int) -> torch.Tensor:
+    """The draft's log-probabilities (vocabulary,) of the token after ``text``.
+
+    Args:
+        seen: the target has verified this many of the text's tokens: cross-attention sees their KV.
+    """
+    config = model.config
+    heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    theta, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
+    w = weights
+    with torch.no_grad():
+        cache = model(torch.tensor([text[:seen]]), use_cache=True).past_key_values.layers[-1]
+        x = model.get_input_embeddings()(torch.tensor(text))
+
+        def project(part, n, count):
+            return F.linear(n, w[f"{part}.weight"], w[f"{part}.bias"]).view(-1, count, d).transpose(0, 1)
+
+        def output(part, o):
+            return F.linear(o.transpose(0, 1).flatten(1), w[f"{part}.o_proj.weight"])
+
+        n = rms(x, w["input_layernorm.weight"], eps)
+        q, k = (rope(project(f"self_attn.{p}_proj", n, c), theta) for p, c in (("q", heads), ("k", kv_heads)))
+        behind = torch.arange(len(text))[:, None] - torch.arange(len(text))
+        v = project("self_attn.v_proj", n, kv_heads)
+        h = x + output("self_attn", softmax_attention(q, k, v, (behind >= 0) & (behind < window)))
+        n = rms(h, w["post_self_attention_layernorm.weight"], eps)
+        q = rope(project("cross_attn.q_proj", n, heads), theta)
+        everything = torch.ones(len(text), seen, dtype=torch.bool)
+        h = h + output("cross_attn", softmax_attention(q, cache.keys[0], cache.values[0], everything))
+        n = rms(h, w["post_cross_attention_layernorm.weight"], eps)
+        gate, up = (F.linear(n, w[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        h = h + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+        return torch.log_softmax(F.linear(h[-1], model.get_output_embeddings().weight), -1)
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Every tree that is proposed, with the text before it."""
+    found: list[tuple[list[int], object]] = []
+    propose = LongSpecDrafter.propose
+
+    def recorded(self, sequences):
+        trees = propose(self, sequences)
+        found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
+        return trees
+
+    monkeypatch.setattr(LongSpecDrafter, "propose", recorded)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=str)
+def test_rounds_are_the_blocks_plain_definition(tmp_path, rounds, family, heads):
+    model = tiny_model(family, vocab=11, heads=heads[0], kv_heads=heads[1])
+    draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW))
+    spec = Speculator("longspec", target=model, draft=draft, widths=(3, 4, 4))
+    # Shorter than the window, just as long, several times as long: together, so in one ragged batch.
+    prompts = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)]]
+    results = spec.generate(prompts, max_new_tokens=16)
+    assert sum(r.accepted for r in results) > 0
+    weights = {n: t.float() for n, t in draft._state.items()}
+    checked, deepest = 0, 0
+    for text, tree in rounds[:9] + rounds[-9:]:
+        assert tree.tokens[0] == text[-1]
+        expected: dict[int, torch.Tensor] = {}
+        for node in range(1, tree.size):
+            parent = tree.parents[node]
+            if parent not in expected:
+                path = [tree.tokens[i] for i in tree.path(parent)][1:]
+                expected[parent] = plain_log_probs(model, weights, text + path, len(text) - 1, WINDOW)
+            assert tree.log_probs[node] == pytest.approx(float(expected[parent][tree.tokens[node]]), abs=2e-4)
+            checked, deepest = checked + 1, max(deepest, tree.depths[node])
+    assert checked > 80 and deepest == 3
+    assert max(len(text) for text, _ in rounds) > 4 * WINDOW
+
+
+def test_a_smaller_vocabulary_takes_the_rows_of_the_head_that_it_needs(tmp_path, rounds):
+    model = tiny_model(vocab=11)
+    kept = [1, 2, 5, 7, 10]
+    draft = LongSpecDraft.load(random_draft(tmp_path, model, kept=kept))
+    spec = Speculator("longspec", target=model, draft=draft, widths=(2, 3))
+    spec.generate([[1, 2, 3]], max_new_tokens=8)
+    weights = {n: t.float() for n, t in draft._state.items()}
+    for text, tree in rounds:
+        assert set(tree.tokens[1:]) <= set(kept)
+        if tree.drafted:
+            full = plain_log_probs(model, weights, text, len(text) - 1, WINDOW)
+            own = full[kept] - full[kept].logsumexp(0)
+            node = 1
+            assert tree.log_probs[node] == pytest.approx(float(own[kept.index(tree.tokens[node])]), abs=2e-4)
+
+
+# --- memory and work ---
+
+
+def drafter_after(model, folder, prompt: list[int]) -> LongSpecDrafter:
+    """A drafter that has read a prompt and drafted once."""
+    runner = TargetRunner(model)
+    drafter = LongSpecDrafter.load(folder, widths=(2, 4, 4))
+    s = Sequence(0, prompt, 20)
+    store = runner.new_store(1, len(prompt) + 20 + drafter.max_nodes)
+    drafter.bind(runner, store)
+    runner.forward([prompt], store, [0], logits="none")
+    store.commit(0, range(len(prompt)))
+    s.append(5)
+    drafter.prefill(s)
+    drafter.propose([s])
+    return drafter
+
+
+def test_memory_does_not_grow_with_the_context(tmp_path):
+    model = tiny_model(context=1024)
+    folder = random_draft(tmp_path, model, window=16)
+    short, long = (drafter_after(model, folder, [i % 61 for i in range(n)]).window for n in (20, 900))
+    for window in (short, long):
+        # slots, KV heads, ring and the tree without its last level, head size
+        assert window.keys.shape == window.values.shape == (1, 2, 16 + 6, 16)
+
+
+def test_prefill_reads_the_last_window_alone(tmp_path):
+    model = tiny_model(context=1024)
+    folder = random_draft(tmp_path, model, window=16)
+    rows: list[int] = []
+
+    def count(module, inputs, output):
+        if inputs[0].dim() == 1:  # the target embeds (B, T) ids, the draft a flat list
+            rows.append(len(inputs[0]))
+
+    model.get_input_embeddings().register_forward_hook(count)
+    drafter_after(model, folder, [i % 61 for i in range(900)])
+    assert rows == [16, 1, 2, 4]  # the window; then the root and each level that is expanded
+
+
+def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
+    model = tiny_model()
+    spec = Speculator("longspec", target=model, draft=random_draft(tmp_path, model))
+    draft = spec.options["draft"]
+    first = draft.bound(spec.runner())
+    assert first.head.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert first.parts.embedding is model.get_input_embeddings()
+    spec.generate([[1, 2, 3]], max_new_tokens=4)
+    assert draft.bound(spec.runner()) is first
+
+
+@given(st.integers(2, 9), st.lists(st.integers(1, 5), min_size=1, max_size=12))
+def test_the_ring_holds_the_last_tokens(window, pieces):
+    shape = KVShape(1, 1, 4, torch.float32)
+    ring = Window(shape, 1, window, 0, "cpu")
+    position = 0
+    for n in pieces:
+        n = min(n, window)
+        k = torch.arange(position, position + n).float().view(1, n, 1).expand(1, n, 4)
+        ring.append(0, position, k, -k)
+        position += n
+    assert ring.end(0) == position
+    for p in range(max(0, position - window), position):
+        assert ring.keys[0, 0, p % window].tolist() == [p] * 4
+        assert ring.values[0, 0, p % window].tolist() == [-p] * 4
+
+
+@pytest.mark.parametrize("options", [{"widths": ()}, {"widths": (4, 0)}, {"nodes": 0}, {"widths": (2,) * 8}], ids=str)
+def test_options_that_make_no_sense_are_refused(tmp_path, options):
+    draft = LongSpecDraft.load(random_draft(tmp_path, tiny_model(), window=8))
+    with pytest.raises(ValueError, match=r"widths|nodes|window"):
+        LongSpecDrafter(draft, **options)

@@ -1,0 +1,133 @@
+"""Which method decodes, and with which draft: named, from a folder, shipped, or by default."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import longdraft
+from longdraft import Speculator, drafts
+from longdraft.drafters.draft_folder import kind
+from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
+from longdraft.target.parts import describe
+from tests.drafts import random_draft
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def model():
+    return tiny_model(vocab=11)
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """An empty place for shipped drafts."""
+    monkeypatch.setattr(drafts, "FOLDER", tmp_path / "shipped")
+    return tmp_path / "shipped"
+
+
+def listed(name):
+    return next(m for m in longdraft.methods() if m["name"] == name)
+
+
+def test_a_folder_is_a_method_with_its_draft(model, tmp_path):
+    folder = random_draft(tmp_path, model)
+    for spec in (
+        Speculator(folder, target=model),
+        Speculator(str(folder), target=model),
+        Speculator.from_pretrained(folder, target=model),
+        Speculator("longspec", target=model, draft=folder),
+        Speculator(target=model, draft=str(folder)),
+    ):
+        assert spec.method.name == "longspec"
+        assert spec.generate([[1, 2]], max_new_tokens=8)[0].method == "longspec"
+
+
+def test_without_a_shipped_draft_the_default_is_prompt_lookup(model, shipped):
+    assert Speculator(target=model).generate([[1, 2]], max_new_tokens=4)[0].method == "prompt-lookup"
+    assert listed("longspec") == {
+        "name": "longspec", "exact": True, "needs_draft": True,
+        "paper": "Yang et al. 2025, LongSpec, arXiv:2502.17421", "available": False,
+    }  # fmt: skip
+
+
+def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
+    random_draft(shipped / "tiny", model)
+    assert Speculator(target=model).generate([[1, 2]], max_new_tokens=4)[0].method == "longspec"
+    assert Speculator("longspec", target=model).generate([[1, 2]], max_new_tokens=4)[0].new_tokens == 4
+    assert Speculator("prompt-lookup", target=model).method.name == "prompt-lookup"
+    assert Speculator(target=tiny_model(vocab=12)).method.name == "prompt-lookup"
+    assert listed("longspec")["available"] is True
+
+
+def test_options_narrow_the_default(model, shipped):
+    random_draft(shipped / "tiny", model)
+    assert Speculator(target=model, widths=(2, 2)).method.name == "longspec"
+    assert Speculator(target=model, branches=2).method.name == "prompt-lookup"
+    with pytest.raises(ValueError, match="no option breadth"):
+        Speculator(target=model, breadth=2)
+    with pytest.raises(ValueError, match="widths"):
+        Speculator(target=model, widths=(0,))
+
+
+def test_the_default_waits_for_the_target(model, shipped):
+    spec = Speculator()
+    with pytest.raises(ValueError, match="no target"):
+        _ = spec.method
+    ids = torch.tensor([[1, 2, 3]])
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(ids, custom_generate=spec, **settings), model.generate(ids, **settings))
+    assert spec.method.name == "prompt-lookup"
+
+
+def test_longspec_without_a_draft_says_what_to_do(model, shipped):
+    with pytest.raises(
+        CapabilityError, match=r"none comes with longdraft for this llama.*--draft DIR.*longdraft train"
+    ):
+        Speculator("longspec", target=model)
+
+
+def test_the_shipped_draft_of_these_weights_comes_first(model, shipped):
+    random_draft(shipped / "a", tiny_model(vocab=11, seed=1))
+    own = describe(model)
+    assert drafts.shipped(own) == shipped / "a"  # of another fine-tune: it fits all the same
+    random_draft(shipped / "b", model)
+    random_draft(shipped / "c", tiny_model(vocab=11, seed=2))
+    assert drafts.shipped(own) == shipped / "b"
+    assert drafts.shipped(own | {"rope_theta": 5e5}) is None
+    assert drafts.shipped(own | {"vocab_size": 12}) is None
+
+
+def test_a_damaged_shipped_draft_is_named(model, shipped):
+    folder = random_draft(shipped / "a", model)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="install longdraft again"):
+        drafts.shipped(describe(model))
+
+
+def test_what_is_neither_a_method_nor_a_folder(tmp_path):
+    with pytest.raises(UnknownMethodError, match=r"magic.*longspec"):
+        Speculator("magic")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="draft folder"):
+        Speculator(str(tmp_path / "empty"))
+    with pytest.raises(CheckpointError, match="no draft folder"):
+        Speculator("longspec", draft=tmp_path / "none")
+    with pytest.raises(CheckpointError, match="no draft folder"):
+        Speculator(tmp_path / "none")
+
+
+def test_a_draft_for_a_method_that_is_not_known(model, tmp_path):
+    folder = random_draft(tmp_path, model)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"drafter": "oracle"}))
+    assert kind(folder) == "oracle"
+    with pytest.raises(CheckpointError, match="oracle"):
+        Speculator(folder)
+
+
+def test_a_method_without_a_draft_takes_none(model, tmp_path):
+    with pytest.raises(ValueError, match="no option draft"):
+        Speculator("prompt-lookup", target=model, draft=random_draft(tmp_path, model))
