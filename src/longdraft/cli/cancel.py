@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks the engine to stop, the second ends the process."""
+"""Ctrl-C: the first asks the engine to stop, the second ends the process. SIGTERM, where it is asked for, only asks."""
 
 from __future__ import annotations
 
@@ -11,29 +11,39 @@ EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 
 
 class Cancel:
-    """Inside the ``with``, calling it says whether Ctrl-C was pressed."""
+    """Inside the ``with``, calling it says whether Ctrl-C was pressed.
 
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: Any = None
+    Args:
+        terminate: take SIGTERM too, as launchers and schedulers send it.
+    """
+
+    def __init__(self, terminate: bool = False) -> None:
+        self._signals = (signal.SIGINT, signal.SIGTERM) if terminate else (signal.SIGINT,)
+        self._asked: int | None = None
+        self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        return self._asked
+        return self._asked is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that a signal stopped, as shells have it."""
+        return EXIT_CODE if self._asked is None else 128 + self._asked
 
     def __enter__(self) -> Cancel:
         # Python delivers signals to the main thread alone, and lets no other one take them.
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
+            self._before = {number: signal.signal(number, self._handle) for number in self._signals}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         # Nothing is printed here: a handler may run in the middle of a write.
-        self._asked = True
+        self._asked = number

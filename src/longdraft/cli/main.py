@@ -17,6 +17,7 @@ from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.doctor import doctor
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
+from longdraft.cli.train import data, longspec
 from longdraft.errors import CapabilityError, LongdraftError
 
 app = typer.Typer(
@@ -46,6 +47,11 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 for verb in (generate, bench, methods, doctor):
     app.command()(_interruptible(verb))
+
+training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
+for trainer in (longspec, data):
+    training.command()(_interruptible(trainer))
+app.add_typer(training, name="train")
 
 BAD_SETTING, FAILED = 2, 1
 

@@ -148,7 +148,9 @@ def _shape(config: Mapping[str, Any], published: bool, folder: Path | str) -> Lo
     if missing:
         names = [_PUBLISHED.get(n, n) if published else n for n in missing]
         raise CheckpointError(f"config.json of {folder} lacks {', '.join(names)}: is it a LongSpec draft?")
-    wrong = [n for n, x in known.items() if not isinstance(x, int | float) or x <= 0 or (n != "rms_norm_eps" and x % 1)]
+    known["final_norm"] = bool(known.get("final_norm", False))
+    numbers = {n: x for n, x in known.items() if n != "final_norm"}
+    wrong = [n for n, x in numbers.items() if not isinstance(x, int | float) or x <= 0 or (n != "rms_norm_eps" and x % 1)]
     if wrong:
         raise CheckpointError(f"config.json of {folder} has no number that could be right for {', '.join(wrong)}.")
     return LongSpecShape(**known)

@@ -30,7 +30,9 @@ class TrainConfig:
         noise: largest shift j of flash noisy training; 1 turns it off. Five levels of drafting need 5.
         window: of self-attention, keys, the query's own included.
         intermediate_size: of the block's MLP; None takes the target's. A draft in ``init`` brings its own.
+        final_norm: whether an RMSNorm stands before the head; the paper's block has none.
         vocabulary: size of the draft's vocabulary; None keeps the target's. A draft in ``init`` brings its own.
+        vocabulary_from: JSONL files whose tokens that vocabulary is counted on; none takes ``data``'s.
         distill: share of the loss that follows the target's distribution; 0 is plain cross-entropy (the paper).
         top: how many of the target's likeliest tokens are kept for that.
         cache: folder for the target's features; None runs the target in every epoch.
@@ -58,7 +60,9 @@ class TrainConfig:
     noise: int = 5
     window: int = 512
     intermediate_size: int | None = None
+    final_norm: bool = True
     vocabulary: int | None = None
+    vocabulary_from: tuple[str, ...] = ()
     distill: float = 0.0
     top: int = 8
     cache: str | None = None
@@ -157,6 +161,8 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     try:
         if get_args(kind):  # tuple[str, ...], tuple[float, ...]
             items = value if isinstance(value, list) else [value]
+            if any(isinstance(item, dict | list | bool) or item is None for item in items):
+                raise ValueError(value)
             return tuple(get_args(kind)[0](item) for item in items)
         if isinstance(value, bool) != (kind is bool) or isinstance(value, dict | list):
             raise ValueError(value)

@@ -77,8 +77,8 @@ def collect(
         (measured if _share(document, "held out") < held_out else learned).append(document)
     if not learned:
         raise PromptError(
-            f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). Rows "
-            "need `text`, `messages` or `tokens`, and more of them than `sample` and `held_out` take away."
+            f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
+            "Rows need `text`, `messages` or `tokens`, and more of them than `sample` and `held_out` take away."
         )
     return Corpus(learned, measured, skipped)
 

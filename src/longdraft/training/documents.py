@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from longdraft.errors import PromptError
+from longdraft.errors import CheckpointError, LongdraftError, PromptError
 from longdraft.target.chat import encode
 
 if TYPE_CHECKING:
@@ -123,3 +123,46 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) ->
     if whole[: len(prompt)] != prompt:
         raise ValueError("the chat template does not keep a chat's beginning as it grows")
     return Document(list(whole), len(prompt))
+
+
+def write(
+    found: Iterable[Document],
+    out: Path,
+    progress: Callable[[int, int], None] = lambda rows, tokens: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Writes documents as rows of ``tokens`` and ``start``; the file appears whole or not at all.
+
+    Args:
+        progress: told rows and tokens so far, now and then.
+        stop: asked likewise; True ends it, and nothing is written.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+        PromptError: there are no documents.
+    """
+    part = out.with_name(f".{out.name}.part")
+    rows, tokens = 0, 0
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            for rows, document in enumerate(found, 1):
+                file.write(json.dumps({"tokens": document.tokens, "start": document.start}) + "\n")
+                tokens += len(document.tokens)
+                if rows % 100 == 0:
+                    progress(rows, tokens)
+                    if stop():
+                        return rows
+        if not rows:
+            raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
+        part.replace(out)
+    except LongdraftError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}.") from error
+    finally:
+        part.unlink(missing_ok=True)
+    progress(rows, tokens)
+    return rows

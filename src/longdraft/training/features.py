@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,11 @@ class Features:
     values: torch.Tensor
     top_ids: torch.Tensor
     top_log_probs: torch.Tensor
+
+    def on_host(self) -> Features:
+        """The same in the CPU's memory, for features that are kept for long."""
+        moved = {name: getattr(self, name).cpu() for name in ("keys", "values", "top_ids", "top_log_probs")}
+        return replace(self, **moved)
 
     @property
     def positions(self) -> torch.Tensor:

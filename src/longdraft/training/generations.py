@@ -66,23 +66,25 @@ def generate(
     try:
         ends = _line_ends(out)
         # `asked` counts prompts, the ones left out too: seeds depend on it, whatever the file has.
-        rows, asked, answered, unfit = 0, 0, 0, 0
+        rows, asked, answered, unfit, end = 0, 0, 0, 0, 0
         while rows < total and (group := list(islice(passages, batch))):
             turns = _turns(spec, group, room)
             size = sum(map(len, turns))
             unfit = 0 if size else unfit + 1
             if unfit == PATIENCE:
                 raise ContextError(
-                    f"None of {asked} prompts fits the model's context with {max_new_tokens} new tokens: ask about "
-                    "shorter passages, or lower the new tokens."
+                    f"No prompt fits the model's context of {spec.runner().context_length} tokens with "
+                    f"{max_new_tokens} new ones: ask about shorter passages, or for shorter answers."
                 )
-            if rows + size > len(ends):
+            if rows + size <= len(ends):
+                end = ends[rows + size - 1] if size else end
+            else:
                 found = _answers(spec, turns, max_new_tokens, seed + asked, stop)
                 if found is None:
                     break
-                _append(out, ends[rows - 1] if rows else 0, found)
-                answered += sum(len(row["tokens"]) - row["start"] for row in found)
+                end = _append(out, end, found)
                 ends = []  # whatever followed is gone
+                answered += sum(len(row["tokens"]) - row["start"] for row in found)
                 progress(rows + size, answered)
             rows += size
             asked += sum(map(len, group))
@@ -130,14 +132,15 @@ def _answers(
     return rows
 
 
-def _append(path: Path, end: int, rows: list[dict[str, Any]]) -> None:
-    """Cuts a file to its first ``end`` bytes and writes rows behind them."""
+def _append(path: Path, end: int, rows: list[dict[str, Any]]) -> int:
+    """Cuts a file to its first ``end`` bytes, writes rows behind them, and returns how long it is then."""
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate(end)
         file.seek(end)
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         file.flush()
         os.fsync(file.fileno())
+        return file.tell()
 
 
 def _line_ends(path: Path) -> list[int]:

@@ -96,7 +96,8 @@ class LongSpecTrainee(nn.Module):
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             # The row behind the last learned one has its KV too, and nobody may see it.
             each = zip(q.split(query_rows, 1), documents, shifts, strict=True)
-            return torch.cat([noisy(q, *(x[:, :-1].to(device) for x in (d.keys, d.values)), j) for q, d, j in each], 1)
+            out = [noisy(q, d.keys[:, :-1].to(device), d.values[:, :-1].to(device), j) for q, d, j in each]
+            return torch.cat(out, 1)
 
         hidden = self.block(x, cos, sin, self_attend, cross_attend, torch.cat(rows).to(device))
         truth = torch.cat(next_tokens).to(device)

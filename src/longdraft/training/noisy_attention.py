@@ -12,9 +12,14 @@ the lower right corner: the last query sees the last key.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+
+# Query rows up to which a CPU forms the weights instead of calling its flash kernel.
+FEW_ROWS = 512
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -31,10 +36,49 @@ def noisy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shift: int) -> torc
 
     Args:
         q: (Hq, Tq, d), the last Tq positions of a text.
-        k, v: (Hkv, T, d), all positions of the text, T - shift >= Tq.
+        k, v: (Hkv, T, d), all positions of the text, T - shift >= Tq. They are the target's: no gradient flows there.
     """
     end = k.shape[1] - shift
-    return causal(q, k[:, :end], v[:, :end])
+    k, v = k[:, :end], v[:, :end]
+    if q.device.type == "cpu" and q.shape[1] <= FEW_ROWS and end >= q.shape[1]:
+        out: torch.Tensor = _FrozenKeys.apply(q, k.to(q.dtype), v.to(q.dtype))
+        return out
+    return causal(q, k, v)
+
+
+class _FrozenKeys(torch.autograd.Function):
+    """Causal attention, aligned to the lower right, for a few rows against many keys that take no gradient.
+
+    torch's flash kernel for the CPU spends most of its backward pass on the gradients of K and V. Here they are not
+    computed, K and V are read once per KV head, and the weights, few rows of them, are kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows, keys, dim = q.shape[1], k.shape[1], q.shape[2]
+        hidden = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
+        folded = q.reshape(k.shape[0], -1, dim)  # (Hkv, group * rows, d)
+        out = torch.empty_like(folded)
+        weights = []
+        for head in range(k.shape[0]):
+            scores = torch.mm(folded[head] * dim**-0.5, k[head].T)
+            scores.view(-1, rows, keys)[..., keys - rows :].masked_fill_(hidden, float("-inf"))
+            weights.append(torch.softmax(scores, -1))
+            torch.mm(weights[-1], v[head], out=out[head])
+        ctx.save_for_backward(k, v, out, *weights)
+        return out.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        k, v, out, *weights = ctx.saved_tensors
+        gradient = gradients[0].reshape(out.shape)
+        # d softmax: P * (dP - rowsum(dP * P)), and that row sum is dO . O
+        shared = (gradient.float() * out.float()).sum(-1, keepdim=True).to(out.dtype)
+        found = torch.empty_like(out)
+        for head, weight in enumerate(weights):
+            scores = torch.mm(gradient[head], v[head].T).sub_(shared[head]).mul_(weight)
+            torch.mm(scores, k[head], out=found[head])
+        return found.mul_(out.shape[-1] ** -0.5).view(gradients[0].shape), None, None
 
 
 def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:

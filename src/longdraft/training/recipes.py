@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from longdraft.target.loading import load
 from longdraft.target.runner import TargetRunner
 from longdraft.training import corpus
 from longdraft.training.config import TrainConfig
-from longdraft.training.corpus import Corpus
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features
@@ -99,7 +98,10 @@ def train_longspec(
     )
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
 
-    block, kept = _draft(config, data, runner)
+    counted: Iterable[Document] = data.learned
+    if config.vocabulary_from:
+        counted = documents([Path(p) for p in config.vocabulary_from], tokenizer, Skipped(), runner.vocab_size)
+    block, kept = _draft(config, counted, runner)
     half = config.precision == "bf16"
     trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, torch.bfloat16 if half else torch.float32)
     trainee = trainee.to(runner.device)
@@ -109,7 +111,7 @@ def train_longspec(
         return
     # Held-out text keeps its own positions: that is how it will be decoded.
     chosen = data.held_out[:: max(1, len(data.held_out) // MEASURED)][:MEASURED]
-    held_out = [reader.read(d) for d in chosen]
+    held_out = [reader.read(d).on_host() for d in chosen]
 
     def count(i: int, shift: int) -> int:
         document = data.learned[i]
@@ -161,13 +163,18 @@ def _check_rotary(runner: TargetRunner) -> None:
     cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
     if cos.shape[-1] != runner.kv_shape.head_dim:
         raise UnsupportedModelError(
-            f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {runner.kv_shape.head_dim} dimensions of a head; "
-            "LongSpec drafts share rotary embeddings of whole heads only."
+            f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {runner.kv_shape.head_dim} dimensions of a "
+            "head; LongSpec drafts share rotary embeddings of whole heads only."
         )
 
 
-def _draft(config: TrainConfig, data: Corpus, runner: TargetRunner) -> tuple[LongSpecBlock, torch.Tensor | None]:
+def _draft(
+    config: TrainConfig, counted: Iterable[Document], runner: TargetRunner
+) -> tuple[LongSpecBlock, torch.Tensor | None]:
     """The block to train and the target ids of its vocabulary: a new one, or the one in ``config.init``.
+
+    Args:
+        counted: texts whose most frequent tokens a new draft's vocabulary takes.
 
     A draft that is trained further keeps its sizes and its vocabulary; the window may be set anew.
     """
@@ -175,13 +182,20 @@ def _draft(config: TrainConfig, data: Corpus, runner: TargetRunner) -> tuple[Lon
         parts, kv = runner.parts, runner.kv_shape
         width = config.intermediate_size or parts.intermediate_size
         shape = LongSpecShape(
-            parts.hidden_size, width, parts.heads, kv.kv_heads, kv.head_dim, parts.rms_norm_eps, config.window
+            parts.hidden_size,
+            width,
+            parts.heads,
+            kv.kv_heads,
+            kv.head_dim,
+            parts.rms_norm_eps,
+            config.window,
+            config.final_norm,
         )
         block = LongSpecBlock(shape)
         block.initialise(config.seed)
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return block, None
-        return block, most_frequent(data.learned, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+        return block, most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
     contents = draft_folder.load(config.init)
     init = LongSpecDraft(config.init, contents)
     init.check(runner)

@@ -57,8 +57,8 @@ class RunLog:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise CapabilityError(
-                    "tensorboard: true needs the package tensorboard: pip install tensorboard, or leave the setting out "
-                    f"(every step is in {self._path} anyway)."
+                    "tensorboard: true needs the package tensorboard: pip install tensorboard, or leave the setting "
+                    f"out (every step is in {self._path} anyway)."
                 ) from None
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -149,17 +149,18 @@ class Trainer:
         self.module.train()
         for k, batch in enumerate(mine):
             wait = self.accelerator.no_sync(self.module) if k < len(mine) - 1 else nullcontext()
+            documents = [self.source[i] for i in batch.documents]  # in the target's own dtype: not under autocast
             with wait:
                 with self.accelerator.autocast():
-                    out: StepOutput = self.module([self.source[i] for i in batch.documents], batch.shifts)
+                    out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes: times their number, the mean is one over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            sums[0] += out.loss.detach().double().cpu()
+            sums[0] += out.loss.detach().cpu()  # to float64 there: not every device has it
             if out.ranks is not None:
                 sums[1 : 1 + levels] += _by_depth(out.depths[out.ranks == 0], levels)
                 sums[1 + levels :] += _by_depth(out.depths, levels)
         if world > 1:
-            # MPS has no float64, and a sum over processes has to lie where they talk to each other.
+            # A sum over processes has to lie where they talk to each other.
             sums = self.accelerator.reduce(sums.float().to(self.accelerator.device), "sum").double().cpu()
         loss = float(sums[0]) / rows
         if not math.isfinite(loss):
@@ -215,9 +216,9 @@ class Trainer:
         path, state = found
         here, there = _comparable(self.config), state.get("config", {})
         different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
-        if state.get("documents") != self.documents or state.get("steps") != self.schedule.steps:
+        if (state.get("documents", self.documents), state.get("steps")) != (self.documents, self.schedule.steps):
             different.append("the documents")
-        if state.get("width") != self.schedule.width:
+        if state.get("width", self.schedule.width) != self.schedule.width:
             different.append("processes times accumulate")
         if different:
             raise CheckpointError(

@@ -1,0 +1,177 @@
+"""``longdraft train``: training runs, and the data for them."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longdraft.cli import console, options
+from longdraft.cli.cancel import Cancel
+from longdraft.cli.training_display import Counter, TrainingDisplay
+from longdraft.errors import CheckpointError, ConfigError
+
+
+def longspec(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="YAML file of settings, such as configs/longspec/1-short.yaml."),
+    ] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a LongSpec draft; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
+
+    Settings: docs/training.md, or any wrong one: the error lists them.
+    """
+    from longdraft.training.config import read_config
+
+    # One of several processes (torchrun, accelerate launch) speaks for all.
+    main = int(os.environ.get("RANK", "0")) == 0
+    try:
+        settings_ = read_config(config, settings or ())
+        if not settings_.data:
+            raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
+    except ConfigError:
+        if main:
+            raise
+        raise typer.Exit(2) from None
+    _need_accelerate()
+    with TrainingDisplay(silent=not main) as display:
+        display.prepare("Loading what training needs", 0, 0)
+        from longdraft.training.recipes import train_longspec
+
+        report = None
+        with Cancel(terminate=True) as cancel:
+            for report in train_longspec(settings_, display.prepare, cancel):
+                display.step(report)
+    if not main:
+        raise typer.Exit(cancel.exit_code if cancel() else 0)
+    finished = report is None or report.step == report.steps
+    if cancel() and (report is None or not finished):
+        where = "before the first step" if report is None else f"after step {report.step:,} of {report.steps:,}"
+        console.note(f"Stopped {where}. The same command goes on from there.")
+        raise typer.Exit(cancel.exit_code)
+    best = Path(settings_.out) / "best"
+    target = f"--model {settings_.target} " if settings_.target else ""
+    console.note(f"The draft is in {best} (the last step's in {best.with_name('last')}). Use it:")
+    console.note(f"  longdraft generate {target}--draft {best} --prompt ...")
+    if as_json:
+        console.line(json.dumps(_payload(report, best)))
+
+
+def _payload(report: Any, best: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"draft": str(best)}
+    if report is not None:
+        found |= {"steps": report.steps, "loss": report.loss}
+        found["simulated"] = None if report.simulated is None else vars(report.simulated)
+    return found
+
+
+class Kind(str, Enum):
+    """What ``train data`` writes."""
+
+    answers = "answers"
+    tokens = "tokens"
+
+
+def data(
+    files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz): rows with `text`, for tokens also chats.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write; an unfinished one is gone on with.")],
+    kind: Annotated[
+        Kind, typer.Option(help="answers: what the target says about passages of the text; tokens: the rows, encoded.")
+    ] = Kind.answers,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded"),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Answers to have in the end.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Passages decoded together.")] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens an answer, at most.")] = 256,
+    passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
+    per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 3,
+    temperatures: Annotated[str, typer.Option(help="Of a passage's answers, one after the other.")] = "0,0,1",
+    method: Annotated[str, typer.Option(help="How to decode; every exact method gives the same answers.")] = "ar",
+    seed: Annotated[int, typer.Option(help="Of passages, prompts and draws.")] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default="torch's choice")] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
+    lengths = _numbers("--passage-tokens", passage_tokens, int)
+    heats = _numbers("--temperatures", temperatures, float)
+    if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
+        raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
+    if min(heats) < 0:
+        raise options.SettingError("--temperatures takes numbers from 0 on.")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
+
+    import torch
+
+    from longdraft.speculator import Speculator
+    from longdraft.target.loading import load
+    from longdraft.training import documents, generations, prompts
+
+    skipped = documents.Skipped()
+    texts: list[str] = []
+    if kind is Kind.answers:  # before the model is loaded: a wrong path is said at once
+        for row in documents.rows(files, skipped):
+            if isinstance(row.get("text"), str):
+                texts.append(row["text"])
+            else:
+                skipped.add("without text")
+    if threads:
+        torch.set_num_threads(threads)
+    with console.status() as status:
+        loaded = load(target, dtype=dtype, device=device, progress=status)
+    with Cancel(terminate=True) as cancel:
+        if kind is Kind.tokens:
+            vocabulary = int(loaded.model.get_output_embeddings().weight.shape[0])
+            encoded = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
+            with Counter("Encoding", "rows") as counter:
+                have = documents.write(encoded, out, counter.update, cancel)
+        else:
+            with options.settings_checked():
+                spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer)
+            passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, heats, seed)
+            with Counter("The target answers", "rows", rows) as counter:
+                have = generations.generate(
+                    spec, passages, out, batch=batch, max_new_tokens=max_tokens, total=rows, seed=seed,
+                    progress=counter.update, stop=cancel,
+                )  # fmt: skip
+    if skipped.total:
+        console.note(f"Left out: {skipped}.")
+    if cancel():
+        console.note(
+            f"Stopped. {'The same command goes on from there.' if kind is Kind.answers else 'Nothing written.'}"
+        )
+        raise typer.Exit(cancel.exit_code)
+    console.note(f"{out}: {have:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
+    if as_json:
+        console.line(json.dumps({"out": str(out), "rows": have, "left_out": skipped.reasons}))
+
+
+def _numbers(name: str, text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise options.SettingError(f"{name} takes numbers with commas between, not {text!r}.") from None
+
+
+def _need_accelerate() -> None:
+    from importlib.util import find_spec
+
+    from longdraft.errors import CapabilityError
+
+    if find_spec("accelerate") is None:
+        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')

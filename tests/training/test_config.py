@@ -1,0 +1,65 @@
+"""Settings: files, overrides, and everything that is wrong with them in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longdraft.errors import ConfigError
+from longdraft.training.config import read_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "longspec").glob("*.yaml"))
+
+
+def test_words_override_the_file(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("lr: 1e-3\ndata: [a.jsonl, b.jsonl]\nprecision: no\nthreads: 2\n")
+    found = read_config(path, ["rows=100", "data=c.jsonl", "cache=x:y", "threads="])
+    assert (found.lr, found.rows, found.data, found.cache) == (1e-3, 100, ("c.jsonl",), "x:y")
+    assert (found.precision, found.threads) == ("no", None)
+    assert read_config(None, ["precision=bf16", "betas=[0.8,0.9]"]).betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("rows", "not of the form key=value"),
+        ("speed=3", "No setting speed. Settings: accumulate, anchor_offset"),
+        ("rows=many", "rows takes a whole number, got 'many'"),
+        ("rows=1.5", "rows takes a whole number"),
+        ("rows=true", "rows takes a whole number"),
+        ("rows=.inf", "rows takes a whole number"),
+        ("rows=0", "rows must be positive"),
+        ("rows=", "rows needs a value"),
+        ("lr=.nan", "lr takes a number"),
+        ("tensorboard=1", "tensorboard takes true or false"),
+        ("sample=2", "sample is a share between 0 and 1"),
+        ("anchor_offset=-1", "anchor_offset must not be negative"),
+        ("precision=fp8", "precision is bf16 or no"),
+        ("betas=[0.9]", "betas are two numbers"),
+        ("data={a: b}", "data takes a list of values"),
+    ],
+)
+def test_what_is_wrong_is_said(word, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_config(None, [word])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [("rows: [", "as YAML"), ("- a", "no settings"), (None, "no configuration")])
+def test_files_that_are_no_settings(tmp_path, text, said):
+    path = tmp_path / "a.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_config(path)
+
+
+def test_the_three_stages_follow_each_other():
+    stages = [read_config(path, ["data=text.jsonl"]) for path in CONFIGS]
+    assert [path.stem for path in CONFIGS] == ["1-short", "2-long", "3-answers"]
+    assert [s.init for s in stages] == [None, f"{stages[0].out}/best", f"{stages[1].out}/best"]
+    assert (stages[0].max_length, stages[0].lr) == (1024, 5e-4) and stages[0].anchor_offset
+    assert not stages[1].anchor_offset and not stages[2].anchor_offset
+    assert all(s.target is None for s in stages)  # the embedded model

@@ -1,0 +1,192 @@
+"""What the target says, against transformers itself; the cache on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from longdraft.errors import CheckpointError
+from longdraft.target.runner import TargetRunner
+from longdraft.training import feature_cache, features
+from longdraft.training.documents import Document
+from longdraft.training.feature_cache import FeatureCache, bytes_needed
+from longdraft.training.features import FeatureReader
+from longdraft.training.positions import anchor_offset, largest_offset
+from tests.tiny import FAMILIES, tiny_model
+
+PER_TOKEN = 2 * 2 * 16 * 4
+
+
+def document(length: int, start: int, seed: int, begin: list[int] | None = None) -> Document:
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 61, (length,), generator=g).tolist()
+    return Document((begin or []) + tokens[len(begin or []) :], start)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("start", "offset"), [(1, 0), (1, 100), (17, 0), (17, 100), (39, 3)])
+def test_features_are_the_models_own(family, start, offset, monkeypatch):
+    monkeypatch.setattr(features, "CHUNK", 16)  # several forwards
+    model = tiny_model(family)
+    text = document(40, start, 1)
+    found = FeatureReader(TargetRunner(model), 5, torch.float32).read(text, offset)
+    positions = torch.tensor([p if p < 4 else p + offset for p in range(40)])
+    assert torch.equal(found.positions, positions)
+    with torch.no_grad():
+        out = model(torch.tensor([text.tokens]), position_ids=positions[None], use_cache=True)
+    last = out.past_key_values.layers[-1]
+    torch.testing.assert_close(found.keys, last.keys[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.values, last.values[0], rtol=1e-3, atol=1e-4)
+    top = out.logits[0].log_softmax(-1)[start - 1 : -1].topk(5)
+    assert found.top_ids.shape == (40 - start, 5)
+    torch.testing.assert_close(found.top_log_probs, top.values, rtol=1e-3, atol=1e-3)
+    assert torch.equal(found.top_ids, top.indices)
+
+
+def test_offsets_leave_the_anchors_and_stay_in_the_context():
+    assert anchor_offset(7, 10).tolist() == [0, 1, 2, 3, 14, 15, 16]
+    assert anchor_offset(3, 10).tolist() == [0, 1, 2]
+    assert [largest_offset(100, 300, 512), largest_offset(400, 300, 512), largest_offset(600, 300, 512)] == [
+        300,
+        112,
+        0,
+    ]
+
+
+def test_what_documents_share_is_read_once_and_is_the_same():
+    runner = TargetRunner(tiny_model())
+    begin = document(20, 1, 0).tokens
+    texts = [document(30, 22, i, begin) for i in range(3)] + [document(30, 5, 4, begin), document(12, 3, 5)]
+    reader = FeatureReader(runner, 4, torch.float32)
+    read = []
+    forward = runner.forward
+    runner.forward = lambda tokens, *a, **k: (read.append(len(tokens[0])), forward(tokens, *a, **k))[1]
+    alone = TargetRunner(runner.model)
+    for offset in (0, 50):
+        for i, text in enumerate(texts):
+            read.clear()
+            shared = reader.read(text, offset)
+            assert sum(read) == (len(text.tokens) - 20 if i in (1, 2) else len(text.tokens) - {3: 4}.get(i, 0))
+            fresh = FeatureReader(alone, 4, torch.float32).read(text, offset)
+            for name in ("keys", "values", "top_log_probs"):
+                torch.testing.assert_close(getattr(shared, name), getattr(fresh, name), rtol=1e-3, atol=1e-4)
+            assert torch.equal(shared.top_ids, fresh.top_ids)
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    monkeypatch.setattr(feature_cache, "SHARD", 4)
+    begin = document(9, 1, 99).tokens  # shared, so that a reader that remembers has something to reuse
+    return [document(20 + i, 1 + 5 * (i % 3), i, begin) for i in range(10)]
+
+
+@pytest.fixture
+def cache(tmp_path, texts):
+    def make(documents=texts, identity="a target", folder="cache", **fill):
+        made = FeatureCache(tmp_path / folder, documents, [3] * len(documents), {"target": identity}, 4)
+        made.prepare(PER_TOKEN)
+        return made, made.fill(FeatureReader(TargetRunner(tiny_model()), 4, torch.float32), **fill)
+
+    return make
+
+
+def test_from_disk_as_live(cache, texts):
+    told = []
+    cached, complete = cache(progress=lambda done, total: told.append((done, total)))
+    assert complete and len(cached) == 10
+    total = sum(len(t.tokens) for t in texts)
+    assert told[-1] == (total, total)
+    reader = FeatureReader(TargetRunner(tiny_model()), 4, torch.float32)
+    for i, text in enumerate(texts):
+        live, stored = reader.read(text, 3), cached[i]
+        assert torch.equal(stored.tokens, live.tokens) and (stored.start, stored.offset) == (live.start, 3)
+        torch.testing.assert_close(stored.keys, live.keys)
+        torch.testing.assert_close(stored.values, live.values)
+        assert torch.equal(stored.top_ids, live.top_ids)
+        torch.testing.assert_close(stored.top_log_probs, live.top_log_probs, rtol=1e-3, atol=1e-3)
+    size = sum(cached.path(s).stat().st_size for s in cached.shards)
+    assert bytes_needed(texts, PER_TOKEN, 4) < size < bytes_needed(texts, PER_TOKEN, 4) + 1000 * len(cached.shards)
+
+
+def test_stopped_between_shards_and_gone_on(cache, tmp_path):
+    whole, _ = cache(folder="whole")
+    count = iter(range(100))
+    cut, complete = cache(stop=lambda: next(count) == 5)
+    assert not complete and [cut.path(s).exists() for s in cut.shards] == [True, False, False]
+    (cut.folder / "shard-00001.part").write_bytes(b"left by a kill")
+    before = cut.path(0).stat().st_mtime_ns
+    again, complete = cache()
+    assert complete and again.path(0).stat().st_mtime_ns == before
+    for s in whole.shards:
+        assert again.path(s).read_bytes() == whole.path(s).read_bytes()
+
+
+def test_a_shard_depends_on_nothing_that_was_read_before(cache, texts, monkeypatch):
+    """Or a run that was killed would differ from one that was not, in the last bits."""
+    forgotten = []
+    forget = FeatureReader.forget
+    monkeypatch.setattr(FeatureReader, "forget", lambda self: (forgotten.append(len(self._seen)), forget(self)))
+    made, _ = cache()
+    assert forgotten == [0, *(len(texts[4 * s - 1].tokens) for s in made.shards[1:])]
+    reader = FeatureReader(TargetRunner(tiny_model()), 4, torch.float32)
+    reader.read(texts[1])
+    reader.forget()
+    read = []
+    forward = reader.runner.forward
+    reader.runner.forward = lambda tokens, *a, **k: (read.append(len(tokens[0])), forward(tokens, *a, **k))[1]
+    reader.read(texts[1])
+    assert sum(read) == len(texts[1].tokens)
+
+
+def test_processes_share_the_shards_out(cache):
+    whole, _ = cache(folder="whole")
+    cache(share=(1, 2))
+    half, _ = cache(share=(0, 2))
+    for s in whole.shards:
+        assert half.path(s).read_bytes() == whole.path(s).read_bytes()
+
+
+def test_other_documents_or_another_target_are_refused(cache, texts):
+    cache()
+    for change in ({"identity": "another"}, {"documents": texts[:-1]}):
+        with pytest.raises(CheckpointError, match="holds features of other documents"):
+            cache(**change)
+    texts[5] = Document([(t + 1) % 61 for t in texts[5].tokens], texts[5].start)  # as long, but another
+    with pytest.raises(CheckpointError, match="holds features of other documents"):
+        cache()
+
+
+def test_a_damaged_index(cache, tmp_path):
+    cache()
+    (tmp_path / "cache" / "index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index.json cannot be used"):
+        cache()
+
+
+def test_a_damaged_shard(cache):
+    made, _ = cache()
+    made.path(1).write_bytes(made.path(1).read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors cannot be read.*Delete the file"):
+        cache()
+    with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors cannot be read"):
+        FeatureCache(made.folder, made.documents, made.offsets, {}, 4)[5]
+    made.path(1).unlink()
+    again, _ = cache()
+    assert len(again[5].tokens) == 25
+
+
+def test_a_disk_that_is_too_small(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("U", "total used free")(10**6, 0, 10**4))
+    with pytest.raises(CheckpointError, match=r"need 0\.00 GB in .*cache, and 0\.00 GB are free there"):
+        cache()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_index_says_what_it_is_of(cache, tmp_path, texts):
+    cache()
+    index = json.loads((tmp_path / "cache" / "index.json").read_text())
+    assert set(index) == {"target", "lengths", "starts", "offsets", "top"}

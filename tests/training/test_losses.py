@@ -1,0 +1,120 @@
+"""The fused loss against torch's on whole logits, and the stand-in for Liger's."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from longdraft.training import liger
+from longdraft.training.losses import soft_cross_entropy, targets
+
+SIZE, VOCAB, TOP = 12, 31, 4
+
+
+def case(rows: int, outside: bool, seed: int):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, SIZE, generator=g)
+    head = torch.randn(VOCAB, SIZE, generator=g)
+    low = -1 if outside else 0
+    tokens = torch.randint(low, VOCAB, (rows,), generator=g)
+    top_ids = torch.stack([torch.randperm(VOCAB, generator=g)[:TOP] for _ in range(rows)])
+    if outside:
+        top_ids[torch.rand(top_ids.shape, generator=g) < 0.3] = -1
+    return hidden, head, tokens, top_ids, torch.randn(rows, TOP, generator=g).log_softmax(-1) - 0.3
+
+
+def plain(hidden, head, tokens, top_ids, log_probs, distill):
+    """The same loss, row by row."""
+    total = hidden.sum() * 0
+    for h, token, ids, lps in zip(hidden, tokens, top_ids, log_probs, strict=True):
+        logits = (h @ head.T)[None]
+        if token >= 0:
+            total = total + (1 - distill) * F.cross_entropy(logits, token[None])
+        inside = ids >= 0
+        if inside.any() and distill:
+            soft = torch.zeros(VOCAB).scatter(0, ids[inside], lps[inside].exp())
+            total = total + distill * F.cross_entropy(logits, (soft / soft.sum())[None])
+    return total
+
+
+@given(
+    st.integers(1, 20),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([1, 3, 7, 64]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_value_gradient_and_ranks(rows, distill, chunk, outside, seed):
+    hidden, head, tokens, top_ids, log_probs = case(rows, outside, seed)
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    loss, ranks = soft_cross_entropy(ours, head, *targets(tokens, top_ids, log_probs, distill), chunk)
+    expected = plain(theirs, head, tokens, top_ids, log_probs, distill)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    (loss * 0.37).backward()
+    (expected * 0.37).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    logits = hidden @ head.T
+    inside = tokens >= 0
+    expected_ranks = (logits > logits.gather(1, tokens.clamp_min(0)[:, None])).sum(-1)
+    assert torch.equal(ranks[inside], expected_ranks[inside])
+
+
+def test_a_row_with_nothing_in_the_vocabulary_counts_nothing():
+    hidden, head, *_ = case(2, False, 0)
+    hidden.requires_grad_()
+    outside = torch.full((2,), -1), torch.full((2, TOP), -1), torch.zeros(2, TOP)
+    loss, _ = soft_cross_entropy(hidden, head, *targets(*outside, 0.5))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any()
+
+
+def test_a_bfloat16_head_sums_in_float32():
+    hidden, head, tokens, top_ids, log_probs = case(300, False, 1)
+    loss, _ = soft_cross_entropy(hidden, head.bfloat16(), *targets(tokens, top_ids, log_probs, 0.0), 64)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ head.T, tokens, reduction="sum"), rtol=2e-2, atol=1.0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A package like Liger's: weight, input, target; ignored rows; a sum."""
+
+    class Loss:
+        def __init__(self, ignore_index: int, reduction: str) -> None:
+            self.options = {"ignore_index": ignore_index, "reduction": reduction}
+
+        def __call__(self, weight, hidden, target):
+            assert weight.dtype == hidden.dtype
+            return F.cross_entropy((hidden @ weight.T).float(), target, **self.options)
+
+    package, inner = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
+    package.__spec__ = importlib.machinery.ModuleSpec("liger_kernel", None)
+    inner.LigerFusedLinearCrossEntropyLoss = Loss
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
+
+
+def test_ligers_kernel_is_the_same_loss(stand_in):
+    hidden, head, tokens, top_ids, log_probs = case(20, True, 3)
+    fused = liger.cross_entropy(torch.device("cuda"))
+    assert fused is not None
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    expected, _ = soft_cross_entropy(ours, head, *targets(tokens, top_ids, log_probs, 0.0))
+    found = fused(theirs, head, tokens)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_liger_only_on_cuda_and_only_where_it_is(stand_in, monkeypatch):
+    assert liger.cross_entropy(torch.device("cpu")) is None
+    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
+    assert liger.cross_entropy(torch.device("cuda")) is None

@@ -1,0 +1,174 @@
+"""``longdraft train``, as a shell calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from longdraft.cli import console, options, training_display
+from longdraft.cli.main import main
+from longdraft.cli.training_display import Counter, TrainingDisplay
+from longdraft.drafters import draft_folder
+from longdraft.drafters.longspec_block import LongSpecBlock
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.training.measure import Simulated
+from longdraft.training.run_log import Report
+from tests.training.helpers import ROOT, losses_of
+
+FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "window=12", "intermediate_size=64", "device=cpu",
+        "threads=1", "held_out=0.2", "lr=3e-3"]  # fmt: skip
+
+
+@pytest.fixture
+def shell(capsys):
+    def run(*arguments: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = main(["train", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    yield run
+    options.reset_debug()
+
+
+def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path, capsys):
+    answers, out = tmp_path / "answers.jsonl", tmp_path / "run"
+    made = shell(
+        "data", text, "--out", answers, "--target", target, "--rows", 40, "--batch", 4, "--max-tokens", 30,
+        "--passage-tokens", "5,20", "--json",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert json.loads(made.out) == {"out": str(answers), "rows": len(rows), "left_out": {}}
+    assert len(rows) >= 40 and set(rows[0]) == {"tokens", "start", "temperature", "text"}
+
+    trained = shell("longspec", *FAST, "max_length=200", f"data={answers}", f"target={target}", f"out={out}", "--json")
+    assert trained.code == 0, trained.err
+    assert f"longdraft generate --model {target} --draft {out / 'best'}" in " ".join(trained.err.split())
+    for said in ("documents", "loss", "agreement", "tokens/s", "simulated acceptance"):
+        assert said in trained.err
+    assert json.loads(trained.out)["draft"] == str(out / "best")
+    draft = LongSpecDraft.load(out / "best")
+    LongSpecBlock(draft.shape).load_state_dict(draft_folder.load(out / "best").tensors)
+
+    assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
+
+
+def test_tokens_once_and_for_all(shell, target, text, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text.read_text() + '{"text": 1}\n')
+    made = shell("data", rows, "--out", tmp_path / "t.jsonl", "--target", target, "--kind", "tokens")
+    assert made.code == 0 and "Left out: 1 without usable" in made.err
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 40
+    for name, data in (("a", rows), ("b", tmp_path / "t.jsonl")):
+        assert shell("longspec", *FAST, f"data={data}", f"target={target}", f"out={tmp_path / name}").code == 0
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["longspec"], "No data"),
+        (["longspec", "--config", "none.yaml"], "There is no configuration none.yaml"),
+        (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
+        (["data", "x.jsonl", "--out", "y.jsonl", "--passage-tokens", "5"], "--passage-tokens takes two numbers"),
+        (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", "warm"], "--temperatures takes numbers"),
+        (["data", "none.jsonl", "--out", "y.jsonl"], "There is no file none.jsonl"),
+    ],
+)
+def test_wrong_settings_in_one_line(shell, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    ended = shell(*arguments)
+    assert ended.code == 2
+    assert ended.err.startswith("error: ") and said in ended.err and len(ended.err.splitlines()) == 1
+
+
+def test_a_folder_that_is_not_there(shell, text):
+    ended = shell("data", text, "--out", "none/y.jsonl")
+    assert ended.code == 1 and "its folder does not exist" in ended.err
+
+
+def test_only_one_of_several_processes_speaks(shell, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    ended = shell("longspec")
+    assert (ended.code, ended.err) == (2, "")
+
+
+def test_help(shell):
+    assert {"longspec", "data"} <= set(shell("--help").out.split())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_writes_a_checkpoint(target, text, tmp_path, number, code):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "longdraft", "train", "longspec", *FAST, "epochs=500", "save_every=0",
+               f"data={text}", f"target={target}", f"out={out}"]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (out / "log.jsonl").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "The same command goes on from there" in err and "Traceback" not in err
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert json.loads((checkpoint / "state.json").read_text())["step"] == len(losses_of(out))
+
+
+def report(step: int, simulated: bool = False) -> Report:
+    measured = Simulated((0.5, 0.25), 1.5, 2.0) if simulated else None
+    return Report(step, 4, 2.5, 1e-3, {1: 0.4, 3: 0.3}, 1234.0, measured)
+
+
+def test_lines_where_no_terminal_is(capsys, monkeypatch):
+    monkeypatch.setattr(training_display, "EVERY", 0.0)
+    with TrainingDisplay() as display:
+        display.prepare("reading", 0, 0)
+        display.prepare("the target reads", 5, 10)
+        for step in range(1, 5):
+            display.step(report(step, step == 4))
+    with Counter("Encoding", "rows", 10) as counter:
+        counter.update(3, 100)
+    err = capsys.readouterr().err
+    assert "reading\nthe target reads: 5 of 10 tokens\n" in err
+    assert "step 2/4  loss 2.500  agreement 40 - 30 %  1,234 tokens/s  0:00:00 left" in err
+    assert "agreement 50 25 %, simulated acceptance 1.50 (chain) 2.00 (tree) tokens a round" in err
+    assert "Encoding: 3 of 10 rows" in err
+
+
+def test_silent(capsys):
+    with TrainingDisplay(silent=True) as display:
+        display.prepare("reading", 0, 0)
+        display.step(report(1, True))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal(monkeypatch, tmp_path):
+    from rich.console import Console
+
+    with (tmp_path / "screen").open("w") as screen:
+        monkeypatch.setattr(console, "stderr", lambda: Console(file=screen, force_terminal=True, width=160))
+        with TrainingDisplay() as display:
+            display.prepare("the target reads", 5, 10)
+            display.step(report(1))
+            display.step(report(2, True))
+        with Counter("Encoding", "rows") as counter:
+            counter.update(3, 100)
+    shown = (tmp_path / "screen").read_text()
+    assert "training" in shown and "2/4" in shown and "1,234 tokens/s" in shown and "simulated acceptance" in shown
+    assert "the target reads" in shown and "Encoding" in shown
+
+
+def test_the_command_starts_without_what_training_needs():
+    code = "import sys, longdraft.cli.main; print('longdraft.training' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr

@@ -1,0 +1,73 @@
+"""A training run in a process of its own, which may be told to die: ``worker.py SETTINGS [MANNER [STEP]]``.
+
+Manners: ``step`` dies by SIGKILL after a step, ``checkpoint`` in the middle of writing that step's checkpoint;
+``fsdp`` shards with FSDP2, and one process is told to stop after a step if one is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import torch
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shard() -> None:
+    """accelerate shards on accelerators only; what it then does works on a CPU too."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from longdraft.training import recipes
+
+    def sharding(**options) -> Accelerator:
+        made = Accelerator(**options)
+        PartialState._shared_state["distributed_type"] = made.state.distributed_type = DistributedType.FSDP
+        made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="no_wrap",
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+        )
+        if options["mixed_precision"] != "no":
+            made.state.fsdp_plugin.set_mixed_precision(options["mixed_precision"])
+        return made
+
+    recipes.Accelerator = sharding
+
+
+def main(settings: str, manner: str = "", step: str = "0") -> None:
+    torch.set_num_threads(1)
+    from longdraft.training import checkpoints
+    from longdraft.training.config import TrainConfig
+    from longdraft.training.recipes import train_longspec
+
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
+    config = TrainConfig(**values)
+    if manner == "checkpoint":
+        whole = checkpoints.save
+
+        def cut(accelerator, folder, at, state, keep):
+            if at == int(step):
+                accelerator.save_state = lambda path, inner=accelerator.save_state: (inner(path), die())
+            whole(accelerator, folder, at, state, keep)
+
+        checkpoints.save = cut
+    if manner == "fsdp":
+        shard()
+    stop = []
+    for report in train_longspec(config, stop=lambda: bool(stop)):
+        if manner == "fsdp" and report.step == int(step) and os.environ["RANK"] == "1":
+            stop.append(1)  # one process alone was told
+        if manner == "step" and report.step == int(step):
+            die()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
