@@ -90,9 +90,7 @@ def main() -> None:
     with timed(clock):
         for repeat in range(options.repeats + 1):
             for context, prompt in prompts.items():
-                run = spec.stream(
-                    [prompt], max_new_tokens=options.max_tokens, cache=caches[context], eos_token_ids=[]
-                )
+                run = spec.stream([prompt], max_new_tokens=options.max_tokens, cache=caches[context], eos_token_ids=[])
                 for step in run:
                     parts = clock.take()
                     if step.mode == "prefill" or repeat == 0:
@@ -106,7 +104,9 @@ def main() -> None:
                     rounds[context].append(row | {"rest": step.seconds - row["draft"] - row["cross"] - row["target"]})
                 window = run._engine.drafter.window  # type: ignore[attr-defined]
                 sizes[context] = sum(t.numel() * t.itemsize for t in (window.keys, window.values))
-    print(f"{'context':>8} {'round':>8} {'draft':>8} {'cross':>8} {'target':>8} {'rest':>8} {'share':>6} {'draft KV':>10}")
+    print(
+        f"{'context':>8} {'round':>8} {'draft':>8} {'cross':>8} {'target':>8} {'rest':>8} {'share':>6} {'draft KV':>10}"
+    )
     results = []
     for context, rows in rounds.items():
         median = {name: 1000 * statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -75,6 +75,8 @@ def plain_log_probs(model, weights, text: list[int], seen: int, window: int) -> 
         n = rms(h, w["post_cross_attention_layernorm.weight"], eps)
         gate, up = (F.linear(n, w[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
         h = h + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+        if "norm.weight" in w:
+            h = rms(h, w["norm.weight"], eps)
         return torch.log_softmax(F.linear(h[-1], model.get_output_embeddings().weight), -1)
 
 
@@ -95,9 +97,10 @@ def rounds(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=str)
-def test_rounds_are_the_blocks_plain_definition(tmp_path, rounds, family, heads):
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_rounds_are_the_blocks_plain_definition(tmp_path, rounds, family, heads, final_norm):
     model = tiny_model(family, vocab=11, heads=heads[0], kv_heads=heads[1])
-    draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW))
+    draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW, final_norm=final_norm))
     spec = Speculator("longspec", target=model, draft=draft, widths=(3, 4, 4))
     # Shorter than the window, just as long, several times as long: together, so in one ragged batch.
     prompts = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)]]

@@ -11,7 +11,6 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
@@ -117,8 +116,9 @@ class _Round:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
-        hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
-        return F.linear(hidden, self._bound.head).view(*level.tokens.shape, -1)
+        with self._bound.packed.serving(level.tokens.numel()):
+            hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
+        return self._bound.logits(hidden).view(*level.tokens.shape, -1)
 
     def _roots(self, level: Level) -> torch.Tensor:
         """Feeds the tokens that the window lacks; all of them have keys and values, the roots alone go on."""

@@ -38,7 +38,7 @@ class LongSpecShape:
     window: int = 512
     """Keys that self-attention sees, the query's own included."""
     final_norm: bool = False
-    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher rate and twice as fast."""
+    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

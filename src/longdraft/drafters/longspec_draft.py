@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.packing import PackedLinear, PackedModule, packable, pays
 from longdraft.target.parts import SharedParts
 from longdraft.target.runner import TargetRunner
 
@@ -40,6 +43,21 @@ class BoundDraft:
     parts: SharedParts
     head: torch.Tensor
     ids: torch.Tensor | None
+
+    @cached_property
+    def packed(self) -> PackedModule:
+        """The block's weights, packed for a few rows on a CPU."""
+        return PackedModule(self.block)
+
+    @cached_property
+    def _packed_head(self) -> PackedLinear | None:
+        return PackedLinear(self.head) if packable(self.head) else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) -> (rows, draft vocabulary)."""
+        if self._packed_head is not None and pays(hidden.shape[0]):
+            return self._packed_head(hidden)
+        return F.linear(hidden, self.head)
 
 
 class LongSpecDraft:
@@ -150,7 +168,9 @@ def _shape(config: Mapping[str, Any], published: bool, folder: Path | str) -> Lo
         raise CheckpointError(f"config.json of {folder} lacks {', '.join(names)}: is it a LongSpec draft?")
     known["final_norm"] = bool(known.get("final_norm", False))
     numbers = {n: x for n, x in known.items() if n != "final_norm"}
-    wrong = [n for n, x in numbers.items() if not isinstance(x, int | float) or x <= 0 or (n != "rms_norm_eps" and x % 1)]
+    wrong = [
+        n for n, x in numbers.items() if not isinstance(x, int | float) or x <= 0 or (n != "rms_norm_eps" and x % 1)
+    ]
     if wrong:
         raise CheckpointError(f"config.json of {folder} has no number that could be right for {', '.join(wrong)}.")
     return LongSpecShape(**known)

@@ -14,6 +14,7 @@ from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import NumericalError, UnsupportedModelError
 from longdraft.kv.store import KVStore
+from longdraft.packing import PackedModule
 from longdraft.target import hosting
 from longdraft.target.parts import SharedParts, shared_parts
 
@@ -65,6 +66,7 @@ class TargetRunner:
         self.kv_shape = hosting.kv_shape(model)
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
+        self._packed = PackedModule(model)
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
 
@@ -137,7 +139,11 @@ class TargetRunner:
             "longdraft_hosted": hosted,
         }
         out = TargetOutput(None)
-        with hosting.hosting(self.model), hosting.tapped(self.model, taps.hidden) as out.hidden:
+        with (
+            hosting.hosting(self.model),
+            self._packed.serving(len(tokens) * size),
+            hosting.tapped(self.model, taps.hidden) as out.hidden,
+        ):
             if logits == "none":
                 self.model.get_decoder()(**inputs)
             else:

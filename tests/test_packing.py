@@ -1,0 +1,68 @@
+"""Packed weights compute what plain ones do, and leave the module as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from longdraft import packing
+from longdraft.packing import PackedLinear, PackedModule
+from longdraft.target.runner import TargetRunner
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(not packing.available(), reason="this build of torch has no packed products")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 20), (1, 4, 20), (32, 20)])
+def test_the_product_is_the_plain_one(bias, shape):
+    layer = nn.Linear(20, 33, bias=bias)
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(layer.weight, layer.bias)(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_changed_weight_is_packed_anew():
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    packed = PackedLinear(layer.weight, layer.bias)
+    with torch.no_grad():
+        packed(x)
+        layer.weight.mul_(2)
+        torch.testing.assert_close(packed(x), layer(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
+def test_layers_serve_packed_only_inside_and_only_where_it_pays(rows):
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    packed = PackedModule(module)
+    with pytest.raises(KeyError), packed.serving(rows):
+        assert ("forward" in vars(module[0])) == packing.pays(rows)
+        raise KeyError
+    assert all("forward" not in vars(layer) for layer in module)
+
+
+def test_other_kinds_of_layers_are_left_alone():
+    class Adapted(nn.Linear):
+        pass
+
+    module = nn.Sequential(Adapted(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    assert PackedModule(module)._layers == []
+
+
+def test_switched_off(monkeypatch):
+    monkeypatch.setenv(packing.SWITCH, "0")
+    assert PackedModule(nn.Linear(4, 4))._layers == []
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_a_target_gives_the_same_logits(monkeypatch, size):
+    model = tiny_model()
+    found = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv(packing.SWITCH, switch)
+        runner = TargetRunner(model)
+        store = runner.new_store(1, 16)
+        logits = runner.forward([list(range(size))], store, [0]).logits
+        found.append(logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
