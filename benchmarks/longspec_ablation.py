@@ -89,7 +89,7 @@ def main() -> None:
             row = {
                 "draft": name,
                 "positions": f"{low}-{high}",
-                "loss": float(near.loss / near.rows),
+                "loss": float(near.loss / len(near.depths)),
                 "agreement_1": float((near.ranks == 0).float().mean()),
                 "agreement_4": float((far.ranks == 0).float().mean()),
             }

@@ -55,6 +55,13 @@ def test_switched_off(monkeypatch):
     assert PackedModule(nn.Linear(4, 4))._layers == []
 
 
+def test_no_room_for_a_second_copy(monkeypatch):
+    monkeypatch.setattr(packing.memory, "available_bytes", lambda device: 100)
+    module = nn.Linear(8, 8)
+    with PackedModule(module).serving(4):
+        assert "forward" not in vars(module)
+
+
 @pytest.mark.parametrize("size", [3, 7])
 def test_a_target_gives_the_same_logits(monkeypatch, size):
     model = tiny_model()

@@ -2,17 +2,23 @@
 
 A verification multiplies every weight matrix with a handful of rows. torch's plain product reads the matrix badly for
 that; oneDNN's, with the weights reordered once, is bound by reading them, as a single row is. The price is a second
-copy of the weights, so they are packed when the first such product is asked for: plain decoding never pays it.
+copy of the weights, so they are packed when the first such product is asked for (plain decoding never pays it), and
+not at all where the memory that is free would not hold them twice.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from longdraft.kv import memory
+
+logger = logging.getLogger("longdraft")
 
 # Rows between which the packed product wins: one or two are faster without, and many are bound by arithmetic.
 FEWEST, MOST = 3, 32
@@ -62,11 +68,22 @@ class PackedModule:
             # Exactly nn.Linear: a subclass (quantised, adapted) computes something else.
             if type(layer) is nn.Linear and packable(layer.weight) and "forward" not in vars(layer)
         ]
+        self._room: bool | None = None
+
+    def _has_room(self) -> bool:
+        """Whether the packed copy fits; found out once, when it is first wanted."""
+        if self._room is None:
+            needed = sum(layer.weight.numel() * layer.weight.itemsize for layer, _ in self._layers)
+            free = memory.available_bytes(torch.device("cpu"))
+            self._room = free is None or 2 * needed <= free
+            if not self._room:
+                logger.info("Weights are not packed: %s more are needed.", memory.human(needed))
+        return self._room
 
     @contextmanager
     def serving(self, rows: int) -> Iterator[None]:
         """Inside the ``with``, the layers compute with packed weights, where that pays for this many rows."""
-        if not pays(rows):
+        if not pays(rows) or not self._has_room():
             yield
             return
         for layer, packed in self._layers:
