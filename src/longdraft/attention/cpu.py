@@ -18,7 +18,7 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import merge
 
 # Query rows (T) up to which the score matrix is formed in full.
-FEW_ROWS = 64
+FEW_ROWS = 96
 # Prefix rows from which one product per KV head, threaded inside, beats a batched product over the heads.
 LONG_PREFIX = 1024
 
