@@ -21,8 +21,8 @@ import torch
 
 import longdraft
 from longdraft.drafters import draft_folder
-from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
-from longdraft.drafters.longspec_draft import OFFSETS
+from longdraft.drafters.longspec_block import LongSpecBlock
+from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.target.parts import SharedParts, shared_parts
 from longdraft.target.runner import TargetRunner
 from longdraft.training.documents import Document, Skipped, documents
@@ -34,13 +34,11 @@ SPANS = (0, 512, 1024, 2048, 3072, 4096, 6144, 8192)
 
 def probe(folder: str, parts: SharedParts) -> LongSpecTrainee:
     """A draft folder, as training sees it."""
-    found = draft_folder.load(folder)
-    names = LongSpecShape.__dataclass_fields__
-    block = LongSpecBlock(LongSpecShape(**{k: v for k, v in found.config.items() if k in names}))
-    block.load_state_dict({k: v.float() for k, v in found.tensors.items() if k != OFFSETS})
-    d2t = found.tensors.get(OFFSETS)
-    kept = None if d2t is None else d2t + torch.arange(len(d2t))
-    return LongSpecTrainee(block, parts, kept, head_dtype=torch.bfloat16).eval()
+    contents = draft_folder.load(folder)
+    draft = LongSpecDraft(folder, contents)
+    block = LongSpecBlock(draft.shape)
+    block.load_state_dict({name: contents.tensors[name].float() for name in block.state_dict()})
+    return LongSpecTrainee(block, parts, draft.ids, head_dtype=torch.bfloat16).eval()
 
 
 def span(document: Features, low: int, high: int) -> Features:

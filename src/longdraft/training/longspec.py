@@ -14,6 +14,7 @@ from longdraft.training import liger
 from longdraft.training.features import Features
 from longdraft.training.losses import soft_cross_entropy, targets
 from longdraft.training.noisy_attention import noisy, windowed
+from longdraft.training.vocabulary import to_draft
 
 
 class StepOutput(NamedTuple):
@@ -54,9 +55,8 @@ class LongSpecTrainee(nn.Module):
         self._parts = parts  # no module: nothing of the target is registered, so none of it is trained or saved
         head = parts.head if kept is None else parts.head[kept.to(parts.head.device)]
         self._head = head.detach().to(head_dtype)
-        self._to_draft = torch.arange(parts.head.shape[0], device=head.device)
-        if kept is not None:
-            self._to_draft.fill_(-1)[kept.to(head.device)] = torch.arange(len(kept), device=head.device)
+        vocabulary = parts.head.shape[0]
+        self._to_draft = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary).to(head.device)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
         """The loss of a packed batch: documents lie end to end, and none sees another.
