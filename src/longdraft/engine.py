@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from longdraft.drafters.base import Drafter
 from longdraft.errors import ContextError, PromptError
@@ -66,7 +67,9 @@ class Engine:
                     f"lower max_new_tokens, or stretch the context with rope_factor (YaRN) when loading."
                 )
         capacity = max(len(s.prompt) + s.max_new_tokens for s in self.sequences) + self.drafter.max_nodes
-        return self.cache.open(self.runner.new_store, [s.prompt for s in self.sequences], capacity)
+        layers = self.drafter.feature_layers(self.runner)
+        new_store = partial(self.runner.new_store, feature_layers=layers)
+        return self.cache.open(new_store, [s.prompt for s in self.sequences], capacity, layers)
 
     def steps(self, store: KVStore) -> Iterator[Step]:
         """Runs to the end, a step for each sequence and round. Closing the generator leaves the cache usable."""

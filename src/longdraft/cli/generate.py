@@ -33,9 +33,13 @@ class CountingCache(PromptCache):
     reused = 0
 
     def open(
-        self, new_store: Callable[[int, int], KVStore], prompts: Sequence[Sequence[int]], capacity: int
+        self,
+        new_store: Callable[[int, int], KVStore],
+        prompts: Sequence[Sequence[int]],
+        capacity: int,
+        feature_layers: tuple[int, ...] = (),
     ) -> KVStore:
-        store = super().open(new_store, prompts, capacity)
+        store = super().open(new_store, prompts, capacity, feature_layers)
         self.reused = store.lengths[0]
         return store
 

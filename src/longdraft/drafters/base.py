@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from longdraft.target.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes continuations. It is called for all active sequences together, so a neural one can batch.
 
     A drafter may be wrong at will: it decides how fast decoding is, never what comes out.
@@ -20,23 +21,34 @@ class Drafter(Protocol):
     max_nodes: int
     """Largest number of drafted nodes of any tree; the cache keeps this much scratch space."""
 
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Told once a run, before anything else: the target, and where its KV lies (committed rows may be read)."""
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """Decoder layers of the target whose output hidden states it reads from the store's ``features``."""
+        return ()
 
-    def prefill(self, sequence: Sequence) -> None:
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
+        """Told once a run, before anything else: the target, and where its KV lies (readable rows may be read)."""
+
+    def prefill(self, sequence: Sequence) -> None:  # noqa: B027
         """Told once a sequence, when its prompt has been read and its first token emitted."""
 
+    @abstractmethod
     def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
         """A tree for each sequence, rooted at its last emitted token."""
 
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:  # noqa: B027
         """Told after each verification; the emitted tokens are already in the sequence.
 
         Args:
             accepted: how many drafted tokens were right.
         """
 
-    def release(self, sequence: Sequence) -> None:
+    def rewind(self, sequence: Sequence) -> None:  # noqa: B027
+        """Told when tokens were taken back: the sequence ends earlier, or goes on otherwise, than it did before.
+
+        Its last token has no KV yet; what the store holds of the others is right again.
+        """
+
+    def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Told when a sequence has finished."""
 
 
@@ -66,22 +78,10 @@ class Draft(Protocol):
         """Its weights in the target's dtype and on its device, checked; made once a target."""
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Drafts nothing: a tree of the root alone, which is autoregressive decoding."""
 
     max_nodes = 0
 
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        pass
-
-    def prefill(self, sequence: Sequence) -> None:
-        pass
-
     def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
         return [TokenTree((s.output[-1],), (-1,)) for s in sequences]
-
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        pass
-
-    def release(self, sequence: Sequence) -> None:
-        pass

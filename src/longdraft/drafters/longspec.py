@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from longdraft.drafters.base import Drafter
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.window import Window
@@ -24,7 +25,7 @@ from longdraft.trees.tree import TokenTree
 WIDTHS = (4, 16, 16, 16, 16)
 
 
-class LongSpecDrafter:
+class LongSpecDrafter(Drafter):
     """Drafts beam trees with a LongSpec block.
 
     Args:
@@ -75,12 +76,15 @@ class LongSpecDrafter:
     @torch.inference_mode()
     def prefill(self, sequence: Sequence) -> None:
         """Reads the prompt's last window: embeddings, keys and values, no attention."""
-        start = max(0, len(sequence.prompt) - self.draft.shape.window)
+        self._fill(sequence.slot, sequence.prompt)
+
+    def _fill(self, slot: int, text: list[int]) -> None:
         assert self._bound is not None
-        tokens = torch.tensor(sequence.prompt[start:], device=self._runner.device)
-        positions = torch.arange(start, len(sequence.prompt), device=self._runner.device)
+        start = max(0, len(text) - self.draft.shape.window)
+        tokens = torch.tensor(text[start:], device=self._runner.device)
+        positions = torch.arange(start, len(text), device=self._runner.device)
         k, v = self._bound.block.keys_values(self._bound.parts.embedding(tokens), *self._bound.parts.rotary(positions))
-        self.window.append(sequence.slot, start, k, v)
+        self.window.append(slot, start, k, v)
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
@@ -96,11 +100,12 @@ class LongSpecDrafter:
             device=self._runner.device,
         )
 
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        pass  # emitted tokens enter the window at the start of the next round
+    # Emitted tokens enter the window at the start of the next round, so there is nothing to observe.
 
-    def release(self, sequence: Sequence) -> None:
-        pass  # a slot's ring is written anew by the prefill of its next sequence
+    @torch.inference_mode()
+    def rewind(self, sequence: Sequence) -> None:
+        """Fills the ring anew: it holds tokens that were taken back where older ones stood."""
+        self._fill(sequence.slot, sequence.tokens[:-1])
 
 
 class _Round:
@@ -181,7 +186,7 @@ class _Round:
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             outputs = []
             for i, s in enumerate(sequences):
-                n = store.lengths[s.slot]
+                n = store.readable(s.slot)
                 rows = q[:, i * width : (i + 1) * width]
                 outputs.append(attend(rows, keys[s.slot, :, :n], values[s.slot, :, :n], scale))
             return torch.cat(outputs, dim=1)

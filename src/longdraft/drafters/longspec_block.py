@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from longdraft.drafters.layers import SwiGLU, rotate
 
 # q (Hq, T, d) -> output (Hq, T, d)
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
@@ -67,24 +68,6 @@ class _Attention(nn.Module):
         return out
 
 
-class _SwiGLU(nn.Module):
-    def __init__(self, shape: LongSpecShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE in the half-split convention. x (heads, T, d); cos, sin (T, d), of any dtype."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-b, a), dim=-1) * sin.to(x.dtype)
-
-
 class LongSpecBlock(nn.Module):
     """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
 
@@ -97,7 +80,7 @@ class LongSpecBlock(nn.Module):
         self.post_self_attention_layernorm = nn.RMSNorm(size, eps)
         self.cross_attn = _Attention(shape, own_keys=False)
         self.post_cross_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = _SwiGLU(shape)
+        self.mlp = SwiGLU(shape.hidden_size, shape.intermediate_size)
         self.norm = nn.RMSNorm(size, eps) if shape.final_norm else nn.Identity()
 
     def initialise(self, seed: int = 0, std: float = 0.02) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from longdraft.kv.store import KVStore
+from longdraft.drafters.base import Drafter
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.builders import union
 from longdraft.trees.tree import TokenTree
 
@@ -58,7 +57,7 @@ class NGramIndex:
 
 
 @dataclass
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Drafts by n-gram lookup in prompt and output.
 
     The draft's length follows its luck: it doubles when a whole draft was right, and falls back to what was
@@ -86,9 +85,6 @@ class NGramDrafter:
         if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
             raise ValueError("max_draft, max_nodes and branches must be at least 1")
 
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        pass  # it reads tokens alone
-
     def prefill(self, sequence: Sequence) -> None:
         index = NGramIndex(self.min_n, self.max_n)
         index.extend(sequence.tokens)
@@ -114,6 +110,11 @@ class NGramDrafter:
         length = self._lengths[sequence.index]
         full = accepted >= max(tree.depths)
         self._lengths[sequence.index] = min(2 * length, self.max_draft) if full else max(accepted + 1, 2)
+
+    def rewind(self, sequence: Sequence) -> None:
+        index = NGramIndex(self.min_n, self.max_n)
+        index.extend(sequence.tokens)
+        self._indexes[sequence.index] = index
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence.index, None)

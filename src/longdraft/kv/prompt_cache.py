@@ -23,7 +23,11 @@ class PromptCache:
         self._fingerprint = ""
 
     def open(
-        self, new_store: Callable[[int, int], KVStore], prompts: Sequence[Sequence[int]], capacity: int
+        self,
+        new_store: Callable[[int, int], KVStore],
+        prompts: Sequence[Sequence[int]],
+        capacity: int,
+        feature_layers: tuple[int, ...] = (),
     ) -> KVStore:
         """The store for a run of these prompts, every slot truncated to what it shares with its prompt.
 
@@ -32,18 +36,25 @@ class PromptCache:
         Args:
             new_store: builds a store from (slots, capacity).
             capacity: rows a slot must have.
+            feature_layers: hidden states that have to lie beside the KV (``new_store`` makes room for them). What was
+                read without them is read again.
 
         Raises:
             MemoryBudgetError: when a store of that size does not fit; the cache keeps what it had.
         """
         old = self.store
-        if old is None or old.slots < len(prompts) or old.capacity < capacity:
+        lacking = old is not None and bool(feature_layers) and old.feature_layers != feature_layers
+        if old is None or old.slots < len(prompts) or old.capacity < capacity or lacking:
             slots = max(len(prompts), old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
-            if old is not None:
+            if lacking:
+                self.tokens = []
+            elif old is not None:
                 for slot, n in enumerate(old.lengths):
                     store.keys[:, slot, :, :n] = old.keys[:, slot, :, :n]
                     store.values[:, slot, :, :n] = old.values[:, slot, :, :n]
+                    if store.features is not None and old.features is not None:
+                        store.features[slot, :n] = old.features[slot, :n]
                     store.lengths[slot] = n
             self.tokens += [[] for _ in range(slots - len(self.tokens))]
             self.store = store

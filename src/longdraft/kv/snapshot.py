@@ -36,13 +36,17 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         "values": store.values[:, slot, :, :n].contiguous(),
         "tokens": torch.tensor(list(tokens), dtype=torch.int64),
     }
+    meta = {"format": FORMAT, "target": fingerprint}
+    if store.features is not None:
+        tensors["features"] = store.features[slot, :n].contiguous()
+        meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
         os.close(handle)
         temporary = Path(name)
-        save_file(tensors, temporary, metadata={"format": FORMAT, "target": fingerprint})
+        save_file(tensors, temporary, metadata=meta)
         temporary.replace(path)
         temporary = None
     except (OSError, SafetensorError) as error:
@@ -55,6 +59,8 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
 
 def load(store: KVStore, slot: int, fingerprint: str, path: Path | str) -> list[int]:
     """Restores a slot from a file of :func:`save` and returns the token ids that it now holds.
+
+    A store that keeps hidden states takes nothing from a file that lacks them: its text has to be read again.
 
     Raises:
         CheckpointError: missing or truncated file, another target's snapshot, or one longer than the slot.
@@ -73,6 +79,10 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str) -> list[
             tokens = file.get_tensor("tokens").tolist()
             if len(tokens) > store.capacity:
                 raise CheckpointError(f"{path} holds {len(tokens)} tokens, the slot has room for {store.capacity}.")
+            if store.features is not None:
+                if meta.get("feature_layers") != ",".join(map(str, store.feature_layers)):
+                    return []
+                store.features[slot, : len(tokens)] = file.get_tensor("features").to(store.device)
             store.keys[:, slot, :, : len(tokens)] = file.get_tensor("keys").to(store.device)
             store.values[:, slot, :, : len(tokens)] = file.get_tensor("values").to(store.device)
     except (OSError, SafetensorError) as error:

@@ -1,13 +1,14 @@
 """The KV store: preallocated keys and values, a slot per sequence, each slot with its own length.
 
 Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space; nothing
-there counts until :meth:`KVStore.commit` keeps the accepted path and moves it into place.
+there counts until :meth:`KVStore.commit` keeps the accepted path and moves it into place. A store may keep the hidden
+states of some layers beside the KV, row by row: what drafters of the EAGLE kind read.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +40,17 @@ class KVStore:
         slots: how many sequences fit.
         capacity: rows a slot: the longest context plus the largest block.
         device: where the tensors live.
+        feature_layers: decoder layers whose output hidden states are kept, low to high; feature_size: numbers of each.
         transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory. Shapes stay the
             same, only the strides differ. A CPU multiplies a few query rows with it much faster, because the
             long dimension is contiguous (docs/benchmarks.md).
 
     Attributes:
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
+        features: (slots, capacity, layers kept x feature_size), the layers side by side; None where none are kept.
         lengths: committed rows of each slot.
+        provisional: rows behind them that a partial verification filled, and a full forward will overwrite. Drafters
+            may read them; nobody else does.
 
     Raises:
         MemoryBudgetError: when the tensors do not fit the memory that is free.
@@ -58,13 +63,19 @@ class KVStore:
         capacity: int,
         device: torch.device | str = "cpu",
         transposed_keys: bool = False,
+        feature_layers: tuple[int, ...] = (),
+        feature_size: int = 0,
     ) -> None:
         self.shape = shape
         self.slots = slots
         self.capacity = capacity
         self.device = torch.device(device)
         self.lengths = [0] * slots
-        memory.require(self.bytes_for(shape, slots, capacity), self.device, f"A cache of {capacity} tokens")
+        self.provisional = [0] * slots
+        self.feature_layers = feature_layers
+        width = len(feature_layers) * feature_size
+        needed = self.bytes_for(shape, slots, capacity) + slots * capacity * width * shape.dtype.itemsize
+        memory.require(needed, self.device, f"A cache of {capacity} tokens")
         size = (shape.layers, slots, shape.kv_heads, capacity, shape.head_dim)
         if transposed_keys:
             t_size = (*size[:3], shape.head_dim, capacity)
@@ -72,6 +83,9 @@ class KVStore:
         else:
             self.keys = torch.empty(size, dtype=shape.dtype, device=self.device)
         self.values = torch.empty(size, dtype=shape.dtype, device=self.device)
+        self.features: torch.Tensor | None = None
+        if feature_layers:
+            self.features = torch.empty(slots, capacity, width, dtype=shape.dtype, device=self.device)
 
     @staticmethod
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
@@ -100,6 +114,22 @@ class KVStore:
         keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
         values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)
 
+    def write_features(self, hidden: Mapping[int, torch.Tensor], block: Block) -> None:
+        """Writes a block's hidden states behind each sequence's prefix, uncommitted.
+
+        Args:
+            hidden: layer -> (B, T, feature_size), all of ``feature_layers`` among them.
+        """
+        if self.features is None:
+            return
+        rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
+        for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+            self.features[slot, n : n + block.size] = rows[b]
+
+    def readable(self, slot: int) -> int:
+        """Rows of a slot that a drafter may read: the committed and the provisional ones."""
+        return self.lengths[slot] + self.provisional[slot]
+
     def check_room(self, slots: Sequence[int], size: int) -> None:
         """Raises ValueError when a block of ``size`` rows would not fit behind a slot's prefix."""
         for slot in slots:
@@ -127,10 +157,15 @@ class KVStore:
             for store in (self.keys, self.values):
                 rows = store[:, slot]
                 rows[:, :, n + still : n + len(path)] = rows.index_select(2, source)
+            if self.features is not None:
+                own = self.features[slot]
+                own[n + still : n + len(path)] = own.index_select(0, source)
         self.lengths[slot] = n + len(path)
+        self.provisional[slot] = 0
 
     def truncate(self, slot: int, length: int) -> None:
         """Forgets everything after the first ``length`` rows of a slot."""
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
         self.lengths[slot] = length
+        self.provisional[slot] = 0

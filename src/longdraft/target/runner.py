@@ -96,10 +96,15 @@ class TargetRunner:
             return frozenset()
         return frozenset(int(i) for i in ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
 
-    def new_store(self, slots: int, capacity: int) -> KVStore:
-        """An empty KV store of this target's shape, laid out as its attention path likes it."""
+    def new_store(self, slots: int, capacity: int, feature_layers: tuple[int, ...] = ()) -> KVStore:
+        """An empty KV store of this target's shape, laid out as its attention path likes it.
+
+        Args:
+            feature_layers: decoder layers whose output hidden states every forward shall leave in it.
+        """
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
-        return KVStore(self.kv_shape, slots, capacity, self.device, transposed_keys=transposed)
+        size = int(hosting.decoder_config(self.model).hidden_size)
+        return KVStore(self.kv_shape, slots, capacity, self.device, transposed, feature_layers, size)
 
     @torch.inference_mode()
     def forward(
@@ -108,17 +113,22 @@ class TargetRunner:
         store: KVStore,
         slots: Sequence[int],
         *,
+        bases: Sequence[int] | None = None,
         depths: Sequence[Sequence[int]] | None = None,
         mask: torch.Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
         taps: Taps = Taps(),
     ) -> TargetOutput:
-        """One forward. Writes the block's KV behind each slot's prefix, uncommitted.
+        """One forward. Writes the block's KV, and the features that the store keeps, behind each slot's prefix.
+
+        Nothing of it is committed.
 
         Args:
             tokens: B rows of T token ids.
             slots: each row's slot; its prefix length is the slot's committed length.
-            depths: B rows of T depths in the tree; a node's position is prefix length + depth. None: a chain.
+            bases: position of each sequence's first row; None: its prefix length. They differ where a store holds a
+                selection of the text's KV (SpecPV, section 3.2).
+            depths: B rows of T depths in the tree; a node's position is its sequence's base + depth. None: a chain.
             mask: (B, T, T) bool, the tree's ancestor mask. None: a chain.
             logits: which rows' logits to compute.
 
@@ -130,7 +140,8 @@ class TargetRunner:
         lengths = [store.lengths[slot] for slot in slots]
         block = Block.make(slots, lengths, size, mask, self.device)
         chain = range(size)
-        positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(lengths)]
+        starts = lengths if bases is None else bases
+        positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(starts)]
         hosted = hosting.Hosted(store, block, self._attend, frozenset(taps.queries))
         inputs = {
             "input_ids": torch.tensor(tokens, device=self.device),
@@ -142,7 +153,7 @@ class TargetRunner:
         with (
             hosting.hosting(self.model),
             self._packed.serving(len(tokens) * size),
-            hosting.tapped(self.model, taps.hidden) as out.hidden,
+            hosting.tapped(self.model, tuple({*taps.hidden, *store.feature_layers})) as hidden,
         ):
             if logits == "none":
                 self.model.get_decoder()(**inputs)
@@ -155,7 +166,8 @@ class TargetRunner:
                 f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "
                 "the attention interface; the others (linear attention, state space?) cannot be hosted exactly."
             )
-        out.queries = hosted.queries
+        store.write_features(hidden, block)
+        out.queries, out.hidden = hosted.queries, {layer: hidden[layer] for layer in taps.hidden}
         # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
         if out.logits is not None and bool(torch.isnan(out.logits.amax())):
             raise NumericalError(

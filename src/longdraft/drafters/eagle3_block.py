@@ -1,0 +1,166 @@
+"""The EAGLE-3 drafter's module (Li et al. 2025; SpecPV, section 3.1), for training and inference alike.
+
+    g_t = fc(f_t)                           f_t: three hidden states of the target at position t, side by side
+    x_t = [RMSNorm(embed(token_{t+1})), RMSNorm(g_t)]
+    a_t = g_t + Attn(x_t)                   q, k, v from twice the hidden size; RoPE at position t
+    o_t = a_t + SwiGLU(RMSNorm(a_t))
+    logits of token_{t+2} = head(RMSNorm(o_t))
+
+Past the tokens that the target has read there are no features: the draft's own o stands in for the next g. Row t of
+the module thus joins what the target thought at t with the token that follows; the embedding is the target's own, by
+reference, the head the draft's. The module knows neither where keys lie nor who sees what: attention is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from longdraft.drafters.layers import SwiGLU, rotate
+
+# q (Hq, T, d), k and v (Hkv, T', d) of the same call, after RoPE -> output (Hq, T, d)
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Eagle3Shape:
+    """Sizes of the module. Head counts and sizes are its own: its keys live in its own cache.
+
+    Attributes:
+        feature_size: numbers of one token's features: as a rule three times the target's hidden size.
+        vocabulary: rows of the draft's head.
+        norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
+        attention_bias: whether q, k and v have biases.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feature_size: int
+    vocabulary: int
+    rms_norm_eps: float = 1e-6
+    norm_before_residual: bool = False
+    attention_bias: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        inner, kv, bias = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.attention_bias
+        self.q_proj = nn.Linear(2 * shape.hidden_size, inner, bias=bias)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, kv, bias=bias)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, kv, bias=bias)
+        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, heads * d) -> (heads, T, d)."""
+        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = SwiGLU(size, shape.intermediate_size)
+
+
+class Eagle3Block(nn.Module):
+    """The module. Its state dict is the published layout; the tables ``d2t`` and ``t2d`` are kept beside it."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.feature_size, shape.hidden_size, bias=False)
+        self.midlayer = _Layer(shape)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocabulary, bias=False)
+
+    def initialise(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
+        """Normal weights, unit norms, zero output projections.
+
+        Args:
+            head: (vocabulary, hidden) rows of the target's head to start from.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0)
+                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()
+                else:
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            if head is not None:
+                self.lm_head.weight.copy_(head)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """The target's features (T, feature_size) -> g (T, hidden)."""
+        out: torch.Tensor = self.fc(features)
+        return out
+
+    def _inputs(
+        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(T, 2 hidden) input of the attention, its keys after RoPE and values (Hkv, T, d), and the normed g."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        normed: torch.Tensor = layer.hidden_norm(g)
+        n = torch.cat([layer.input_layernorm(x), normed], dim=-1)
+        k, v = rotate(attention.split(attention.k_proj(n)), cos, sin), attention.split(attention.v_proj(n))
+        return n, k, v, normed
+
+    def keys_values(
+        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (after RoPE) and values (Hkv, T, d) of rows: all that a prefill needs of the draft."""
+        _, k, v, _ = self._inputs(x, g, cos, sin)
+        return k, v
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        queries: slice | torch.Tensor = slice(None),
+    ) -> torch.Tensor:
+        """The module over T rows, up to the head.
+
+        Args:
+            x: (T, hidden) embeddings of the tokens that follow the rows' positions.
+            g: (T, hidden): :meth:`project` of the features, or the draft's own previous output.
+            cos, sin: (T, d) rotary embedding at the rows' positions.
+            attend: attends among the rows, and to whatever cache it holds.
+            queries: which rows go on beyond keys and values; all by default.
+
+        Returns:
+            (Tq, hidden): o, before the last norm; :meth:`logits` takes it, and so does the next step as its g.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        n, k, v, normed = self._inputs(x, g, cos, sin)
+        residual = (normed if self.shape.norm_before_residual else g)[queries]
+        n, cos, sin = n[queries], cos[queries], sin[queries]
+        q = rotate(attention.split(attention.q_proj(n)), cos, sin)
+        attended = attend(q, k, v).transpose(0, 1).reshape(n.shape[0], -1)
+        a = residual + attention.o_proj(attended)
+        out: torch.Tensor = a + layer.mlp(layer.post_attention_layernorm(a))
+        return out
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """o (T, hidden) -> (T, vocabulary)."""
+        logits: torch.Tensor = self.lm_head(self.norm(out))
+        return logits
