@@ -42,6 +42,9 @@ class Drafter(ABC):
             accepted: how many drafted tokens were right.
         """
 
+    def refreshed(self, sequence: Sequence, start: int) -> None:  # noqa: B027
+        """Told when the store's rows from position ``start`` on, inexact until now, were replaced by exact ones."""
+
     def rewind(self, sequence: Sequence) -> None:  # noqa: B027
         """Told when tokens were taken back: the sequence ends earlier, or goes on otherwise, than it did before.
 
