@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from longdraft.drafters.base import Drafter
@@ -16,9 +16,10 @@ from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.sequence import FinishReason, Sequence, Step, StopRule
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.tree import TokenTree, padded_mask
+from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
 from longdraft.verify.sampling import Picker
+from longdraft.verify.schedule import Schedule
 
 # Prompt tokens a prefill forward reads: long enough to keep the matrix units busy, short enough to bound memory.
 PREFILL_CHUNK = 1024
@@ -31,6 +32,7 @@ class Engine:
     Attributes:
         runner: the target.
         drafter: proposes trees.
+        schedule: verifies them.
         sequences: the batch; sequence i uses slot i.
         pickers: one a sequence: how its tokens are picked from the target's logits.
         rules: asked in order after each emitted token whether the sequence is finished.
@@ -45,6 +47,7 @@ class Engine:
     pickers: list[Picker]
     rules: list[StopRule] = field(default_factory=list)
     cache: PromptCache = field(default_factory=PromptCache)
+    schedule: Schedule = field(default_factory=Schedule)
     cancelled: Callable[[], bool] = lambda: False
     chunk: int = PREFILL_CHUNK
 
@@ -66,7 +69,9 @@ class Engine:
                     f"{len(s.prompt) + s.max_new_tokens}, and the model's context holds {limit}. Shorten the prompt, "
                     f"lower max_new_tokens, or stretch the context with rope_factor (YaRN) when loading."
                 )
-        capacity = max(len(s.prompt) + s.max_new_tokens for s in self.sequences) + self.drafter.max_nodes
+        nodes = self.drafter.max_nodes
+        longest = max(len(s.prompt) + s.max_new_tokens for s in self.sequences)
+        capacity = longest + nodes + self.schedule.extra_rows(nodes)
         layers = self.drafter.feature_layers(self.runner)
         new_store = partial(self.runner.new_store, feature_layers=layers)
         return self.cache.open(new_store, [s.prompt for s in self.sequences], capacity, layers)
@@ -74,6 +79,7 @@ class Engine:
     def steps(self, store: KVStore) -> Iterator[Step]:
         """Runs to the end, a step for each sequence and round. Closing the generator leaves the cache usable."""
         self.drafter.bind(self.runner, store)
+        self.schedule.open(self.runner, store, self.sequences, self.drafter.max_nodes)
         try:
             for s in self.sequences:
                 yield from self._prefill(s, store)
@@ -81,9 +87,10 @@ class Engine:
                 if self.cancelled():
                     yield from (self._cancel(s) for s in active)
                     return
-                yield from self._round(active, store)
+                yield from self._round(active)
         finally:
             for s in self.sequences:
+                self.schedule.close(s)
                 self.cache.remember(s.slot, s.tokens)
                 self.drafter.release(s)
 
@@ -103,53 +110,55 @@ class Engine:
                 assert out.logits is not None
                 root = TokenTree((tokens[-1],), (-1,))
                 emitted = accept(root, out.logits[0], self.pickers[s.index], s.ids, self._emitter(s)).tokens
-                self.drafter.prefill(s)
+                self.drafter.prefill(self.schedule.seen(s))
             read = done + len(tokens)
             seconds = time.perf_counter() - start
             yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
 
-    def _round(self, active: list[Sequence], store: KVStore) -> list[Step]:
+    def _round(self, active: list[Sequence]) -> list[Step]:
         """One verification of every active sequence."""
         start = time.perf_counter()
-        # A path of depth k emits k + 1 tokens: deeper nodes than the budget allows are not worth verifying.
-        trees = [tree.limited(s.remaining - 1) for s, tree in zip(active, self.drafter.propose(active), strict=True)]
-        size = max(tree.size for tree in trees)
-        chains = all(tree.is_chain for tree in trees)
-        out = self.runner.forward(
-            [tree.tokens + tree.tokens[:1] * (size - tree.size) for tree in trees],
-            store,
-            [s.slot for s in active],
-            # A padded row comes after all real ones, so under a chain's causal mask nobody sees it.
-            depths=None if chains else [tree.depths + (0,) * (size - tree.size) for tree in trees],
-            mask=None if chains else padded_mask(trees, size),
-        )
-        assert out.logits is not None
-        outcomes = []
-        for s, tree, logits in zip(active, trees, out.logits, strict=True):
-            accepted = accept(tree, logits, self.pickers[s.index], s.ids, self._emitter(s))
-            store.commit(s.slot, accepted.path)
-            s.rounds += 1
-            s.drafted += tree.drafted
-            s.accepted += accepted.from_draft
-            self.drafter.observe(s, tree, accepted.from_draft)
-            outcomes.append((s, tree, accepted))
-        seconds = time.perf_counter() - start
+        seen = [self.schedule.seen(s) for s in active]
+        trees = self._trees(seen)
+        verified = self.schedule.verify(active, trees, [self.pickers[s.index] for s in active])
         steps: list[Step] = []
-        for s, tree, a in outcomes:
+        for s, view, tree, v in zip(active, seen, trees, verified, strict=True):
+            accepted = accept(v.tree, v.logits, v.picker, v.sequence.ids, self._emitter(v.sequence))
+            settled = self.schedule.settle(s, tree, v, accepted)
+            s.rounds += 1
+            s.partial_rounds += v.mode == "partial"
+            s.drafted += tree.drafted
+            s.accepted += settled.accepted
+            s.rolled_back += settled.rolled_back
+            if settled.refreshed is not None:
+                self.drafter.refreshed(view, settled.refreshed)
+            if settled.rolled_back:
+                self.drafter.rewind(view)
+            else:
+                self.drafter.observe(view, tree, settled.accepted)
             steps.append(
                 Step(
                     sequence=s.index,
-                    token_ids=a.tokens,
-                    from_draft=a.from_draft,
+                    token_ids=settled.emitted,
+                    from_draft=settled.from_draft,
                     drafted=tree.drafted,
-                    accepted=a.from_draft,
-                    mode="full",
-                    seconds=0.0 if steps else seconds,
+                    accepted=settled.accepted,
+                    mode=v.mode,
+                    seconds=0.0,
                     prefilled=len(s.prompt),
                     finish_reason=s.finish_reason,
                 )
             )
+        steps[0] = replace(steps[0], seconds=time.perf_counter() - start)
         return steps
+
+    def _trees(self, seen: list[Sequence]) -> list[TokenTree]:
+        """What is drafted; nothing where a sequence is over as far as its drafter can see."""
+        going = [s for s in seen if s.finish_reason is None]
+        # A path of depth k emits k + 1 tokens: deeper nodes than the budget allows are not worth verifying.
+        drafted = zip(going, self.drafter.propose(going) if going else [], strict=True)
+        found = {s.index: tree.limited(s.remaining - 1) for s, tree in drafted}
+        return [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in seen]
 
     def _emitter(self, s: Sequence) -> Callable[[int], bool]:
         """Appends each emitted token and says whether it was the last."""

@@ -37,6 +37,8 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
         self.rounds = 0
+        self.partial_rounds = 0
+        self.rolled_back = 0
         self.drafted = 0
         self.accepted = 0
         seen = (padding or []) + prompt
@@ -62,6 +64,18 @@ class Sequence:
         self._ids[self._start + len(self.output)] = token
         self.output.append(token)
 
+    def fork(self) -> Sequence:
+        """A sequence that has come as far as this one and goes on by itself, in the same slot."""
+        twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device)
+        twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
+        twin.output = list(self.output)
+        return twin
+
+    def follow(self, other: Sequence) -> None:
+        """Takes the output of another sequence with the same prompt for its own."""
+        self.output, self.finish_reason = list(other.output), other.finish_reason
+        self._ids.copy_(other._ids)
+
 
 # Told the sequence after each emitted token: a reason to finish, or None.
 StopRule = Callable[[Sequence], "FinishReason | None"]
@@ -77,7 +91,8 @@ class Step:
         from_draft: how many of them, counted from the first, were drafted; the rest is the bonus token.
         drafted: nodes that were drafted this round.
         accepted: drafted nodes accepted this round.
-        mode: "prefill" while the prompt is read, "full" for a verification on the whole cache.
+        mode: "prefill" while the prompt is read; "full" for a verification on the whole cache, "partial" on a partial
+            one, "refresh" for a full one that puts partial ones right (SpecPV, section 3).
         seconds: wall time of the round, carried by the first of its steps; the others say 0.0.
         prefilled: prompt tokens read so far (mode "prefill").
         finish_reason: set on a sequence's last step.
@@ -88,7 +103,7 @@ class Step:
     from_draft: int
     drafted: int
     accepted: int
-    mode: Literal["prefill", "full"]
+    mode: Literal["prefill", "full", "partial", "refresh"]
     seconds: float
     prefilled: int = 0
     finish_reason: FinishReason | None = None
@@ -101,7 +116,8 @@ class Result:
     Attributes:
         text: the output, without a stop string that ended it; empty when there is no tokenizer.
         token_ids: emitted tokens, EOS included.
-        rounds: target verification forwards that this sequence took part in.
+        rounds: target verification forwards that this sequence took part in, partial ones among them.
+        partial_rounds: those on a partial cache. rolled_back: tokens that they accepted and a full one refuted.
         prefill_seconds, decode_seconds: wall time of reading the prompts and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
     """
@@ -118,6 +134,8 @@ class Result:
     drafted: int = 0
     accepted: int = 0
     peak_memory_bytes: int = 0
+    partial_rounds: int = 0
+    rolled_back: int = 0
     from_draft: list[bool] = field(default_factory=list)
 
     @property

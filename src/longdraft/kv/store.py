@@ -74,18 +74,21 @@ class KVStore:
         self.provisional = [0] * slots
         self.feature_layers = feature_layers
         width = len(feature_layers) * feature_size
-        needed = self.bytes_for(shape, slots, capacity) + slots * capacity * width * shape.dtype.itemsize
-        memory.require(needed, self.device, f"A cache of {capacity} tokens")
-        size = (shape.layers, slots, shape.kv_heads, capacity, shape.head_dim)
-        if transposed_keys:
-            t_size = (*size[:3], shape.head_dim, capacity)
-            self.keys = torch.empty(t_size, dtype=shape.dtype, device=self.device).transpose(-1, -2)
-        else:
-            self.keys = torch.empty(size, dtype=shape.dtype, device=self.device)
-        self.values = torch.empty(size, dtype=shape.dtype, device=self.device)
+        self.keys, self.values = self._allocate(transposed_keys, slots * capacity * width * shape.dtype.itemsize)
         self.features: torch.Tensor | None = None
         if feature_layers:
             self.features = torch.empty(slots, capacity, width, dtype=shape.dtype, device=self.device)
+
+    def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, once it is clear that they and ``beside`` bytes of features fit."""
+        needed = self.bytes_for(self.shape, self.slots, self.capacity) + beside
+        memory.require(needed, self.device, f"A cache of {self.capacity} tokens")
+        size = (self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim)
+        values = torch.empty(size, dtype=self.shape.dtype, device=self.device)
+        if not transposed_keys:
+            return torch.empty_like(values), values
+        t_size = (*size[:3], self.shape.head_dim, self.capacity)
+        return torch.empty(t_size, dtype=self.shape.dtype, device=self.device).transpose(-1, -2), values
 
     @staticmethod
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
@@ -95,6 +98,24 @@ class KVStore:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, (slots, kv_heads, capacity, head_dim), as views."""
         return self.keys[index], self.values[index]
+
+    def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a slot where they are kept, to copy rows in and out; :meth:`layer` is for attention.
+
+        Ask for one of :attr:`portions` at a time: that many layers are what a store off the device likes to hold.
+
+        Args:
+            start: rows from here on may be changed, through the views returned.
+
+        Returns:
+            Views (layers, kv_heads, capacity, head_dim), good until the store is next asked for anything.
+        """
+        return self.keys[layers, slot], self.values[layers, slot]
+
+    @property
+    def portions(self) -> list[slice]:
+        """All layers, in the groups in which rows of several layers are best moved."""
+        return [slice(None)]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
         """Writes a block's rows behind each sequence's prefix, uncommitted.
@@ -126,6 +147,28 @@ class KVStore:
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
             self.features[slot, n : n + block.size] = rows[b]
 
+    def put_rows(
+        self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
+    ) -> None:
+        """Writes rows ``[start, start + n)`` of a slot, uncommitted, in all layers.
+
+        Args:
+            keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
+            features: (n, layers kept x feature_size); None leaves the slot's as they are.
+
+        Raises:
+            ValueError: when they would not fit the slot.
+        """
+        end = start + keys.shape[2]
+        if not 0 <= start <= end <= self.capacity:
+            raise ValueError(f"rows [{start}, {end}) do not lie in a slot of {self.capacity} rows")
+        for layers in self.portions:
+            own_keys, own_values = self.stored(slot, layers, start)
+            own_keys[:, :, start:end] = keys[layers]
+            own_values[:, :, start:end] = values[layers]
+        if features is not None and self.features is not None:
+            self.features[slot, start:end] = features
+
     def readable(self, slot: int) -> int:
         """Rows of a slot that a drafter may read: the committed and the provisional ones."""
         return self.lengths[slot] + self.provisional[slot]
@@ -154,9 +197,9 @@ class KVStore:
         still = next((i for i, row in enumerate(path) if row != i), len(path))
         if still < len(path):
             source = torch.tensor([n + row for row in path[still:]], device=self.device)
-            for store in (self.keys, self.values):
-                rows = store[:, slot]
-                rows[:, :, n + still : n + len(path)] = rows.index_select(2, source)
+            for layers in self.portions:
+                for rows in self.stored(slot, layers, n + still):
+                    rows[:, :, n + still : n + len(path)] = rows.index_select(2, source.to(rows.device))
             if self.features is not None:
                 own = self.features[slot]
                 own[n + still : n + len(path)] = own.index_select(0, source)

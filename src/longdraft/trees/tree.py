@@ -87,6 +87,17 @@ class TokenTree:
             mask[node, node] = True
         return mask
 
+    def prepended(self, tokens: Sequence[int]) -> TokenTree:
+        """The tree with a chain of tokens before its root, the first of them the new root."""
+        if not tokens:
+            return self
+        n = len(tokens)
+        return TokenTree(
+            (*tokens, *self.tokens),
+            (*range(-1, n), *(parent + n for parent in self.parents[1:])),
+            (0.0,) * n + self.log_probs if self.log_probs else (),
+        )
+
     def limited(self, max_depth: int) -> TokenTree:
         """The tree without nodes deeper than ``max_depth``."""
         if not self.drafted or max(self.depths) <= max_depth:

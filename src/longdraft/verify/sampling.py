@@ -6,6 +6,7 @@ with the full text up to the node in question, so penalties and bans see the nod
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,6 +93,20 @@ class Picker:
     def plain_greedy(self) -> bool:
         """True when every node's token is the argmax of its logits, whatever the path."""
         return self.greedy and len(self.processors) == 0
+
+    def rehearsal(self) -> Picker:
+        """A picker that picks what this one is about to pick wherever the logits are the same, and leaves it as it is.
+
+        Its draws are this one's coming draws: a multinomial draw is the argmax of p / e with one exponential e a token,
+        and the e are the same. So from two like distributions both mostly pick the same token.
+        """
+        if self.greedy:
+            return Picker(True, copy.deepcopy(self.processors))
+        own = self.generator
+        device = torch.device("cpu") if own is None else own.device
+        twin = torch.Generator(device)
+        twin.set_state(torch.get_rng_state() if own is None else own.get_state())
+        return Picker(False, copy.deepcopy(self.processors), twin)
 
     def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         """Args:

@@ -1,0 +1,128 @@
+"""Schedules: what verifies a round's trees. The default verifies each on the whole cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import Taps, TargetOutput, TargetRunner
+from longdraft.trees.tree import TokenTree, padded_mask
+from longdraft.verify.acceptance import Accepted
+from longdraft.verify.sampling import Picker
+
+Mode = Literal["full", "partial", "refresh"]
+
+
+@dataclass
+class Verified:
+    """A tree with the target's word on it.
+
+    Attributes:
+        sequence: which sequence the walk goes along; its last token is the tree's root.
+        tree: what the walk goes down.
+        logits: (at least tree.size, vocabulary), the target's.
+        picker: picks the walk's tokens.
+        mode: what the logits were computed on.
+    """
+
+    sequence: Sequence
+    tree: TokenTree
+    logits: torch.Tensor
+    picker: Picker
+    mode: Mode = "full"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of a verified tree.
+
+    Attributes:
+        emitted: tokens that are final; from_draft: how many of them, from the first on, were drafted.
+        accepted: drafted nodes of the drafter's own tree that were right.
+        rolled_back: tokens of earlier rounds that turned out wrong; the drafter has to be rewound.
+        refreshed: first position whose KV and features this round made exact; None where none were inexact.
+    """
+
+    emitted: tuple[int, ...]
+    from_draft: int
+    accepted: int
+    rolled_back: int = 0
+    refreshed: int | None = None
+
+
+class Schedule:
+    """Verifies every tree on the whole cache: exact, whatever is drafted."""
+
+    def extra_rows(self, max_nodes: int) -> int:
+        """Rows that a slot needs behind prompt, output and tree."""
+        return 0
+
+    def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
+        """Told once a run, before anything else.
+
+        Args:
+            max_nodes: most drafted nodes of a tree.
+
+        Raises:
+            MemoryBudgetError: what it needs beside the store does not fit.
+        """
+        self.runner, self.store = runner, store
+
+    def seen(self, sequence: Sequence) -> Sequence:
+        """The sequence as its drafter sees it."""
+        return sequence
+
+    def verify(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+        """The target's logits for a tree of each sequence, none of them committed.
+
+        Args:
+            trees: rooted at the last token of :meth:`seen`.
+            pickers: the sequences' own.
+        """
+        logits = self.forward(trees, sequences).logits
+        assert logits is not None
+        return [Verified(*each) for each in zip(sequences, trees, logits, pickers, strict=True)]
+
+    def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = Taps()) -> TargetOutput:
+        """One full forward of a batch of trees, padded to the largest."""
+        return verify_trees(self.runner, self.store, [s.slot for s in sequences], trees, taps=taps)
+
+    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+        """Commits what was accepted.
+
+        Args:
+            tree: the drafter's.
+            verified: as :meth:`verify` gave it. accepted: where the walk went.
+        """
+        self.store.commit(sequence.slot, accepted.path)
+        return Settled(accepted.tokens, accepted.from_draft, accepted.from_draft)
+
+    def close(self, sequence: Sequence) -> None:
+        """Told when a sequence has finished: its slot keeps exact rows alone."""
+
+
+def verify_trees(
+    runner: TargetRunner,
+    store: KVStore,
+    slots: list[int],
+    trees: list[TokenTree],
+    bases: list[int] | None = None,
+    taps: Taps = Taps(),
+) -> TargetOutput:
+    """One forward over a tree a slot, padded to the largest. Writes KV behind the slots' rows, uncommitted."""
+    size = max(tree.size for tree in trees)
+    chains = all(tree.is_chain for tree in trees)
+    return runner.forward(
+        [tree.tokens + tree.tokens[:1] * (size - tree.size) for tree in trees],
+        store,
+        slots,
+        bases=bases,
+        # A padded row comes after all real ones, so under a chain's causal mask nobody sees it.
+        depths=None if chains else [tree.depths + (0,) * (size - tree.size) for tree in trees],
+        mask=None if chains else padded_mask(trees, size),
+        taps=taps,
+    )

@@ -1,0 +1,204 @@
+"""SpecPV: verification on a partial cache, put right by full passes (Tan et al. 2025, section 3), and its exact tier.
+
+A round verifies the trees in one of three modes:
+
+* full: the text is not longer than a partial cache would be;
+* refresh: on the whole cache. The tokens in waiting stand before the tree as a chain, so their KV becomes exact and is
+  committed, and the partial cache is filled anew with the blocks that the tree's queries want;
+* partial: on the partial cache. What is accepted waits in its buffer.
+
+Which tokens are final differs. As published (`specpv`), those that partial verification accepts are, and nobody looks at
+them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its tree,
+as a chain before what was drafted since, and the walk goes down that tree with picks from the target's distribution as
+anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache. Guessing picks
+with the draws that the true picks will use (Picker.rehearsal), so it mostly guesses what will be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from longdraft.kv.partial import PartialCache, PartialLayout
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import Taps, TargetRunner
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.acceptance import Accepted
+from longdraft.verify.sampling import Picker
+from longdraft.verify.schedule import Mode, Schedule, Settled, Verified, verify_trees
+
+
+class SpecPV(Schedule):
+    """Partial verification as published: what it accepts is emitted.
+
+    Args:
+        layout: sizes of the partial cache.
+    """
+
+    def __init__(self, layout: PartialLayout) -> None:
+        self.layout = layout
+
+    def extra_rows(self, max_nodes: int) -> int:
+        # A refresh appends the tokens in waiting too; the shorter of a batch are padded to the longest.
+        return self.layout.margin + max_nodes + 1
+
+    def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
+        super().open(runner, store, sequences, max_nodes)
+
+        def new_store(slots: int, capacity: int) -> KVStore:
+            return runner.new_store(slots, capacity, store.feature_layers)
+
+        self.partial = PartialCache(store, new_store, self.layout, max_nodes + 1)
+        self._taps = Taps(queries=tuple(range(store.shape.layers)))
+        # The queries of the last full pass, of a slot's whole block: layer -> (Hq, rows, d).
+        self._queries: dict[int, dict[int, torch.Tensor]] = {}
+
+    def mode(self, sequence: Sequence) -> Mode:
+        """How a sequence is verified next (the paper's SelectMode)."""
+        slot = sequence.slot
+        if not self.partial.in_use(slot):
+            return "refresh" if self.store.lengths[slot] > self.layout.total else "full"
+        return "partial" if self.partial.waiting(slot) <= self.layout.margin and self._may_wait(sequence) else "refresh"
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        """Whether more tokens may be accepted before a refresh."""
+        return True
+
+    def verify(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+        modes = [self.mode(s) for s in sequences]
+        # What waits is put right together: one forward of the batch, not one a sequence.
+        if "refresh" in modes:
+            modes = ["refresh" if mode == "partial" else mode for mode in modes]
+        found: dict[int, Verified] = {}
+        for full in (True, False):
+            group = [i for i, mode in enumerate(modes) if (mode != "partial") == full]
+            if group:
+                one = self._full if full else self._partial
+                part = one([sequences[i] for i in group], [trees[i] for i in group], [pickers[i] for i in group])
+                for i, verified in zip(group, part, strict=True):
+                    verified.mode = modes[i]
+                    found[i] = verified
+        return [found[i] for i in range(len(sequences))]
+
+    def _full(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+        waiting = [self.waiting(s) for s in sequences]
+        longer = [tree.prepended(tokens) for tree, tokens in zip(trees, waiting, strict=True)]
+        out = self.forward(longer, sequences, self._taps)
+        assert out.logits is not None
+        found = []
+        for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
+            self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
+            found.append(self._walk(s, tree, longer[b], out.logits[b], pickers[b]))
+        return found
+
+    def _partial(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+        slots = [s.slot for s in sequences]
+        bases = [self.store.lengths[slot] + self.partial.waiting(slot) for slot in slots]
+        out = verify_trees(self.runner, self.partial.store, slots, trees, bases)
+        assert out.logits is not None
+        return [
+            Verified(self.seen(s), tree, logits, self._guessing(s, picker))
+            for s, tree, logits, picker in zip(sequences, trees, out.logits, pickers, strict=True)
+        ]
+
+    def waiting(self, sequence: Sequence) -> list[int]:
+        """Tokens before the root whose KV the full store lacks."""
+        return self.seen(sequence).tokens[self.store.lengths[sequence.slot] : -1]
+
+    def _walk(
+        self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor, picker: Picker
+    ) -> Verified:
+        """What is walked after a full pass: the drafted tree; the tokens before it are final already."""
+        return Verified(sequence, tree, logits[longer.size - tree.size :], picker)
+
+    def _guessing(self, sequence: Sequence, picker: Picker) -> Picker:
+        """Picks from partial logits: final tokens, with the sequence's own draws."""
+        return picker
+
+    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+        if verified.mode == "partial":
+            self.partial.keep(sequence.slot, list(accepted.path))
+            return Settled(accepted.tokens, accepted.from_draft, accepted.from_draft)
+        start, waiting = self.store.lengths[sequence.slot], self.partial.waiting(sequence.slot)
+        path = [*range(waiting), *(waiting + node for node in accepted.path)]
+        self._refresh(sequence, path, range(waiting, waiting + tree.size))
+        refreshed = start if waiting else None
+        return Settled(accepted.tokens, accepted.from_draft, accepted.from_draft, refreshed=refreshed)
+
+    def _refresh(self, sequence: Sequence, path: list[int], rows: SequenceOf[int]) -> None:
+        """Commits a full pass's rows and fills the partial cache, once the text is long enough for one.
+
+        Args:
+            path: the accepted rows. rows: those whose queries say which blocks are wanted.
+        """
+        slot = sequence.slot
+        self.store.commit(slot, path)
+        queries = self._queries.pop(slot)
+        if self.store.lengths[slot] <= self.layout.total:
+            return
+        if self.layout.reduction == "last":
+            rows = path[-1:]  # the newest verified token
+        self.partial.refresh(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+
+    def close(self, sequence: Sequence) -> None:
+        self.partial.close(sequence.slot)
+        self.store.provisional[sequence.slot] = 0
+
+
+class ExactSpecPV(SpecPV):
+    """Partial verification only guesses; a full pass confirms before anything is emitted: exact."""
+
+    def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
+        super().open(runner, store, sequences, max_nodes)
+        # The sequences with what was guessed behind what is certain, and how the guesses are picked.
+        self._guesses: dict[int, Sequence] = {}
+        self._pickers: dict[int, Picker] = {}
+
+    def seen(self, sequence: Sequence) -> Sequence:
+        if sequence.index not in self._guesses:
+            self._guesses[sequence.index] = sequence.fork()
+        return self._guesses[sequence.index]
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        return self.seen(sequence).finish_reason is None
+
+    def _guessing(self, sequence: Sequence, picker: Picker) -> Picker:
+        if sequence.index not in self._pickers:
+            self._pickers[sequence.index] = picker.rehearsal()
+        return self._pickers[sequence.index]
+
+    def _walk(
+        self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor, picker: Picker
+    ) -> Verified:
+        """What is walked after a full pass: the guesses, then the drafted tree behind them."""
+        return Verified(sequence, longer, logits, picker)
+
+    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+        if verified.mode == "partial":
+            self.partial.keep(sequence.slot, list(accepted.path))
+            return Settled((), 0, accepted.from_draft)
+        start, waiting = self.store.lengths[sequence.slot], self.partial.waiting(sequence.slot)
+        # With nothing waiting, the root is the last certain token. With w rows waiting, they are that token and the
+        # guesses but the last, which is the drafted tree's root: w guesses.
+        right = min(accepted.from_draft, waiting)
+        # Nodes under a wrong guess ask for what nobody will need.
+        rows = range(waiting, verified.tree.size) if right == waiting else accepted.path
+        self._refresh(sequence, list(accepted.path), rows)
+        guess = self.seen(sequence)
+        self._pickers.pop(sequence.index, None)
+        guess.follow(sequence)
+        return Settled(
+            accepted.tokens,
+            accepted.from_draft,
+            accepted.from_draft - right,
+            # A walk that ended with the text refuted nothing.
+            rolled_back=0 if sequence.finish_reason else waiting - right,
+            refreshed=start if waiting else None,
+        )
+
+    def close(self, sequence: Sequence) -> None:
+        super().close(sequence)
+        self._guesses.pop(sequence.index, None)
+        self._pickers.pop(sequence.index, None)

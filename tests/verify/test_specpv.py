@@ -1,0 +1,226 @@
+"""SpecPV as a schedule: partial verification, its correction, and the exact tier, on tiny models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from longdraft.drafters.base import Drafter, NoDrafter
+from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.ngram import NGramDrafter
+from longdraft.engine import Engine, eos_rule
+from longdraft.kv.partial import PartialLayout
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.schedule import Schedule
+from longdraft.verify.specpv import ExactSpecPV, SpecPV
+from tests.drafts import random_draft
+from tests.tiny import FAMILIES, tiny_model
+
+SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
+PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 41, 8, 63)]
+
+
+def layout(budget: int = 8, **over) -> PartialLayout:
+    return PartialLayout(budget, **SMALL | over)
+
+
+def run(
+    model,
+    schedule: Schedule,
+    drafter: Drafter,
+    prompts=None,
+    n=40,
+    sampling: Sampling | None = None,
+    seed=0,
+    eos=(),
+    cache=None,
+):
+    runner = TargetRunner(model)
+    sampling = sampling or Sampling()
+    sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts or PROMPTS)]
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(sequences))]
+    pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
+    engine = Engine(runner, drafter, sequences, pickers, [eos_rule(frozenset(eos))], schedule=schedule)
+    steps = list(engine.steps(engine.open()))
+    return sequences, steps, engine
+
+
+def outputs(sequences) -> list[list[int]]:
+    return [s.output for s in sequences]
+
+
+def drafter(kind: str, model, folder) -> Drafter:
+    if kind == "longspec":
+        return LongSpecDrafter.load(random_draft(folder, model), widths=(3, 4, 2))
+    return NGramDrafter() if kind == "ngram" else NoDrafter()
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kind):
+    model = tiny_model(family, vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter())
+    got, steps, _ = run(model, ExactSpecPV(layout()), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want)
+    assert {step.mode for step in steps} == {"prefill", "full", "refresh", "partial"}
+    # Tokens are emitted by full passes alone.
+    assert all(not step.token_ids for step in steps if step.mode == "partial")
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.2)], ids=str)
+def test_the_exact_tier_gives_the_same_text_for_the_same_seed(tmp_path, sampling, kind):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter(), sampling=sampling, seed=3)
+    got, _, _ = run(model, ExactSpecPV(layout()), drafter(kind, model, tmp_path), sampling=sampling, seed=3)
+    assert outputs(got) == outputs(want)
+
+
+def test_sampling_in_the_exact_tier_follows_the_targets_distribution(tmp_path):
+    """Chi-square of the third emitted token, which partial verification guesses, against plain decoding's own law."""
+    model = tiny_model(vocab=5, dtype=torch.float64)
+    prompt = [i % 5 for i in range(40)]
+    runner = TargetRunner(model)
+
+    def law(text: list[int]) -> torch.Tensor:
+        store = runner.new_store(1, len(text))
+        out = runner.forward([text], store, [0], logits="last")
+        return torch.softmax(out.logits[0, -1].double(), -1)
+
+    first = law(prompt)
+    exact = torch.zeros(5, 5, 5, dtype=torch.float64)
+    for a in range(5):
+        second = law([*prompt, a])
+        for b in range(5):
+            exact[a, b] = first[a] * second[b] * law([*prompt, a, b])
+    counts = torch.zeros(5, 5, 5)
+    runs = 1500
+    many = [prompt] * 50
+    for i in range(runs // 50):
+        got, _, _ = run(model, ExactSpecPV(layout()), NGramDrafter(), many, 3, Sampling(1.0), seed=1000 * i)
+        for s in got:
+            counts[tuple(s.output)] += 1
+    order = exact.flatten().argsort()
+    counts, expected = counts.flatten()[order], exact.flatten()[order] * runs
+    # Rare texts are counted together.
+    rare = int((expected < 5).sum())
+    observed = [float(counts[:rare].sum()), *counts[rare:].tolist()]
+    wanted = [float(expected[:rare].sum()), *expected[rare:].tolist()]
+    assert chisquare(observed[not rare :], wanted[not rare :]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("schedule", [SpecPV, ExactSpecPV])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
+def test_a_ragged_batch_equals_its_prompts_one_by_one(tmp_path, schedule, sampling):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    exact = schedule is ExactSpecPV
+    together, _, _ = run(model, schedule(layout()), drafter("longspec", model, tmp_path), sampling=sampling)
+    for i, prompt in enumerate(PROMPTS):
+        alone, _, _ = run(
+            model, schedule(layout()), drafter("longspec", model, tmp_path), [prompt], sampling=sampling, seed=i
+        )
+        # When a batch refreshes together, an approximate sequence is put right earlier than it would be alone.
+        if exact:
+            assert together[i].output == alone[0].output
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram"])
+def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, SpecPV(layout(200)), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want) and {s.mode for s in steps} == {"prefill", "full"}
+
+
+class Eagerly:
+    """Goes over to the partial cache at once, though the text would fit it."""
+
+    def mode(self, sequence):
+        slot = sequence.slot
+        if not self.partial.in_use(slot):
+            return "refresh"
+        return "partial" if self.partial.waiting(slot) <= self.layout.margin and self._may_wait(sequence) else "refresh"
+
+    def _refresh(self, sequence, path, rows):
+        slot = sequence.slot
+        self.store.commit(slot, path)
+        queries = self._queries.pop(slot)
+        self.partial.refresh(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+
+
+class Eager(Eagerly, SpecPV):
+    pass
+
+
+class EagerExact(Eagerly, ExactSpecPV):
+    pass
+
+
+def test_guesses_use_the_draws_to_come(tmp_path):
+    """With a partial cache that holds everything, every guess is what is drawn at T = 1."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    got, _, _ = run(model, EagerExact(layout(200)), NoDrafter(), n=60, sampling=Sampling(1.0))
+    assert all(s.partial_rounds > 40 and s.rolled_back == 0 for s in got)
+    # A full pass comes after eight guesses and adds a token of its own.
+    assert all(s.rounds - s.partial_rounds < 10 for s in got)
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_partial_verification_on_a_cache_that_holds_everything_is_full_verification(tmp_path, kind, transposed):
+    """Catches a rejected node whose KV survives, a gap before the window and a gather from a wrong offset."""
+    model = tiny_model(vocab=11, dtype=torch.float32 if transposed else torch.float64)
+    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, Eager(layout(200)), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want)
+    assert sum(s.mode == "partial" for s in steps) > 20
+
+
+def test_specpv_emits_from_partial_rounds_and_is_approximate(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter())
+    got, steps, _ = run(model, SpecPV(layout()), NoDrafter())
+    assert any(s.token_ids for s in steps if s.mode == "partial")
+    assert outputs(got) != outputs(want)  # random models attend everywhere
+    assert outputs(got)[2][:8] == outputs(want)[2][:8]  # a short text is verified in full
+
+
+def test_refreshes_come_when_more_than_the_margin_waits(tmp_path):
+    model = tiny_model(vocab=11)
+    _, steps, _ = run(model, SpecPV(layout(margin=6)), NoDrafter(), [PROMPTS[0]])
+    modes = [s.mode for s in steps if s.mode != "prefill"]
+    assert modes[:9] == ["refresh", *["partial"] * 7, "refresh"]
+
+
+def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    for schedule in (SpecPV(layout()), ExactSpecPV(layout())):
+        got, _, engine = run(model, schedule, NGramDrafter(), [PROMPTS[0]], 13)
+        store = engine.cache.store
+        n = store.lengths[0]
+        assert store.provisional[0] == 0 and n <= len(got[0].tokens) - 1
+        runner = TargetRunner(model)
+        fresh = runner.new_store(1, n)
+        runner.forward([got[0].tokens[:n]], fresh, [0], logits="none")
+        torch.testing.assert_close(store.keys[:, :1, :, :n], fresh.keys, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(store.values[:, :1, :, :n], fresh.values, atol=1e-4, rtol=1e-3)
+
+
+def test_an_end_of_sequence_that_was_only_guessed_does_not_end_the_text(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    for eos in range(11):
+        want, _, _ = run(model, Schedule(), NoDrafter(), eos=[eos])
+        got, _, _ = run(model, ExactSpecPV(layout()), drafter("ngram", model, tmp_path), eos=[eos])
+        assert outputs(got) == outputs(want)
+        assert [s.finish_reason for s in got] == [s.finish_reason for s in want]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_small_budgets_of_tokens(tmp_path, n):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter(), n=n)
+    got, _, _ = run(model, ExactSpecPV(layout()), drafter("longspec", model, tmp_path), n=n)
+    assert outputs(got) == outputs(want)
