@@ -43,6 +43,9 @@ class Run:
     first_token_seconds: float
     decode_seconds: float
     rounds: tuple[int, ...]
+    partial_rounds: int = 0
+    partial_tokens: int = 0
+    rolled_back: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -108,6 +111,9 @@ class Ours:
             first_token_seconds=results[0].prefill_seconds,
             decode_seconds=results[0].decode_seconds,
             rounds=tuple(r.rounds for r in results),
+            partial_rounds=sum(r.partial_rounds for r in results),
+            partial_tokens=sum(r.partial_tokens for r in results),
+            rolled_back=sum(r.rolled_back for r in results),
         )
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench import machine
+from longdraft.bench.contenders import Run
 from longdraft.bench.peers import PEERS
 from longdraft.bench.run import REFERENCE, Bench, Disagreement, Measured
 from longdraft.bench.ties import NEAR_TIE
@@ -53,7 +54,14 @@ def _row(name: str, dataset: str, measured: Sequence[Measured], batch: int, name
         "ttft_seconds": _median(m.cold[name].first_token_seconds for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
+        "rolled_back": _rolled_back(runs),
     }
+
+
+def _rolled_back(runs: Sequence[Run]) -> float | None:
+    """Tokens that a full verification refuted / tokens that partial ones accepted; None where there were none."""
+    accepted = sum(run.partial_tokens for run in runs)
+    return sum(run.rolled_back for run in runs) / accepted if accepted else None
 
 
 def _speedup(measured: Sequence[Measured], name: str, reference: str) -> float | None:
@@ -97,15 +105,18 @@ def _difference(found: Disagreement) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     """For people: a title and a table for each dataset."""
     found: dict[str, tuple[str, Table]] = {}
+    partial = any(row["rolled_back"] is not None for row in report["rows"])
     for row in report["rows"]:
         if row["dataset"] not in found:
-            found[row["dataset"]] = (_title(row), _empty_table())
+            found[row["dataset"]] = (_title(row), _empty_table(partial))
+        rolled_back = [_figure(row["rolled_back"], "{:.1%}")] if partial else []
         found[row["dataset"]][1].add_row(
             Text(row["method"]),
             _figure(row["tokens_per_second"], "{:.1f}"),
             _figure(row["speedup_vs_ar"], "{:.2f}x"),
             _figure(row["speedup_vs_hf"], "{:.2f}x"),
             _figure(row["mean_accepted_length"], "{:.2f}"),
+            *rolled_back,
             _figure(row["ttft_seconds"], "{:.2f} s"),
             _agreement(row),
         )
@@ -118,10 +129,13 @@ def _title(row: dict[str, Any]) -> str:
     return f"{row['dataset']}: {samples}{batch}, {row['context_tokens']:,} prompt tokens"
 
 
-def _empty_table() -> Table:
+def _empty_table(partial: bool) -> Table:
+    """Args:
+    partial: with a column for what partial verification got wrong.
+    """
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     made.add_column("method", no_wrap=True)
-    for head in ("tokens/s", "vs ar", "vs hf", "accepted", "first token"):
+    for head in ("tokens/s", "vs ar", "vs hf", "accepted", *(["rolled back"] if partial else []), "first token"):
         made.add_column(head, justify="right", no_wrap=True)
     made.add_column("differ")
     return made

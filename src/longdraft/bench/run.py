@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,9 +18,11 @@ from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run
 from longdraft.bench.data import Sample, fitted
 from longdraft.bench.peers import PEERS, peer
 from longdraft.bench.ties import Difference, compare
+from longdraft.drafters import draft_folder
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import METHODS, asked_for
+from longdraft.methods import METHODS, asked_for, method_of
 from longdraft.speculator import Speculator
 from longdraft.target.loading import LoadedModel
 from longdraft.target.runner import TargetRunner
@@ -42,7 +45,9 @@ class Settings:
         repeats: timed rounds.
         raw: prompts as plain text, without the chat template.
         ignore_eos: decode on to ``max_tokens``.
-        draft_options: options of the methods that need a draft: ``draft``, ``widths``, ``nodes``.
+        draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
+        own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
+        offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -55,6 +60,8 @@ class Settings:
     raw: bool = False
     ignore_eos: bool = False
     draft_options: Mapping[str, Any] = field(default_factory=dict)
+    own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    offload: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "batch", "repeats"):
@@ -63,26 +70,50 @@ class Settings:
         if self.context is not None and self.context < 1:
             raise ValueError(f"context must be at least 1, got {self.context}")
         for name in self.methods:
-            if name not in METHODS and name not in PEERS:
+            if method_name(name) not in METHODS and name not in PEERS:
                 raise UnknownMethodError(
                     f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
                 )
-            if name in METHODS:
-                asked_for(name, self.options(name))  # a wrong option, or a draft that cannot be read
-        if self.draft_options and not any(name in METHODS and METHODS[name].needs_draft for name in self.methods):
-            needing = ", ".join(m.name for m in METHODS.values() if m.needs_draft)
+            if name not in PEERS:
+                asked_for(method_name(name), self.options(name))  # a wrong option, or a draft that cannot be read
+        offloading.parse(self.offload)
+        if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
+            needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
             raise ValueError(
                 f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({needing})"
             )
 
     def options(self, name: str) -> Mapping[str, Any]:
-        """The options of a method."""
-        return self.draft_options if METHODS[name].needs_draft else {}
+        """The options of a contender of ours."""
+        return {**self._shared(name), **self.own_options.get(name, {})}
+
+    def takes_draft(self, name: str) -> bool:
+        """Whether the draft options are for this contender."""
+        return name not in PEERS and METHODS[method_name(name)].takes_draft
+
+    def _shared(self, name: str) -> Mapping[str, Any]:
+        """The draft options. A draft folder goes to the methods that can take its kind, if there are any."""
+        if not self.takes_draft(name):
+            return {}
+        draft = self.draft_options.get("draft")
+        if isinstance(draft, str | Path) and draft_folder.is_draft_folder(draft):
+            kind = method_of(draft).draft_kind
+            readers = [
+                n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in (kind, None)
+            ]
+            if readers and name not in readers:
+                return {k: x for k, x in self.draft_options.items() if k != "draft"}
+        return self.draft_options
 
     @property
     def contenders(self) -> tuple[str, ...]:
         """The names once each, ``ar`` first: everything is measured against it."""
         return tuple(dict.fromkeys((REFERENCE, *self.methods)))
+
+
+def method_name(contender: str) -> str:
+    """``specpv`` of ``specpv:budget=512``."""
+    return contender.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -178,7 +209,13 @@ class Bench:
             if name in PEERS:
                 self._contenders[name] = peer(name, loaded.model)
                 continue
-            spec = Speculator(name, target=loaded.model, tokenizer=loaded.tokenizer, **settings.options(name))
+            spec = Speculator(
+                method_name(name),
+                target=loaded.model,
+                tokenizer=loaded.tokenizer,
+                offload=settings.offload,
+                **settings.options(name),
+            )
             self._runner = self._runner or spec.runner()
             self._contenders[name] = Ours(name, spec, self._kept)
         self._contenders |= {c.name: c for c in extra}
@@ -229,9 +266,14 @@ class Bench:
         return Job(tuple(prompts), max_tokens, self.settings.sampling, self.settings.seed, self._eos)
 
     def _comparable(self, batch: int) -> list[str]:
-        """A batch of ``generate`` draws all its rows from one generator, ours each from its own: no row agrees."""
+        """Whose tokens are meant to be those of ``ar``.
+
+        A batch of ``generate`` draws all its rows from one generator, ours each from its own: no row agrees. An
+        approximate method may differ.
+        """
         drawn_together = batch > 1 and not self.settings.sampling.greedy
-        return [name for name in self.names if not (drawn_together and name in PEERS)]
+        loose = {name for name in self.names if method_name(name) in METHODS and not METHODS[method_name(name)].exact}
+        return [name for name in self.names if name not in loose and not (drawn_together and name in PEERS)]
 
     def _disagreements(
         self, prompts: Sequence[Prompt], name: str, cold: dict[str, Run], rounds: dict[str, list[Run]]

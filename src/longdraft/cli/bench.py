@@ -24,11 +24,18 @@ def bench(
         typer.Option("--data", help="JSONL: rows with `text`, or with `context` and `input`; repeatable."),
     ],
     methods: Annotated[
-        str, typer.Option(help="Methods, with commas between; hf is transformers' generate.")
+        str,
+        typer.Option(
+            help="Methods, with commas between; hf is transformers' generate. Options of one behind colons: "
+            "specpv:budget=512:selector=quest."
+        ),
     ] = "ar,prompt-lookup",
     draft: options.Draft = None,
     widths: options.Widths = None,
     nodes: options.Nodes = None,
+    tree: options.Tree = None,
+    depth: options.Depth = None,
+    tree_top_k: options.TreeTopK = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 64,
     context: Annotated[
@@ -49,6 +56,7 @@ def bench(
     model: options.Model = None,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
+    offload: options.Offload = None,
     rope_factor: options.RopeFactor = None,
     as_json: options.Json = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
@@ -60,7 +68,8 @@ def bench(
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         settings = Settings(
             names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos,
-            draft_options=options.draft_options(draft, widths, nodes),
+            draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k), offload=offload,
+            own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
         )  # fmt: skip
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
@@ -82,6 +91,12 @@ def bench(
         _write(out, found)
     if as_json:
         console.line(json.dumps(found))
+
+
+def _parts(contender: str) -> tuple[str, list[str]]:
+    """``specpv:budget=512:margin=8`` -> the method's name and its options."""
+    name, *pairs = contender.split(":")
+    return name, pairs
 
 
 def _measure(measuring: Bench, groups: list[tuple[Prompt, ...]]) -> list[Measured]:

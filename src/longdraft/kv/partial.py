@@ -53,17 +53,17 @@ class PartialLayout:
                 raise ValueError(f"{name} must be a multiple of block ({self.block} tokens), got {size}")
         if self.window < self.block:
             raise ValueError(f"window must hold a block of {self.block} tokens at least, got {self.window}")
-        if self.retrieved < self.sink + self.window and self.selector != "streaming":
-            raise ValueError(
-                f"budget must be at least sink + window ({self.sink + self.window} tokens), got {self.budget}; "
-                "selector 'streaming' retrieves nothing."
-            )
         if self.margin < 1:
             raise ValueError(f"margin must be at least 1 token, got {self.margin}")
         if self.selector not in SCORERS:
             raise ValueError(f"selector must be one of {', '.join(SCORERS)}, got {self.selector!r}")
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
+        if self.retrieved < self.sink + self.window and self.selector != "streaming":
+            raise ValueError(
+                f"budget must be at least sink + window ({self.sink + self.window} tokens), got {self.budget}; "
+                "selector 'streaming' retrieves nothing."
+            )
 
     @property
     def retrieved(self) -> int:
