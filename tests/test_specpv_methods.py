@@ -1,0 +1,98 @@
+"""The methods `specpv` and `specpv-exact` as users meet them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Sampling, Speculator
+from tests.drafts import random_draft
+from tests.tiny import tiny_model
+
+SMALL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
+PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 41, 8)]
+
+
+@pytest.fixture
+def model():
+    return tiny_model(vocab=11, dtype=torch.float64)
+
+
+def options(kind, folder, model):
+    if kind == "longspec":
+        return {"draft": random_draft(folder, model), "widths": (3, 4), **SMALL}
+    return {"drafter": kind, **SMALL}
+
+
+@pytest.mark.parametrize("kind", ["longspec", "prompt-lookup", "ar"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.95)], ids=str)
+def test_the_exact_tier_writes_what_plain_decoding_writes(tmp_path, model, kind, sampling):
+    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40, sampling=sampling, seed=2)
+    spec = Speculator("specpv-exact", target=model, **options(kind, tmp_path, model))
+    got = spec.generate(PROMPTS, max_new_tokens=40, sampling=sampling, seed=2)
+    assert [r.token_ids for r in got] == [r.token_ids for r in want]
+    assert got[0].exact and got[0].method == "specpv-exact"
+    assert got[0].partial_rounds > 0 and got[0].partial_tokens >= got[0].rolled_back > 0
+
+
+def test_only_confirmed_tokens_are_streamed(model):
+    spec = Speculator("specpv-exact", target=model, drafter="prompt-lookup", **SMALL)
+    run = spec.stream([PROMPTS[0]], max_new_tokens=40)
+    steps = list(run)
+    assert [t for step in steps for t in step.token_ids] == run.results()[0].token_ids
+    assert all(not step.token_ids for step in steps if step.mode == "partial")
+
+
+def test_specpv_says_that_it_is_approximate(model):
+    result = Speculator("specpv", target=model, drafter="ar", **SMALL).generate([PROMPTS[0]], max_new_tokens=40)[0]
+    assert not result.exact and len(result.token_ids) == 40 and result.rolled_back == 0
+
+
+def test_two_runs_on_one_prompt_cache(model):
+    """What a run leaves behind is exact, whatever was drafted or guessed when it ended."""
+    ar = Speculator("ar", target=model)
+    for method in ("specpv", "specpv-exact"):
+        cache = PromptCache()
+        spec = Speculator(method, target=model, drafter="prompt-lookup", **SMALL)
+        for n in (17, 30):
+            text = spec.generate([PROMPTS[0]], max_new_tokens=n, cache=cache)[0].token_ids
+        longer = PROMPTS[0] + text
+        want = ar.generate([longer], max_new_tokens=20)[0].token_ids
+        assert ar.generate([longer], max_new_tokens=20, cache=cache)[0].token_ids == want
+        # And a shorter text in the same slot is not judged by the blocks of the longer one.
+        want = ar.generate([longer[:60]], max_new_tokens=20)[0].token_ids
+        got = Speculator("specpv-exact", target=model, drafter="ar", **SMALL)
+        assert got.generate([longer[:60]], max_new_tokens=20, cache=cache)[0].token_ids == want
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_transformers_generate_takes_it(sample):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    ids = torch.tensor([PROMPTS[0]])
+    settings = {"max_new_tokens": 30, "do_sample": sample, "attention_mask": torch.ones_like(ids)}
+    torch.manual_seed(4)
+    want = model.generate(ids, **settings)
+    spec = Speculator("specpv-exact", drafter="prompt-lookup", **SMALL)
+    torch.manual_seed(4)
+    assert torch.equal(model.generate(ids, custom_generate=spec, **settings), want)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"budget": 100}, "multiple of block"),
+        ({"budget": 64}, "at least sink \\+ window"),
+        ({"selector": "nearest"}, "selector must be one of"),
+        ({"drafter": "specpv"}, "drafter must be one of"),
+        ({"drafter": "prompt-lookup", "widths": (2, 2)}, "has no option widths"),
+        ({"length": 3}, "has no option length"),
+    ],
+)
+def test_options_that_cannot_be(model, given, word):
+    with pytest.raises(ValueError, match=word):
+        Speculator("specpv", target=model, **given)
+
+
+def test_a_draft_of_another_kind_than_the_drafter(tmp_path, model):
+    with pytest.raises(ValueError, match="the draft is for longspec, not for eagle3"):
+        Speculator("specpv", target=model, draft=random_draft(tmp_path, model), drafter="eagle3")
