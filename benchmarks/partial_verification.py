@@ -1,11 +1,12 @@
-"""What a partial verification costs against a full one, by context length, budget and tree size (SpecPV, section 3).
+"""What a partial verification costs against a full one, by context length, budget and tree size.
 
-    python benchmarks/partial_verification.py [--context 7168 16384 32768] [--budget 512 1024 2048 4096] [--nodes 1 8 16]
-        [--threads N] [--repeats N] [--json FILE]
+    python benchmarks/partial_verification.py [--context 7168 16384 32768] [--budget 512 1024 2048 4096]
+        [--nodes 1 8 16] [--threads N] [--repeats N] [--json FILE]
 
 The cache is filled with noise: what a forward costs does not depend on what the keys say. For each context length and
 tree size, full and partial verifications are timed in turn, and a refresh: the full pass with a margin of tokens in
-waiting, and the partial cache filled anew ("gather" is that part alone). Milliseconds, medians; "ratio" is partial / full.
+waiting, and the partial cache filled anew ("gather" is that part alone). Milliseconds, medians; "ratio" is partial /
+full.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, nargs="+", default=[7168, 16384, 32768])
     parser.add_argument("--budget", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16], help="Rows of a verification, root included.")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16], help="Rows of a verification.")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="auto")

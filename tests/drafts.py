@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.target.parts import describe
 
@@ -50,4 +54,77 @@ def random_draft(
     if kept is not None:
         tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
     draft_folder.save(folder, DraftFolder("longspec", config, tensors, describe(model)))
+    return folder
+
+
+def random_eagle3_block(
+    model: PreTrainedModel, kept: list[int] | None = None, seed: int = 0, **over: Any
+) -> Eagle3Block:
+    """An EAGLE-3 module for this target in which every part matters; its heads are not the target's."""
+    shape = describe(model)
+    hidden = shape["hidden_size"]
+    sizes = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "heads": 4, "kv_heads": 2, "head_dim": 12,
+        "feature_size": 3 * hidden, "vocabulary": len(kept) if kept else shape["vocab_size"],
+    }  # fmt: skip
+    block = Eagle3Block(Eagle3Shape(**(sizes | over)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in block.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
+    return block
+
+
+def random_eagle3(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    layers: tuple[int, ...] = (1, 2, 4),
+    window: int | None = None,
+    kept: list[int] | None = None,
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    **over: Any,
+) -> Path:
+    """An EAGLE-3 draft folder for this target, which needs a layer more than the highest of ``layers``.
+
+    Args:
+        kept: target ids of a smaller vocabulary, in increasing order.
+        settings: more of config.json, such as ``rope_factor``.
+        over: sizes of the module.
+    """
+    block = random_eagle3_block(model, kept, seed, **over)
+    config = block.shape.as_dict() | {
+        "feature_layers": list(layers), "draft_vocab_size": kept and len(kept), "window": window, "rope_theta": 1e4,
+        "rope_factor": None, "rope_factor_trained": None, "rope_original_length": 512, "trained_length": 512,
+    } | (settings or {})  # fmt: skip
+    tensors = dict(block.state_dict())
+    if kept is not None:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+    draft_folder.save(folder, DraftFolder("eagle3", config, tensors, describe(model)))
+    return folder
+
+
+def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | None = None, **over: Any) -> Path:
+    """The same random draft as EAGLE-3's authors publish theirs; of a target of 8 layers it reads 1, 3 and 4.
+
+    Args:
+        over: of config.json; None leaves a name out.
+    """
+    block = random_eagle3_block(model, kept)
+    tensors = {n: t.clone() for n, t in block.state_dict().items()}
+    vocabulary = describe(model)["vocab_size"]
+    if kept is not None:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+        tensors["t2d"] = torch.isin(torch.arange(vocabulary), torch.tensor(kept))
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048, "vocab_size": vocabulary,
+        "draft_vocab_size": block.shape.vocabulary,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({k: x for k, x in (config | over).items() if x is not None}))
+    save_file(tensors, folder / "model.safetensors")
     return folder

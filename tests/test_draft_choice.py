@@ -10,9 +10,10 @@ import torch
 import longdraft
 from longdraft import Speculator, drafts
 from longdraft.drafters.draft_folder import kind
+from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
 from longdraft.target.parts import describe
-from tests.drafts import random_draft
+from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model
 
 
@@ -60,6 +61,21 @@ def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
     assert Speculator("prompt-lookup", target=model).method.name == "prompt-lookup"
     assert Speculator(target=tiny_model(vocab=12)).method.name == "prompt-lookup"
     assert listed("longspec")["available"] is True
+
+
+def test_shipped_drafts_of_several_kinds(shipped):
+    model = tiny_model(vocab=11, layers=6)
+    random_eagle3(shipped / "a-eagle3", model)
+    assert Speculator(target=model).method.name == "prompt-lookup"
+    assert Speculator("eagle3", target=model).generate([[1, 2]], max_new_tokens=3)[0].method == "eagle3"
+    with pytest.raises(CapabilityError, match="none comes with longdraft"):
+        Speculator("longspec", target=model)
+    random_draft(shipped / "b-longspec", model)
+    assert Speculator(target=model).method.name == "longspec"
+    for name, folder in (("eagle3", "a-eagle3"), ("longspec", "b-longspec")):
+        assert Speculator(name, target=model).generate([[1, 2]], max_new_tokens=3)[0].method == name
+        assert listed(name)["available"] is True
+        assert drafts.shipped(describe(model), name) == shipped / folder
 
 
 def test_options_narrow_the_default(model, shipped):
@@ -131,3 +147,11 @@ def test_a_draft_for_a_method_that_is_not_known(model, tmp_path):
 def test_a_method_without_a_draft_takes_none(model, tmp_path):
     with pytest.raises(ValueError, match="no option draft"):
         Speculator("prompt-lookup", target=model, draft=random_draft(tmp_path, model))
+
+
+def test_a_draft_that_has_been_read_names_its_method(tmp_path):
+    model = tiny_model(vocab=11, layers=6)
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model), rope_theta=500.0)
+    assert Speculator(target=model, draft=draft).method.name == "eagle3"
+    with pytest.raises(CheckpointError, match="a draft for eagle3, not for longspec"):
+        Speculator("longspec", target=model, draft=draft)

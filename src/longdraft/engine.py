@@ -126,7 +126,9 @@ class Engine:
             accepted = accept(v.tree, v.logits, v.picker, v.sequence.ids, self._emitter(v.sequence))
             settled = self.schedule.settle(s, tree, v, accepted)
             s.rounds += 1
-            s.partial_rounds += v.mode == "partial"
+            if v.mode == "partial":
+                s.partial_rounds += 1
+                s.partial_tokens += len(accepted.tokens)
             s.drafted += tree.drafted
             s.accepted += settled.accepted
             s.rolled_back += settled.rolled_back

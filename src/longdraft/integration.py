@@ -18,11 +18,13 @@ from longdraft.kv.prompt_cache import PromptCache
 from longdraft.sequence import FinishReason, Sequence, StopRule
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker
+from longdraft.verify.schedule import Schedule
 
 
 def decode(
     runner: TargetRunner,
     drafter: Drafter,
+    schedule: Schedule,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -58,6 +60,7 @@ def decode(
         pickers,
         [_criteria_rule(stopping_criteria, eos)],
         PromptCache(),
+        schedule,
     )
     for _ in engine.steps(engine.open()):
         pass

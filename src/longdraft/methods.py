@@ -5,17 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longdraft import drafts
 from longdraft.drafters import draft_folder
 from longdraft.drafters.base import Draft, Drafter, NoDrafter
+from longdraft.drafters.eagle3 import Eagle3Drafter
+from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError, UnsupportedModelError
+from longdraft.kv.partial import PartialLayout
 from longdraft.target.runner import TargetRunner
+from longdraft.verify.schedule import Schedule
+from longdraft.verify.specpv import ExactSpecPV, SpecPV
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,11 @@ class Method:
         needs_draft: drafts with trained weights, from a folder.
         paper: where it comes from.
         summary: one line for the list of methods.
-        drafter: builds its drafter from keyword options; where a draft is needed, ``draft`` is one of them.
+        drafter: builds its drafter from keyword options; where a draft is needed, ``draft`` is one of them. None: it
+            takes any other method's, which the option ``drafter`` names.
         load_draft: reads a draft folder; None where none is needed.
+        draft_kind: which folders it reads, as they name their drafter; several methods may read the same.
+        schedule: builds what verifies, from keyword options of its own.
     """
 
     name: str
@@ -37,23 +46,33 @@ class Method:
     needs_draft: bool
     paper: str
     summary: str
-    drafter: Callable[..., Drafter]
+    drafter: Callable[..., Drafter] | None
     load_draft: Callable[[Path | str], Draft] | None = None
+    draft_kind: str | None = None
+    schedule: Callable[..., Schedule] = Schedule
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         """The method's own options by name."""
-        parameters = inspect.signature(self.drafter).parameters
-        return {name: p for name, p in parameters.items() if not name.startswith("_")}
+        if self.drafter is not None:
+            return self.drafter_options
+        inner = {name: p for each in DRAFTING for name, p in METHODS[each].drafter_options.items()}
+        return self.schedule_options | {"drafter": _DRAFTER} | inner
 
-    def build(self, **options: Any) -> Drafter:
-        """A fresh drafter.
+    @property
+    def drafter_options(self) -> dict[str, inspect.Parameter]:
+        """Those that its drafter takes."""
+        return _parameters(self.drafter) if self.drafter is not None else {}
 
-        Raises:
-            ValueError: for an option that the method does not have, naming those it has.
-        """
-        self.check_names(options)
-        return self.drafter(**options)
+    @property
+    def schedule_options(self) -> dict[str, inspect.Parameter]:
+        """Those that its schedule takes."""
+        return _parameters(self.schedule)
+
+    @property
+    def takes_draft(self) -> bool:
+        """Whether a draft folder means anything to it."""
+        return "draft" in self.options
 
     def check_names(self, options: Iterable[str]) -> None:
         """Raises ValueError for an option that the method does not have, naming those it has."""
@@ -63,6 +82,21 @@ class Method:
                 f"{', '.join(self.options) or 'none'}."
             )
 
+
+def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {name: p for name, p in inspect.signature(factory).parameters.items() if not name.startswith("_")}
+
+
+def _specpv(
+    kind: type[SpecPV], budget: int = 1024, selector: str = "minmax", reduction: str = "mean", margin: int = 20,
+    sink: int = 32, recent: int = 128, block: int = 16,
+) -> SpecPV:  # fmt: skip
+    """A schedule from a method's options: :class:`PartialLayout`'s, with ``recent`` for its window."""
+    return kind(PartialLayout(budget, sink, recent, block, margin, selector, reduction))
+
+
+_DRAFTER = inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, default=None)
+_SPECPV = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
 
 METHODS = {
     m.name: m
@@ -84,12 +118,43 @@ METHODS = {
             "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
             LongSpecDrafter,
             LongSpecDraft.load,
+            "longspec",
+        ),
+        Method(
+            "eagle3",
+            True,
+            True,
+            "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
+            "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
+            Eagle3Drafter,
+            Eagle3Draft.load,
+            "eagle3",
+        ),
+        Method(
+            "specpv",
+            False,
+            False,
+            _SPECPV,
+            "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
+            None,
+            schedule=partial(_specpv, SpecPV),
+        ),
+        Method(
+            "specpv-exact",
+            True,
+            False,
+            f"ours, after {_SPECPV}",
+            "the same, but nothing is emitted before a full pass has confirmed it",
+            None,
+            schedule=partial(_specpv, ExactSpecPV),
         ),
     )
 }
 # What decodes where nobody names a method: the first that has the given options and whose draft, if it needs one,
 # comes with the package for this target.
 DEFAULTS = ("longspec", "prompt-lookup")
+# Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
+DRAFTING = ("eagle3", "longspec", "prompt-lookup", "ar")
 
 
 def method(name: str) -> Method:
@@ -121,18 +186,28 @@ def method_of(folder: Path | str) -> Method:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its options: all that a run's drafter is built from.
+    """A method with its options: all that a run's parts are built from.
 
     Attributes:
-        options: for :meth:`Method.build`, a loaded draft among them where one is needed.
+        drafting: the method whose drafter it takes; as a rule itself.
+        options: the method's own and the drafter's, a loaded draft among them where one is needed.
     """
 
     method: Method
+    drafting: Method
     options: Mapping[str, Any]
 
-    def build(self) -> Drafter:
+    def drafter(self) -> Drafter:
         """A fresh drafter, for one run."""
-        return self.method.build(**self.options)
+        assert self.drafting.drafter is not None
+        return self.drafting.drafter(**self._of(self.drafting.drafter_options))
+
+    def schedule(self) -> Schedule:
+        """What verifies, for one run."""
+        return self.method.schedule(**self._of(self.method.schedule_options))
+
+    def _of(self, known: Iterable[str]) -> dict[str, Any]:
+        return {name: self.options[name] for name in known if name in self.options}
 
 
 def asked_for(name: str | Path | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
@@ -155,13 +230,20 @@ def asked_for(name: str | Path | None, options: Mapping[str, Any]) -> tuple[Meth
         found = method_of(name)
     else:
         given = options.get("draft")
-        found = method_of(given) if isinstance(given, str | Path) else None
+        # A draft that has been read knows whose it is.
+        found = method_of(given) if isinstance(given, str | Path) else METHODS[given.kind] if given else None
     if found is not None:
         found.check_names(options)
-        if found.load_draft is not None and isinstance(options.get("draft"), str | Path):
-            options["draft"] = found.load_draft(options["draft"])
-        if not found.needs_draft or options.get("draft") is not None:
-            found.build(**options)
+        if found.takes_draft and isinstance(options.get("draft"), str | Path):
+            load = found.load_draft or method_of(options["draft"]).load_draft
+            assert load is not None
+            options["draft"] = load(options["draft"])
+        draft = options.get("draft")
+        if draft is not None and found.draft_kind not in (None, draft.kind):
+            raise CheckpointError(f"{draft.folder} holds a draft for {draft.kind}, not for {found.draft_kind}.")
+        drafting = _drafting(found, options, None)
+        if not drafting.needs_draft or options.get("draft") is not None:
+            _checked(found, drafting, options)
     return found, options
 
 
@@ -179,18 +261,65 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
     """
     if named is None:
         able = [METHODS[name] for name in DEFAULTS if set(options) <= set(METHODS[name].options)]
-        fitting = [m for m in able if not m.needs_draft or "draft" in options or _shipped(m, runner) is not None]
-        named = (fitting or able or [METHODS[DEFAULTS[-1]]])[0]
+        named = next((m for m in able if _ready(m, options, runner)), (able or [METHODS[DEFAULTS[-1]]])[0])
     named.check_names(options)
-    if named.load_draft is not None:
+    drafting = _drafting(named, options, runner)
+    if drafting.load_draft is not None:
         draft = options.get("draft")
         if draft is None:
-            draft = named.load_draft(_needed(named, runner))
+            draft = drafting.load_draft(_needed(drafting, runner))
         draft.bound(runner)  # a draft for another target is refused now
         options = {**options, "draft": draft}
-    found = Recipe(named, options)
-    found.build()  # and so is a wrong value
+    return _checked(named, drafting, options)  # and so is a wrong value
+
+
+def _checked(named: Method, drafting: Method, options: Mapping[str, Any]) -> Recipe:
+    """A recipe whose parts have been built once.
+
+    Raises:
+        ValueError: for an option that neither method nor drafter has, or a value it cannot use.
+    """
+    known = {*drafting.drafter_options, *named.schedule_options, "drafter"}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(
+            f"Method {named.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. Its options: "
+            f"{', '.join(drafting.drafter_options) or 'none'}."
+        )
+    found = Recipe(named, drafting, options)
+    found.drafter()
+    found.schedule()
     return found
+
+
+def _drafting(named: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
+    """The method whose drafter a method takes.
+
+    Args:
+        runner: the target; None: there is none yet, and shipped drafts are not looked for.
+
+    Raises:
+        ValueError: the option ``drafter`` names no method that drafts by itself, or the draft is of another kind.
+    """
+    if named.drafter is not None:
+        return named
+    draft = options.get("draft")
+    kind = None if draft is None else draft.kind
+    name = options.get("drafter") or kind
+    if name is not None:
+        if name not in DRAFTING:
+            raise ValueError(f"drafter must be one of {', '.join(DRAFTING)}, got {name!r}")
+        if kind is not None and kind != name:
+            raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
+        return METHODS[name]
+    own = set(options) - set(named.schedule_options) - {"drafter"}
+    able = [m for m in (METHODS[each] for each in DRAFTING) if own <= set(m.drafter_options)]
+    ready = (m for m in able if runner is None or _ready(m, options, runner))
+    return next(ready, METHODS[DRAFTING[-1]])
+
+
+def _ready(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
+    """Whether a method has the draft it needs, if it needs one."""
+    return not m.needs_draft or "draft" in options or _shipped(m, runner) is not None
 
 
 def _needed(needing: Method, runner: TargetRunner) -> Path:
@@ -209,10 +338,9 @@ def _needed(needing: Method, runner: TargetRunner) -> Path:
 def _shipped(needing: Method, runner: TargetRunner) -> Path | None:
     """The shipped draft of a method for a target; None for a target that takes none."""
     try:
-        folder = drafts.shipped(runner.parts.description)
+        return drafts.shipped(runner.parts.description, needing.draft_kind)
     except UnsupportedModelError:
         return None
-    return folder if folder is not None and method_of(folder) is needing else None
 
 
 def methods() -> list[dict[str, Any]]:
@@ -226,7 +354,7 @@ def methods() -> list[dict[str, Any]]:
             "exact": m.exact,
             "needs_draft": m.needs_draft,
             "paper": m.paper,
-            "available": not m.needs_draft or any(method_of(folder) is m for folder in drafts.folders()),
+            "available": not m.needs_draft or any(draft_folder.kind(f) == m.draft_kind for f in drafts.folders()),
         }
         for m in METHODS.values()
     ]

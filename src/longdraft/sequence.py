@@ -38,6 +38,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.rounds = 0
         self.partial_rounds = 0
+        self.partial_tokens = 0
         self.rolled_back = 0
         self.drafted = 0
         self.accepted = 0
@@ -117,7 +118,8 @@ class Result:
         text: the output, without a stop string that ended it; empty when there is no tokenizer.
         token_ids: emitted tokens, EOS included.
         rounds: target verification forwards that this sequence took part in, partial ones among them.
-        partial_rounds: those on a partial cache. rolled_back: tokens that they accepted and a full one refuted.
+        partial_rounds: those on a partial cache. partial_tokens: tokens that they accepted. rolled_back: how many of
+            these a full one refuted before they were emitted.
         prefill_seconds, decode_seconds: wall time of reading the prompts and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
     """
@@ -135,6 +137,7 @@ class Result:
     accepted: int = 0
     peak_memory_bytes: int = 0
     partial_rounds: int = 0
+    partial_tokens: int = 0
     rolled_back: int = 0
     from_draft: list[bool] = field(default_factory=list)
 

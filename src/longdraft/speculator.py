@@ -14,6 +14,7 @@ from longdraft import integration
 from longdraft.engine import Engine, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError
 from longdraft.kv import memory
+from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import Method, Recipe, asked_for, recipe
 from longdraft.sequence import Result, Sequence, Step, StopRule
@@ -81,6 +82,9 @@ class Generation:
             rounds=s.rounds,
             drafted=s.drafted,
             accepted=s.accepted,
+            partial_rounds=s.partial_rounds,
+            partial_tokens=s.partial_tokens,
+            rolled_back=s.rolled_back,
             peak_memory_bytes=memory.peak_bytes(self._engine.runner.device),
             from_draft=self._flags[s.index],
         )
@@ -109,13 +113,16 @@ class Speculator:
             target comes with the package, else ``prompt-lookup``.
         target: the model. May be left out when only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
+        offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
+            GPU), ``"disk"`` (a temporary file, for a CPU) or a folder for that file. Slower, and the same output.
         options: the method's own, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
         UnknownMethodError: no such method.
         UnsupportedModelError: the target has layers that cannot be hosted exactly.
-        CheckpointError: the draft cannot be read, or was made for another target.
-        CapabilityError: the method needs a draft, and none comes with the package for this target.
+        CheckpointError: the draft cannot be read, or was made for another target; no such folder to offload to.
+        CapabilityError: the method needs a draft, and none comes with the package for this target; or the target's
+            device cannot offload that way.
     """
 
     def __init__(
@@ -123,9 +130,12 @@ class Speculator:
         method: str | Path | None = None,
         target: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        offload: str | Path | None = None,
         **options: Any,
     ) -> None:
         self._named, self.options = asked_for(method, options)  # a wrong option is refused now
+        self.offload = offloading.parse(offload)
         self.tokenizer = tokenizer
         self._runners: list[TargetRunner] = []
         self._recipes: WeakKeyDictionary[TargetRunner, Recipe] = WeakKeyDictionary()
@@ -168,7 +178,7 @@ class Speculator:
             if known.model is target and known.device == target.device and known.kv_shape.dtype == target.dtype:
                 return known
         # A model that moved or was cast gets a new runner; the old one is stale.
-        self._runners = [r for r in self._runners if r.model is not target] + [TargetRunner(target)]
+        self._runners = [r for r in self._runners if r.model is not target] + [TargetRunner(target, self.offload)]
         return self._runners[-1]
 
     def decode(self, tokens: list[int]) -> str:
@@ -240,12 +250,13 @@ class Speculator:
         chosen = self._recipe(runner)
         engine = Engine(
             runner,
-            chosen.build(),
+            chosen.drafter(),
             sequences,
             pickers,
             rules,
             cache if cache is not None else PromptCache(),
-            cancelled,
+            schedule=chosen.schedule(),
+            cancelled=cancelled,
         )
         return Generation(self, chosen.method, engine, tuple(stop))
 
@@ -269,9 +280,11 @@ class Speculator:
     ) -> Any:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`."""
         runner = self.runner(model)
+        chosen = self._recipe(runner)
         return integration.decode(
             runner,
-            self._recipe(runner).build(),
+            chosen.drafter(),
+            chosen.schedule(),
             input_ids,
             logits_processor,
             stopping_criteria,

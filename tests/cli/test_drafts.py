@@ -7,7 +7,7 @@ import json
 import pytest
 
 from longdraft import drafts
-from tests.drafts import random_draft
+from tests.drafts import published_eagle3, random_draft, random_eagle3
 from tests.tiny import tiny_model
 
 
@@ -88,7 +88,7 @@ def test_bench_with_a_draft(bench, draft):
 
 def test_bench_refuses(bench, draft, other):
     for arguments, code, message in [
-        (["--draft", draft], 2, "none of the methods takes draft: add one that does (longspec)"),
+        (["--draft", draft], 2, "none of the methods takes draft: add one that does (longspec"),
         (["--methods", "longspec", "--draft", other], 1, "another target"),
         (["--methods", "longspec", "--draft", draft, "--widths", "0"], 2, "widths must be"),
         (["--methods", "longspec"], 2, "needs a draft"),
@@ -119,3 +119,76 @@ def test_doctor_and_a_shipped_draft_for_another_model(shell, model_folder, draft
     (found,) = last(ended)["drafts"]
     assert (ended.code, found["shipped"], found["fits"], found["reason"]) == (0, True, False, None)
     assert "for another target" in ended.out
+
+
+# --- EAGLE-3 ---
+
+
+@pytest.fixture(scope="session")
+def eagle3(tmp_path_factory):
+    """For the tiny model of three layers."""
+    folder = tmp_path_factory.mktemp("eagle3") / "tiny"
+    return random_eagle3(folder, tiny_model(context=512), layers=(0, 1, 2), kept=list(range(5, 50)))
+
+
+def test_generate_with_an_eagle3_draft_and_any_tree(generate, draft, eagle3):
+    plain = last(generate("-p", "hello", "-n", 12, "--method", "ar", "--json"))
+    for folder, *tree in (
+        (eagle3, "--depth", 3, "--tree-top-k", 3, "--nodes", 6),
+        (eagle3, "--widths", "2,2"),
+        (eagle3, "-o", "window=9", "-o", "depth=2"),
+        (draft, "--tree", "dynamic", "--depth", 3),
+    ):
+        found = last(generate("-p", "hello", "-n", 12, "--json", "--draft", folder, *tree))
+        assert found["method"] == ("eagle3" if folder is eagle3 else "longspec")
+        assert found["token_ids"] == plain["token_ids"]
+    for wrong, message in (
+        (["--tree", "bush"], "beam or dynamic"),
+        (["--depth", "0"], "depth must be"),
+        (["--widths", "2", "--depth", "3"], "widths"),
+        (["-o", "window=many"], "window must be"),
+    ):
+        ended = generate("-p", "hello", "--draft", eagle3, *wrong)
+        assert ended.code == 2 and message in ended.err.splitlines()[-1]
+
+
+def test_bench_gives_a_draft_to_the_method_that_reads_it(bench, eagle3, draft, monkeypatch):
+    monkeypatch.setattr(drafts, "FOLDER", draft.parent)
+    ended = bench("--methods", "longspec,eagle3", "--draft", eagle3, "--tree", "dynamic", "--depth", 2)
+    assert ended.code == 0
+    rows = last(ended)["rows"]
+    assert [row["method"] for row in rows] == ["ar", "longspec", "eagle3"]
+    assert all(row["mismatches"] == 0 for row in rows)
+
+
+def test_doctor_remarks_on_an_eagle3_draft(shell, model_folder, eagle3, tmp_path, monkeypatch):
+    monkeypatch.setattr(drafts, "FOLDER", tmp_path / "nothing")
+    ended = shell("doctor", "--model", model_folder, "--draft", eagle3, "--json")
+    (found,) = last(ended)["drafts"]
+    assert (ended.code, found["method"], found["fits"], found["vocabulary"]) == (0, "eagle3", True, 45)
+    assert any("head size is 12" in remark for remark in found["remarks"])
+    assert "head size is 12" in " ".join(ended.out.split())
+    published = published_eagle3(tmp_path / "published", tiny_model(context=512))
+    ended = shell("doctor", "--model", model_folder, "--draft", published, "--json")
+    assert ended.code == 1 and "layers 1, 0, -1" in last(ended)["drafts"][0]["reason"]
+
+
+def test_export(shell, generate, eagle3, draft, tmp_path):
+    out = tmp_path / "out"
+    ended = shell("export", eagle3, out, "--to", "speculators", "--verifier", "some/target", "--max-position", 4096)
+    assert ended.code == 0 and "is written" in ended.err
+    config = json.loads((out / "config.json").read_text())
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "some/target",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    runs = [last(generate("-p", "hello", "-n", 12, "--json", "--draft", folder)) for folder in (eagle3, out)]
+    assert runs[0]["token_ids"] == runs[1]["token_ids"] and runs[0]["rounds"] == runs[1]["rounds"]
+    for arguments, code, message in (
+        ([draft, out], 2, "only eagle3 drafts"),
+        ([tmp_path / "none", out], 1, "no draft folder"),
+        ([eagle3, eagle3], 1, "name another folder"),
+        ([eagle3, out, "--max-position", 0], 2, "max_position"),
+    ):
+        ended = shell("export", *arguments, "--verifier", "some/target")
+        assert ended.code == code and message in ended.err.splitlines()[-1]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from longdraft.drafters.longspec_block import LongSpecBlock
-from longdraft.training.config import TrainConfig
+from longdraft.training.config import RunConfig
 from longdraft.training.features import Features
 
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "and", "so", "it", "goes", "on", "old", "man", "sea"]
@@ -55,7 +55,7 @@ def losses_of(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def run_elsewhere(config: TrainConfig, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def run_elsewhere(config: RunConfig, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """Runs :mod:`tests.training.worker` in a process of its own, or in several."""
     settings = {k: v for k, v in config.as_dict().items() if v is not None}
     command = [sys.executable, *launcher, "-m", "tests.training.worker", json.dumps(settings), *arguments]

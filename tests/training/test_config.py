@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from longdraft.errors import ConfigError
-from longdraft.training.config import read_config
+from longdraft.training.config import Eagle3Config, read_config
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "longspec").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs" / "longspec").glob("*.yaml"))
+EAGLE3_CONFIGS = sorted((ROOT / "configs" / "eagle3").glob("**/*.yaml"))
 
 
 def test_words_override_the_file(tmp_path):
@@ -63,3 +65,34 @@ def test_the_three_stages_follow_each_other():
     assert (stages[0].max_length, stages[0].lr) == (1024, 5e-4) and stages[0].anchor_offset
     assert not stages[1].anchor_offset and not stages[2].anchor_offset
     assert all(s.target is None for s in stages)  # the embedded model
+
+
+@pytest.mark.parametrize("path", EAGLE3_CONFIGS, ids=lambda p: p.stem)
+def test_eagle3_configurations_are_complete(path):
+    found = read_config(path, ["data=x.jsonl"], Eagle3Config)
+    assert found.out.startswith("drafts/") and found.decay == 0.8
+    with pytest.raises(ConfigError, match="No setting"):
+        read_config(path)  # LongSpec has no training-time test
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("noise=3", r"No setting noise\. Settings: .*ttt"),
+        ("ttt=0", "ttt must be positive"),
+        ("decay=0", "decay is a share above 0"),
+        ("rope_factor=0.5", "rope_factor stretches, so it is at least 1"),
+        ("rope_factor_inference=8", "goes with rope_factor"),
+        ("window=5", "window 5 leaves nothing"),
+        ("feature_layers=a", "feature_layers takes a list of values"),
+    ],
+)
+def test_what_is_wrong_with_eagle3_settings(word, said):
+    with pytest.raises(ConfigError, match=said):
+        read_config(None, [word], Eagle3Config)
+
+
+def test_eagle3_settings():
+    found = read_config(None, ["feature_layers=[1, 5]", "window=", "ttt=7", "rope_factor=16"], Eagle3Config)
+    assert (found.feature_layers, found.window, found.ttt, found.rope_factor) == ((1, 5), None, 7, 16.0)
+    assert "window" in found.fields_set and found.distill == 1.0

@@ -190,3 +190,43 @@ def test_the_index_says_what_it_is_of(cache, tmp_path, texts):
     cache()
     index = json.loads((tmp_path / "cache" / "index.json").read_text())
     assert set(index) == {"target", "lengths", "starts", "offsets", "top"}
+
+
+LAYERS = (0, 2)
+
+
+@pytest.mark.parametrize("start", [1, 17])
+def test_hidden_states_are_the_models_own(start, monkeypatch):
+    monkeypatch.setattr(features, "CHUNK", 16)
+    model = tiny_model()
+    text = document(40, start, 1)
+    reader = FeatureReader(TargetRunner(model), 5, torch.float32, LAYERS)
+    found = reader.read(text, 3)
+    with torch.no_grad():
+        out = model.model(torch.tensor([text.tokens]), position_ids=found.positions[None], output_hidden_states=True)
+        between = []  # the last entry of hidden_states is normed, so the layers are asked themselves
+        hooks = [model.model.layers[i].register_forward_hook(lambda m, a, o: between.append(o)) for i in LAYERS]
+        model.model(torch.tensor([text.tokens]), position_ids=found.positions[None])
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(found.hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.hidden[:, :48], out.hidden_states[LAYERS[0] + 1][0], rtol=1e-3, atol=1e-4)
+    assert found.top_ids.shape == (40 - start, 5)
+    assert reader.bytes_per_token == 2 * 48 * 4
+
+
+def test_hidden_states_on_disk(tmp_path, texts):
+    reader = FeatureReader(TargetRunner(tiny_model()), 4, torch.bfloat16, LAYERS)
+    made = FeatureCache(tmp_path, texts, [0] * len(texts), {"layers": LAYERS}, 4, ("hidden",))
+    made.prepare(reader.bytes_per_token)
+    assert made.fill(reader)
+    for i, text in enumerate(texts):
+        live, stored = reader.read(text), made[i]
+        assert stored.hidden.dtype == torch.bfloat16 and stored.hidden.shape == (len(text.tokens), 96)
+        torch.testing.assert_close(stored.hidden, live.hidden, rtol=0.02, atol=0.02)
+        assert torch.equal(stored.top_ids, live.top_ids)
+    size = sum(made.path(s).stat().st_size for s in made.shards)
+    needed = bytes_needed(texts, reader.bytes_per_token, 4)
+    assert needed < size < needed + 1000 * len(made.shards)
+    with pytest.raises(CheckpointError, match="holds features of other documents"):
+        FeatureCache(tmp_path, texts, [0] * len(texts), {"layers": (0, 1)}, 4, ("hidden",)).prepare(1)

@@ -118,3 +118,30 @@ def test_liger_only_on_cuda_and_only_where_it_is(stand_in, monkeypatch):
     assert liger.cross_entropy(torch.device("cpu")) is None
     monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
     assert liger.cross_entropy(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 64])
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_gradient_of_a_trained_head(chunk, distill):
+    hidden, head, *rest = case(20, True, 1)
+    tensors = [hidden.requires_grad_(), head.requires_grad_()]
+    loss, _ = soft_cross_entropy(hidden, head, *targets(*rest, distill), chunk)
+    expected = plain(hidden, head, *rest, distill)
+    found, wanted = (torch.autograd.grad(x * 0.37, tensors) for x in (loss, expected))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_trained_head_in_bfloat16():
+    hidden, head, *rest = case(20, False, 2)
+    (exact,) = torch.autograd.grad(plain(hidden, head.requires_grad_(), *rest, 0.5), [head])
+    loss, _ = soft_cross_entropy(hidden, head.bfloat16(), *targets(*rest, 0.5))
+    (found,) = torch.autograd.grad(loss, [head])
+    assert found.dtype == torch.float32 and (found - exact).norm() < 0.02 * exact.norm()
+
+
+def test_measuring_takes_no_gradient():
+    hidden, head, *rest = case(5, False, 3)
+    with torch.no_grad():
+        loss, _ = soft_cross_entropy(hidden.requires_grad_(), head.requires_grad_(), *targets(*rest, 0.5))
+    assert not loss.requires_grad

@@ -24,7 +24,7 @@ def shard() -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    from longdraft.training import recipes
+    from longdraft.training import session
 
     def sharding(**options) -> Accelerator:
         made = Accelerator(**options)
@@ -39,17 +39,21 @@ def shard() -> None:
             made.state.fsdp_plugin.set_mixed_precision(options["mixed_precision"])
         return made
 
-    recipes.Accelerator = sharding
+    session.Accelerator = sharding
 
 
 def main(settings: str, manner: str = "", step: str = "0") -> None:
     torch.set_num_threads(1)
     from longdraft.training import checkpoints
-    from longdraft.training.config import TrainConfig
+    from longdraft.training.config import Eagle3Config, TrainConfig
+    from longdraft.training.eagle3_recipe import train_eagle3
     from longdraft.training.recipes import train_longspec
 
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
-    config = TrainConfig(**values)
+    if "ttt" in values:
+        reports = train_eagle3(Eagle3Config(**values), stop=lambda: bool(stop))
+    else:
+        reports = train_longspec(TrainConfig(**values), stop=lambda: bool(stop))
     if manner == "checkpoint":
         whole = checkpoints.save
 
@@ -62,7 +66,7 @@ def main(settings: str, manner: str = "", step: str = "0") -> None:
     if manner == "fsdp":
         shard()
     stop = []
-    for report in train_longspec(config, stop=lambda: bool(stop)):
+    for report in reports:
         if manner == "fsdp" and report.step == int(step) and os.environ["RANK"] == "1":
             stop.append(1)  # one process alone was told
         if manner == "step" and report.step == int(step):

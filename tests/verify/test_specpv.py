@@ -20,7 +20,7 @@ from tests.drafts import random_draft
 from tests.tiny import FAMILIES, tiny_model
 
 SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
-PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 41, 8, 63)]
+PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
 
 
 def layout(budget: int = 8, **over) -> PartialLayout:
@@ -32,7 +32,7 @@ def run(
     schedule: Schedule,
     drafter: Drafter,
     prompts=None,
-    n=40,
+    n=28,
     sampling: Sampling | None = None,
     seed=0,
     eos=(),
@@ -58,8 +58,9 @@ def drafter(kind: str, model, folder) -> Drafter:
     return NGramDrafter() if kind == "ngram" else NoDrafter()
 
 
-@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"), [*((f, "longspec") for f in FAMILIES), ("llama", "ngram"), ("qwen3", "none")]
+)
 def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kind):
     model = tiny_model(family, vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter())
@@ -82,7 +83,7 @@ def test_the_exact_tier_gives_the_same_text_for_the_same_seed(tmp_path, sampling
 def test_sampling_in_the_exact_tier_follows_the_targets_distribution(tmp_path):
     """Chi-square of the third emitted token, which partial verification guesses, against plain decoding's own law."""
     model = tiny_model(vocab=5, dtype=torch.float64)
-    prompt = [i % 5 for i in range(40)]
+    prompt = [i % 5 for i in range(21)]  # longer than a partial cache, and quickly read
     runner = TargetRunner(model)
 
     def law(text: list[int]) -> torch.Tensor:
@@ -97,7 +98,7 @@ def test_sampling_in_the_exact_tier_follows_the_targets_distribution(tmp_path):
         for b in range(5):
             exact[a, b] = first[a] * second[b] * law([*prompt, a, b])
     counts = torch.zeros(5, 5, 5)
-    runs = 1500
+    runs = 1000
     many = [prompt] * 50
     for i in range(runs // 50):
         got, _, _ = run(model, ExactSpecPV(layout()), NGramDrafter(), many, 3, Sampling(1.0), seed=1000 * i)
@@ -211,7 +212,7 @@ def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
 
 def test_an_end_of_sequence_that_was_only_guessed_does_not_end_the_text(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
-    for eos in range(11):
+    for eos in (0, 3, 7, 10):
         want, _, _ = run(model, Schedule(), NoDrafter(), eos=[eos])
         got, _, _ = run(model, ExactSpecPV(layout()), drafter("ngram", model, tmp_path), eos=[eos])
         assert outputs(got) == outputs(want)

@@ -121,6 +121,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
             row("draft", f"{name}; {'fits' if d['fits'] else 'for another target'}", "green" if d["fits"] else "dim")
         else:
             row("draft", f"{name}; cannot be used: {d['reason']}", "red")
+        for remark in d["remarks"]:
+            row("", remark, "yellow")
     if not found["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.show(out, grid)

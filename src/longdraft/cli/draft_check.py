@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3_remarks import remarks
 from longdraft.errors import LongdraftError
 from longdraft.methods import method_of
 from longdraft.target.runner import TargetRunner
@@ -18,12 +20,12 @@ def examined(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[s
         shipped: it comes with the package: one made for another target is nothing to complain about.
 
     Returns:
-        ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason``: ``fits`` is None where it was
-        not found out, ``reason`` says why the draft cannot be used.
+        ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None where
+        it was not found out, ``reason`` says why the draft cannot be used, ``remarks`` what looks wrong otherwise.
     """
     found: dict[str, Any] = {
         "name": folder.name if shipped else str(folder), "shipped": shipped, "method": None, "parameters": None,
-        "vocabulary": None, "trained_length": None, "fits": None, "reason": None,
+        "vocabulary": None, "trained_length": None, "fits": None, "reason": None, "remarks": [],
     }  # fmt: skip
     try:
         method = method_of(folder)
@@ -43,4 +45,4 @@ def examined(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[s
         draft.check(runner)
     except LongdraftError as error:
         return found | {"fits": False, "reason": None if shipped else str(error)}
-    return found | {"fits": True}
+    return found | {"fits": True, "remarks": remarks(draft, runner) if isinstance(draft, Eagle3Draft) else []}

@@ -110,6 +110,9 @@ def generate(
     draft: options.Draft = None,
     widths: options.Widths = None,
     nodes: options.Nodes = None,
+    tree: options.Tree = None,
+    depth: options.Depth = None,
+    tree_top_k: options.TreeTopK = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -129,15 +132,17 @@ def generate(
     as_json: options.Json = False,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
+    offload: options.Offload = None,
     rope_factor: options.RopeFactor = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        method_options = options.method_options(method, option or []) | options.draft_options(draft, widths, nodes)
+        drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k)
+        method_options = options.method_options(method, option or []) | drafting
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
-        method_options = Speculator(method, **method_options).options
+        method_options = Speculator(method, offload=offload, **method_options).options
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -149,7 +154,9 @@ def generate(
         loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
         status("Preparing the prompt")
         with options.settings_checked():
-            spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer, **method_options)
+            spec = Speculator(
+                method, target=loaded.model, tokenizer=loaded.tokenizer, offload=offload, **method_options
+            )
         tokens = _encode(loaded, request, raw)
     if not sampling.greedy and seed is None:
         seed = random.randrange(2**32)
@@ -195,7 +202,7 @@ def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -
 
 def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
     """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
-    ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer)
+    ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer, offload=spec.offload)
     with console.status(animated=False) as status:
         status("Decoding the same prompt plainly (ar)")
         ar = run.start(ar_spec).results()[0]

@@ -15,9 +15,10 @@ from longdraft.cli import console, options
 from longdraft.cli.bench import bench
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.doctor import doctor
+from longdraft.cli.export import export
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
-from longdraft.cli.train import data, longspec
+from longdraft.cli.train import data, eagle3, longspec
 from longdraft.errors import CapabilityError, LongdraftError
 
 app = typer.Typer(
@@ -45,11 +46,11 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-for verb in (generate, bench, methods, doctor):
+for verb in (generate, bench, methods, doctor, export):
     app.command()(_interruptible(verb))
 
 training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
-for trainer in (longspec, data):
+for trainer in (longspec, eagle3, data):
     training.command()(_interruptible(trainer))
 app.add_typer(training, name="train")
 

@@ -54,6 +54,15 @@ RopeFactor = Annotated[
 Debug = Annotated[
     bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log lines and full tracebacks.")
 ]
+Offload = Annotated[
+    str | None,
+    typer.Option(
+        "--offload",
+        help="Keep the KV cache elsewhere: host (memory of the host, for a GPU), disk (a temporary file, for a CPU) "
+        "or a folder for that file.",
+        show_default="nowhere else",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
 TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")]
@@ -76,10 +85,24 @@ Draft = Annotated[
 ]
 Widths = Annotated[
     str | None,
-    typer.Option("--widths", help="Drafted nodes of each level of the tree (longspec).", show_default="4,16,16,16,16"),
+    typer.Option("--widths", help="A beam tree: drafted nodes of each level.", show_default="4,16,16,16,16 (longspec)"),
 ]
 Nodes = Annotated[
-    int | None, typer.Option("--nodes", help="Verify only so many of them, the best (longspec).", show_default="all")
+    int | None,
+    typer.Option(
+        "--nodes", help="Verify only so many drafted nodes, the best.", show_default="all; 59 of a dynamic tree"
+    ),
+]
+Tree = Annotated[
+    str | None,
+    typer.Option("--tree", help="What a draft grows: beam or dynamic.", show_default="beam (longspec), else dynamic"),
+]
+Depth = Annotated[int | None, typer.Option("--depth", help="A dynamic tree: its levels.", show_default="7")]
+TreeTopK = Annotated[
+    int | None,
+    typer.Option(
+        "--tree-top-k", help="A dynamic tree: nodes of a level that go on, and children of each.", show_default="10"
+    ),
 ]
 
 
@@ -102,23 +125,33 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
             raise SettingError(f"--option takes name=value, not {pair!r}.")
         name = name.replace("-", "_")
         default = parameters[name].default if name in parameters else inspect.Parameter.empty
-        found[name] = value = _numbers(name, text) if isinstance(default, tuple) else _value(text)
+        found[name] = value = _numbers(name, text) if name in _LISTS else _value(text)
         kind = type(default)
         if kind in _KINDS and not (type(value) is kind or (kind is float and type(value) is int)):
             raise SettingError(f"--option {name} takes {_KINDS[kind]}, not {text!r}.")
     return found
 
 
-def draft_options(draft: Path | None, widths: str | None, nodes: int | None) -> dict[str, Any]:
-    """``--draft``, ``--widths`` and ``--nodes``, those that were given, as options of a method.
+def draft_options(
+    draft: Path | None,
+    widths: str | None,
+    nodes: int | None,
+    tree: str | None = None,
+    depth: int | None = None,
+    top_k: int | None = None,
+) -> dict[str, Any]:
+    """``--draft`` and the tree's options, those that were given, as options of a method.
 
     Raises:
         SettingError: widths that are no numbers.
     """
-    given = {"draft": draft, "widths": None if widths is None else _numbers("widths", widths), "nodes": nodes}
+    numbers = None if widths is None else _numbers("widths", widths)
+    given = {"draft": draft, "widths": numbers, "nodes": nodes, "tree": tree, "depth": depth, "top_k": top_k}
     return {name: value for name, value in given.items() if value is not None}
 
 
+# Options of methods that take several whole numbers.
+_LISTS = {"widths"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
@@ -14,6 +15,14 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from longdraft.training.config import RunConfig
+    from longdraft.training.run_log import Report
+
+Config = TypeVar("Config", bound="RunConfig")
+# settings, progress (what, done, total), stop -> a report a step
+Recipe: TypeAlias = "Callable[[Config, Callable[[str, int, int], None], Callable[[], bool]], Iterator[Report]]"
 
 
 def longspec(
@@ -31,12 +40,55 @@ def longspec(
 
     Settings: docs/training.md, or any wrong one: the error lists them.
     """
+    from longdraft.training.config import TrainConfig
+
+    def recipe() -> Recipe[TrainConfig]:
+        from longdraft.training.recipes import train_longspec
+
+        return train_longspec
+
+    _train(config, settings or [], TrainConfig, recipe, as_json)
+
+
+def eagle3(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="YAML file of settings, such as configs/eagle3/1-answers.yaml."),
+    ] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train an EAGLE-3 draft; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
+
+    Settings: docs/training.md, or any wrong one: the error lists them.
+    """
+    from longdraft.training.config import Eagle3Config
+
+    def recipe() -> Recipe[Eagle3Config]:
+        from longdraft.training.eagle3_recipe import train_eagle3
+
+        return train_eagle3
+
+    _train(config, settings or [], Eagle3Config, recipe, as_json)
+
+
+def _train(
+    path: Path | None, words: list[str], kind: type[Config], recipe: Callable[[], Recipe[Config]], as_json: bool
+) -> None:
+    """Runs a recipe on its settings, shows how it goes, and says where the draft is.
+
+    Args:
+        kind: of the settings. recipe: loads the recipe, which takes seconds: settings are checked before.
+    """
     from longdraft.training.config import read_config
 
     # One of several processes (torchrun, accelerate launch) speaks for all.
     main = int(os.environ.get("RANK", "0")) == 0
     try:
-        settings_ = read_config(config, settings or ())
+        settings_ = read_config(path, words, kind)
         if not settings_.data:
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
     except ConfigError:
@@ -46,11 +98,10 @@ def longspec(
     _need_accelerate()
     with TrainingDisplay(silent=not main) as display:
         display.prepare("Loading what training needs", 0, 0)
-        from longdraft.training.recipes import train_longspec
-
+        run = recipe()
         report = None
         with Cancel(terminate=True) as cancel:
-            for report in train_longspec(settings_, display.prepare, cancel):
+            for report in run(settings_, display.prepare, cancel):
                 display.step(report)
     if not main:
         raise typer.Exit(cancel.exit_code if cancel() else 0)

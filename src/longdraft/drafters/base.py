@@ -59,10 +59,12 @@ class Draft(Protocol):
     """Trained weights of a drafter, read from a folder and fit for one kind of target.
 
     Attributes:
+        kind: the drafter that takes it, by the name of its method.
         folder: where it was read from.
         trained_length: tokens of the longest text it was trained on; None where the folder does not say.
     """
 
+    kind: str
     folder: Path
     trained_length: int | None
 

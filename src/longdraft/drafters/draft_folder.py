@@ -17,6 +17,8 @@ from longdraft.errors import CheckpointError
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Names that an error spells out before it only counts.
+_SHOWN = 6
 
 logger = logging.getLogger("longdraft")
 
@@ -44,9 +46,18 @@ def save(folder: Path | str, draft: DraftFolder) -> None:
     Raises:
         CheckpointError: when it cannot be written (no space, no permission).
     """
-    folder = Path(folder)
     config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
-    tensors = {name: t.detach().cpu().contiguous() for name, t in draft.tensors.items()}
+    write(folder, config, draft.tensors)
+
+
+def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes config.json and model.safetensors, in whatever layout; each file appears whole or not at all.
+
+    Raises:
+        CheckpointError: when they cannot be written (no space, no permission).
+    """
+    folder = Path(folder)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{WEIGHTS}.part"
@@ -72,10 +83,23 @@ def kind(folder: Path | str) -> str:
     Raises:
         CheckpointError: no such folder, no or broken config.json.
     """
-    return str(_config(Path(folder)).get("drafter", ""))
+    return _kind(read_config(folder))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _kind(config: Mapping[str, Any]) -> str:
+    """Folders that others publish are told by what transformers or `speculators` wrote into them."""
+    if "drafter" in config or config.get("speculators_model_type"):
+        return str(config.get("drafter") or config["speculators_model_type"])
+    return "eagle3" if "eagle3" in str(config.get("architectures")).lower() else ""
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """A folder's config.json.
+
+    Raises:
+        CheckpointError: no such folder, no or broken config.json.
+    """
+    folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"There is no draft folder {folder}.")
     try:
@@ -95,20 +119,61 @@ def load(folder: Path | str) -> DraftFolder:
     Raises:
         CheckpointError: no such folder, no or broken config.json, missing or truncated weights.
     """
-    folder = Path(folder)
-    config = _config(folder)
-    path = folder / WEIGHTS
+    config = read_config(folder)
+    tensors = read_tensors(folder)
+    found = _kind(config)
+    config.pop("drafter", None)
+    return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
+
+
+def read_tensors(folder: Path | str) -> dict[str, torch.Tensor]:
+    """A folder's model.safetensors.
+
+    Raises:
+        CheckpointError: missing or truncated.
+    """
+    path = Path(folder) / WEIGHTS
     if not path.exists():
         raise CheckpointError(f"{folder} has no {WEIGHTS}: copy the draft again.")
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} ({path.stat().st_size} bytes) cannot be read: {error}. It is truncated or damaged: copy the "
             "draft again."
         ) from error
-    return DraftFolder(str(config.pop("drafter", "")), config, tensors, dict(config.pop("target", None) or {}))
+
+
+def check_tensors(
+    tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size], folder: Path | str, kind: str
+) -> None:
+    """Compares a draft's tensors with what its sizes ask for.
+
+    Args:
+        kind: of draft, for the message: "LongSpec".
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected or of a wrong shape.
+    """
+    wrong = [
+        f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(size)}"
+        for name, size in sizes.items()
+        if name in tensors and tensors[name].shape != size
+    ]
+    kinds = {
+        "missing": [name for name in sizes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in sizes],
+        "of a wrong shape": wrong,
+    }
+    found = [f"{problem}: {_named(names)}" for problem, names in kinds.items() if names]
+    if found:
+        raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. " + "; ".join(found) + ".")
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_target(draft: DraftFolder, target: Mapping[str, Any], folder: Path | str) -> None:

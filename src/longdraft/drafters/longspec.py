@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,45 +20,49 @@ from longdraft.drafters.window import Window
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Level, beam
+from longdraft.trees.beam import Level
+from longdraft.trees.plan import tree_plan
 from longdraft.trees.tree import TokenTree
-
-WIDTHS = (4, 16, 16, 16, 16)
 
 
 class LongSpecDrafter(Drafter):
-    """Drafts beam trees with a LongSpec block.
+    """Drafts trees with a LongSpec block.
 
     Args:
         draft: a trained draft.
-        widths: nodes of each level of the tree.
-        nodes: verify only this many of them, the most probable; None: all.
+        widths: nodes of each level of a beam tree; the paper's by default.
+        nodes: verify only this many of them, the most probable; None: all (59 of a dynamic tree).
+        tree: "beam", or "dynamic" as EAGLE-2 grows it; None: beam unless ``depth`` or ``top_k`` is given.
+        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each.
 
     Raises:
-        ValueError: for widths that make no tree, or one deeper than the draft's window.
+        ValueError: for sizes that make no tree, or one deeper than the draft's window.
     """
 
-    def __init__(self, draft: LongSpecDraft, widths: SequenceOf[int] = WIDTHS, nodes: int | None = None) -> None:
-        self.widths = tuple(widths)
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {self.widths}")
-        if nodes is not None and nodes < 1:
-            raise ValueError(f"nodes must be at least 1, got {nodes}")
-        if len(self.widths) >= draft.shape.window:
-            raise ValueError(f"{len(self.widths)} levels do not fit the draft's window of {draft.shape.window} tokens")
-        self.nodes = nodes
-        self.max_nodes = min(sum(self.widths), nodes or sum(self.widths))
+    def __init__(
+        self,
+        draft: LongSpecDraft,
+        widths: SequenceOf[int] | None = None,
+        nodes: int | None = None,
+        tree: str | None = None,
+        depth: int | None = None,
+        top_k: int | None = None,
+    ) -> None:
+        self.plan = tree_plan("beam", widths, nodes, tree, depth, top_k)
+        if self.plan.depth >= draft.shape.window:
+            raise ValueError(f"{self.plan.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
+        self.max_nodes = self.plan.max_nodes
         self.draft = draft
         self._bound: BoundDraft | None = None
 
     @classmethod
-    def load(cls, folder: Path | str, widths: SequenceOf[int] = WIDTHS, nodes: int | None = None) -> LongSpecDrafter:
-        """From a draft folder.
+    def load(cls, folder: Path | str, **tree: Any) -> LongSpecDrafter:
+        """From a draft folder, with the tree's options.
 
         Raises:
             CheckpointError: when it cannot be read.
         """
-        return cls(LongSpecDraft.load(folder), widths, nodes)
+        return cls(LongSpecDraft.load(folder), **tree)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's parts, and memory for the windows.
@@ -68,10 +73,7 @@ class LongSpecDrafter(Drafter):
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
-        # The last level is never fed to the draft.
-        self.window = Window(
-            runner.kv_shape, store.slots, self.draft.shape.window, sum(self.widths[:-1]), runner.device
-        )
+        self.window = Window(runner.kv_shape, store.slots, self.draft.shape.window, self.plan.shown, runner.device)
 
     @torch.inference_mode()
     def prefill(self, sequence: Sequence) -> None:
@@ -89,15 +91,13 @@ class LongSpecDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
         assert self._bound is not None
-        return beam(
+        return self.plan.grow(
             [s.output[-1] for s in sequences],
             _Round(self, self._bound, sequences).expand,
-            self.widths,
             # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
-            [min(len(self.widths), s.remaining - 1) for s in sequences],
-            nodes=self.nodes,
-            ids=self._bound.ids,
-            device=self._runner.device,
+            [s.remaining - 1 for s in sequences],
+            self._bound.ids,
+            self._runner.device,
         )
 
     # Emitted tokens enter the window at the start of the next round, so there is nothing to observe.

@@ -26,8 +26,6 @@ OFFSETS = "d2t"
 _DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
 # How transformers' configurations name what we name otherwise.
 _PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-# Names that an error spells out before it only counts.
-_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,8 @@ class LongSpecDraft:
         ids: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
     """
 
+    kind = KIND
+
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         self.folder = Path(folder)
         published = not contents.kind
@@ -80,7 +80,7 @@ class LongSpecDraft:
         trimmed = contents.config.get("draft_vocab_size")
         if trimmed is not None:
             sizes[OFFSETS] = torch.Size([trimmed])
-        _check_tensors(tensors, sizes, folder)
+        draft_folder.check_tensors(tensors, sizes, folder, "LongSpec")
         offsets = tensors.pop(OFFSETS, None)
         self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
         self._state = tensors
@@ -180,27 +180,3 @@ def _empty_block(shape: LongSpecShape) -> LongSpecBlock:
     """A block without memory."""
     with torch.device("meta"):
         return LongSpecBlock(shape)
-
-
-def _check_tensors(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size], folder: Path | str) -> None:
-    """Raises CheckpointError naming what is missing, unexpected or of a wrong shape."""
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(size)}"
-        for name, size in sizes.items()
-        if name in tensors and tensors[name].shape != size
-    ]
-    kinds = {
-        "missing": [name for name in sizes if name not in tensors],
-        "unexpected": [name for name in tensors if name not in sizes],
-        "of a wrong shape": wrong,
-    }
-    found = [f"{kind}: {_named(names)}" for kind, names in kinds.items() if names]
-    if found:
-        raise CheckpointError(
-            f"{folder} is no LongSpec draft as its config.json describes it. " + "; ".join(found) + "."
-        )
-
-
-def _named(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

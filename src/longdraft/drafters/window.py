@@ -35,10 +35,24 @@ class Window:
         self._rows = torch.arange(window, device=device)
         self._scale = shape.head_dim**-0.5
         self._ends = [0] * slots
+        self._reached = [0] * slots
 
     def end(self, slot: int) -> int:
         """The position behind the newest token of a slot's ring."""
         return self._ends[slot]
+
+    def forget(self, slot: int, end: int) -> None:
+        """Takes tokens from position ``end`` on for unknown: they are appended again before anyone looks.
+
+        Where the text has become shorter, a full ring lacks old tokens, and must be filled anew.
+        """
+        self._ends[slot] = min(self._ends[slot], end)
+        if end == 0:
+            self._reached[slot] = 0
+
+    def wrapped(self, slot: int) -> bool:
+        """Whether the ring has ever overwritten a token."""
+        return self._reached[slot] > self.window
 
     def append(self, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Puts tokens at positions [start, start + n) into the ring, over the oldest ones.
@@ -52,6 +66,7 @@ class Window:
             ring[:, first : first + before] = new[:, :before]
             ring[:, : n - before] = new[:, before:]
         self._ends[slot] = start + n
+        self._reached[slot] = max(self._reached[slot], start + n)
 
     def attend_newest(self, slot: int, q: torch.Tensor) -> torch.Tensor:
         """The newest token's query (Hq, 1, d) sees the whole ring -> (Hq, 1, d)."""

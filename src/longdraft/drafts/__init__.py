@@ -19,26 +19,30 @@ def folders() -> list[Path]:
     return sorted(path.parent for path in FOLDER.glob("*/config.json"))
 
 
-def shipped(description: Mapping[str, Any]) -> Path | None:
+def shipped(description: Mapping[str, Any], kind: str | None = None) -> Path | None:
     """The shipped draft that fits a target; of several, one trained with these very weights.
 
     Args:
         description: the target's, as :func:`longdraft.target.parts.describe` gives it.
+        kind: of drafter, as the folders name it ("longspec"); None: any.
 
     Raises:
         CheckpointError: a shipped draft's config.json is damaged.
     """
     fitting: list[tuple[bool, Path]] = []
     for folder in folders():
-        made_for = _target(folder)
+        own, made_for = _described(folder)
+        if kind not in (None, own):
+            continue
         if made_for and all(description.get(k) == x for k, x in made_for.items() if k != _DIGEST):
             fitting.append((made_for.get(_DIGEST) == description.get(_DIGEST), folder))
     return max(fitting, key=lambda f: f[0])[1] if fitting else None
 
 
-def _target(folder: Path) -> dict[str, Any]:
-    """What a shipped draft was made for."""
+def _described(folder: Path) -> tuple[str, dict[str, Any]]:
+    """A shipped draft's kind, and what it was made for."""
     try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8"))["target"])
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(config["drafter"]), dict(config["target"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"The shipped draft {folder} is damaged ({error!r}): install longdraft again.") from error

@@ -187,8 +187,6 @@ class PartialCache:
         self.store.commit(slot, path)
         own = slice(start, start + len(path))
         features = None if self.store.features is None else self.store.features[slot, own]
-        self.full.put_rows(
-            slot, self.full.lengths[slot] + waiting, self.store.keys[:, slot, :, own], self.store.values[:, slot, :, own],
-            features,
-        )  # fmt: skip
+        keys, values = self.store.keys[:, slot, :, own], self.store.values[:, slot, :, own]
+        self.full.put_rows(slot, self.full.lengths[slot] + waiting, keys, values, features)
         self.full.provisional[slot] = waiting + len(path)

@@ -51,8 +51,10 @@ class PromptCache:
                 self.tokens = []
             elif old is not None:
                 for slot, n in enumerate(old.lengths):
-                    store.keys[:, slot, :, :n] = old.keys[:, slot, :, :n]
-                    store.values[:, slot, :, :n] = old.values[:, slot, :, :n]
+                    # The finer of the two divisions: neither store need hold more layers than it likes.
+                    for layers in max(store.portions, old.portions, key=len):
+                        for new, rows in zip(store.stored(slot, layers), old.stored(slot, layers), strict=True):
+                            new[:, :, :n] = rows[:, :, :n]
                     if store.features is not None and old.features is not None:
                         store.features[slot, :n] = old.features[slot, :n]
                     store.lengths[slot] = n

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
+from longdraft.kv import memory
 from longdraft.kv.store import KVStore
 
 FORMAT = "longdraft-kv-1"
@@ -26,16 +27,14 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
 
     Raises:
         CheckpointError: when the file cannot be written (no space, no permission); nothing is left behind.
+        MemoryBudgetError: when the rows do not fit the memory that is free.
     """
     path = Path(path)
     n = store.lengths[slot]
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
-    tensors = {
-        "keys": store.keys[:, slot, :, :n].contiguous(),
-        "values": store.values[:, slot, :, :n].contiguous(),
-        "tokens": torch.tensor(list(tokens), dtype=torch.int64),
-    }
+    keys, values = _gathered(store, slot, n)
+    tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64)}
     meta = {"format": FORMAT, "target": fingerprint}
     if store.features is not None:
         tensors["features"] = store.features[slot, :n].contiguous()
@@ -83,14 +82,30 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str) -> list[
                 if meta.get("feature_layers") != ",".join(map(str, store.feature_layers)):
                     return []
                 store.features[slot, : len(tokens)] = file.get_tensor("features").to(store.device)
-            store.keys[:, slot, :, : len(tokens)] = file.get_tensor("keys").to(store.device)
-            store.values[:, slot, :, : len(tokens)] = file.get_tensor("values").to(store.device)
+            for layers in store.portions:
+                for name, rows in zip(("keys", "values"), store.stored(slot, layers), strict=True):
+                    rows[:, :, : len(tokens)] = file.get_slice(name)[layers].to(rows.device)
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"Could not read the snapshot {path}: {error}. Delete it and run again.") from error
     store.lengths[slot] = len(tokens)
     return [int(t) for t in tokens]
+
+
+def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (layers, kv_heads, n, head_dim) of a slot's first rows, contiguous.
+
+    Raises:
+        MemoryBudgetError: when a store off the device holds more than fits the memory: a file is put together there.
+    """
+    shape = store.shape
+    memory.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
+    out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype) for _ in "kv"]
+    for layers in store.portions:
+        for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
+            tensor[layers] = rows[:, :, :n]
+    return out[0], out[1]
 
 
 def token_count(path: Path | str) -> int:

@@ -19,7 +19,7 @@ class BlockSummaries:
         block: rows of a block.
 
     Attributes:
-        largest, smallest, mean: (layers, slots, kv_heads, blocks, head_dim); a slot's first ``count(slot)`` blocks hold.
+        largest, smallest, mean: (layers, slots, kv_heads, blocks, head_dim), a slot's first ``count(slot)`` blocks.
     """
 
     def __init__(self, store: KVStore, block: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.target import hosting
@@ -93,3 +94,8 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
         "rope_theta": rope.get("rope_theta"),
         "weights": digest.hexdigest()[:16],
     }
+
+
+def architecture(model_type: str) -> str | None:
+    """The class of transformers that decodes a kind of model, by the name in its configuration; None if unknown."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

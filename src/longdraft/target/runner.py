@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import NumericalError, UnsupportedModelError
+from longdraft.kv import offload as offloading
+from longdraft.kv.offload import Offload
 from longdraft.kv.store import KVStore
 from longdraft.packing import PackedModule
 from longdraft.target import hosting
@@ -30,6 +32,9 @@ class Taps:
 
     hidden: tuple[int, ...] = ()
     queries: tuple[int, ...] = ()
+
+
+NO_TAPS = Taps()
 
 
 @dataclass
@@ -51,6 +56,7 @@ class TargetRunner:
     Args:
         model: any decoder-only model of transformers that goes through its attention interface and whose layers
             are all full attention. It is used as it is and left as it was.
+        offload: where its stores keep keys and values; see :func:`longdraft.kv.offload.parse`.
 
     Attributes:
         attention_path: name of the attention path that this machine uses.
@@ -58,10 +64,13 @@ class TargetRunner:
 
     Raises:
         UnsupportedModelError: when it cannot be hosted exactly, naming what stands in the way.
+        CapabilityError: when its device cannot offload that way.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, offload: Offload = None) -> None:
         hosting.check_supported(model)
+        offloading.check(offload, model.device)
+        self.offload = offload
         self.model = model.eval()
         self.kv_shape = hosting.kv_shape(model)
         self.context_length = hosting.context_length(model)
@@ -96,15 +105,25 @@ class TargetRunner:
             return frozenset()
         return frozenset(int(i) for i in ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
 
-    def new_store(self, slots: int, capacity: int, feature_layers: tuple[int, ...] = ()) -> KVStore:
+    def new_store(
+        self, slots: int, capacity: int, feature_layers: tuple[int, ...] = (), resident: bool = False
+    ) -> KVStore:
         """An empty KV store of this target's shape, laid out as its attention path likes it.
 
         Args:
             feature_layers: decoder layers whose output hidden states every forward shall leave in it.
+            resident: keep it on the device even where stores are offloaded: a small one that every round reads.
+
+        Raises:
+            MemoryBudgetError: when it does not fit.
+            CheckpointError: no file can be made in the folder to offload to.
         """
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
-        return KVStore(self.kv_shape, slots, capacity, self.device, transposed, feature_layers, size)
+        offload = None if resident else self.offload
+        return offloading.new_store(
+            offload, self.kv_shape, slots, capacity, self.device, transposed, feature_layers, size
+        )
 
     @torch.inference_mode()
     def forward(
@@ -117,7 +136,7 @@ class TargetRunner:
         depths: Sequence[Sequence[int]] | None = None,
         mask: torch.Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
-        taps: Taps = Taps(),
+        taps: Taps = NO_TAPS,
     ) -> TargetOutput:
         """One forward. Writes the block's KV, and the features that the store keeps, behind each slot's prefix.
 

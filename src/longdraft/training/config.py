@@ -6,16 +6,21 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 
 from longdraft.errors import ConfigError
 
+# Levels that simulated acceptance drafts, whatever a draft was trained for.
+DEPTH = 5
+
+Config = TypeVar("Config", bound="RunConfig")
+
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Every setting, with its default. Paths are relative to the working directory.
+class RunConfig:
+    """What every training run can be told, with its default. Paths are relative to the working directory.
 
     Attributes:
         data: JSONL files: rows with ``text``, ``messages`` or ``tokens`` (see ``longdraft train data``).
@@ -27,10 +32,7 @@ class TrainConfig:
         max_length: longer documents are cut into pieces of this many tokens (chats: cut at the end).
         min_length: shorter documents are left out.
         anchor_offset: largest random offset of anchor-offset indices; 0 for plain indices.
-        noise: largest shift j of flash noisy training; 1 turns it off. Five levels of drafting need 5.
-        window: of self-attention, keys, the query's own included.
         intermediate_size: of the block's MLP; None takes the target's. A draft in ``init`` brings its own.
-        final_norm: whether an RMSNorm stands before the head; the paper's block has none.
         vocabulary: size of the draft's vocabulary; None keeps the target's. A draft in ``init`` brings its own.
         vocabulary_from: JSONL files whose tokens that vocabulary is counted on; none takes ``data``'s.
         distill: share of the loss that follows the target's distribution; 0 is plain cross-entropy (the paper).
@@ -57,10 +59,7 @@ class TrainConfig:
     max_length: int = 1024
     min_length: int = 32
     anchor_offset: int = 0
-    noise: int = 5
-    window: int = 512
     intermediate_size: int | None = None
-    final_norm: bool = True
     vocabulary: int | None = None
     vocabulary_from: tuple[str, ...] = ()
     distill: float = 0.0
@@ -88,13 +87,10 @@ class TrainConfig:
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        positive = (
-            "max_length", "min_length", "rows", "accumulate", "noise", "window", "top", "keep", "lr", "epochs", "clip",
+        self._check_positive(
+            "max_length", "min_length", "rows", "accumulate", "top", "keep", "lr", "epochs", "clip",
             "intermediate_size", "vocabulary", "threads",
         )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("anchor_offset", "save_every", "measure_every", "eps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -106,14 +102,88 @@ class TrainConfig:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"betas are two numbers from 0 to below 1, got {self.betas}")
 
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
         values.pop("fields_set")
         return values
 
 
-def read_config(path: Path | str | None, overrides: Sequence[str] = ()) -> TrainConfig:
+@dataclass(frozen=True)
+class TrainConfig(RunConfig):
+    """A LongSpec run.
+
+    Attributes:
+        noise: largest shift j of flash noisy training; 1 turns it off. Five levels of drafting need 5.
+        window: of self-attention, keys, the query's own included.
+        final_norm: whether an RMSNorm stands before the head; the paper's block has none.
+    """
+
+    noise: int = 5
+    window: int = 512
+    final_norm: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("noise", "window")
+
+
+@dataclass(frozen=True)
+class Eagle3Config(RunConfig):
+    """An EAGLE-3 run. The target's theta, heads and their size are the draft's.
+
+    Attributes:
+        ttt: steps of the training-time test: how deep the draft drafts on its own outputs.
+        decay: weight of a step, against the one before.
+        feature_layers: decoder layers whose output the draft reads (0 is the first); none takes 1, L//2-1 and L-4. A
+            draft in ``init`` brings its own, as it does the rotary base.
+        window: keys of its own that the draft sees, a row's own included; None for all.
+        distill: here, all of the loss follows the target by default.
+        rope_theta: base of the draft's rotary embedding; None takes the target's.
+        rope_factor: YaRN's factor in training, None for no stretching; rope_factor_inference: the one to decode with,
+            None for the same. rope_original_length: the length that is stretched; None takes the length that the
+            draft in ``init`` was trained for.
+    """
+
+    ttt: int = 5
+    decay: float = 0.8
+    feature_layers: tuple[int, ...] = ()
+    window: int | None = None
+    distill: float = 1.0
+    rope_theta: float | None = None
+    rope_factor: float | None = None
+    rope_factor_inference: float | None = None
+    rope_original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("ttt", "window", "rope_theta", "rope_original_length")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay is a share above 0, up to 1, got {self.decay}")
+        for name in ("rope_factor", "rope_factor_inference"):
+            if getattr(self, name) is not None and not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} stretches, so it is at least 1, got {getattr(self, name)}")
+        if self.rope_factor_inference is not None and self.rope_factor is None:
+            raise ConfigError("rope_factor_inference goes with rope_factor, the factor of training: give both.")
+        if self.window is not None and self.window <= max(self.ttt, DEPTH):
+            raise ConfigError(
+                f"window {self.window} leaves nothing beside the {max(self.ttt, DEPTH)} steps of drafting: give more."
+            )
+
+
+def read_config(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    kind: type[Config] = TrainConfig,  # type: ignore[assignment]
+) -> Config:
     """A configuration from a YAML file and ``key=value`` overrides.
+
+    Args:
+        kind: of the run that it is for.
 
     Raises:
         ConfigError: naming the file or the word, and the keys there are.
@@ -137,12 +207,12 @@ def read_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Train
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a path with a colon or the like
-    known = {f.name for f in dataclasses.fields(TrainConfig)} - {"fields_set"}
+    known = {f.name for f in dataclasses.fields(kind)} - {"fields_set"}
     if unknown := sorted(set(values) - known):
         raise ConfigError(f"No setting {', '.join(map(str, unknown))}. Settings: {', '.join(sorted(known))}.")
-    hints = get_type_hints(TrainConfig)
+    hints = get_type_hints(kind)
     converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}
-    return TrainConfig(**converted, fields_set=tuple(values))
+    return kind(**converted, fields_set=tuple(values))
 
 
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -33,7 +33,7 @@ def bytes_needed(documents: Sequence[Document], bytes_per_token: int, top: int) 
     """Bytes of a cache of these documents.
 
     Args:
-        bytes_per_token: of one layer's keys and values. A token takes 4 more, and 6 for each of ``top`` predictions.
+        bytes_per_token: of what the draft reads. A token takes 4 more, and 6 for each of ``top`` predictions.
     """
     return sum(len(d.tokens) * (bytes_per_token + 4) + (len(d.tokens) - d.start) * top * 6 for d in documents)
 
@@ -46,6 +46,7 @@ class FeatureCache:
         documents, offsets: whose features; ``offsets`` as :class:`FeatureReader` takes them.
         identity: what the features depend on beside the documents: the target, the dtype.
         top: how many predictions a token has.
+        names: of what the draft reads, as :class:`Features` names it.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class FeatureCache:
         offsets: Sequence[int],
         identity: dict[str, Any],
         top: int,
+        names: Sequence[str] = ("keys", "values"),
     ) -> None:
-        self.folder, self.documents, self.offsets, self.top = folder, documents, offsets, top
+        self.folder, self.documents, self.offsets, self.top, self.names = folder, documents, offsets, top, names
         self.index = json.loads(json.dumps(identity)) | {
             "lengths": [len(d.tokens) for d in documents],
             "starts": [d.start for d in documents],
@@ -93,13 +95,12 @@ class FeatureCache:
         with self._readable(shard):
             if shard not in self._files:
                 self._files[shard] = safe_open(self.path(shard), framework="pt").__enter__()
-            part = {name: self._files[shard].get_slice(name) for name in ("keys", "values", "ids", "lps")}
+            part = {name: self._files[shard].get_slice(name) for name in (*self.names, "ids", "lps")}
             return Features(
                 tokens=torch.tensor(document.tokens),
                 start=document.start,
                 offset=self.offsets[i],
-                keys=part["keys"][a:b].transpose(0, 1),
-                values=part["values"][a:b].transpose(0, 1),
+                rows={name: part[name][a:b] for name in self.names},
                 top_ids=part["ids"][c:d].long(),
                 top_log_probs=part["lps"][c:d].float(),
             )
@@ -118,7 +119,7 @@ class FeatureCache:
         """Checks what is there and what room there is, before the target runs.
 
         Args:
-            bytes_per_token: of one layer's keys and values.
+            bytes_per_token: of what the draft reads.
 
         Raises:
             CheckpointError: the folder holds other documents' features, a damaged shard, or the disk has no room:
@@ -199,8 +200,7 @@ class FeatureCache:
 def _save(path: Path, parts: list[Features]) -> None:
     tensors = {
         "tokens": torch.cat([p.tokens for p in parts]).int(),
-        "keys": torch.cat([p.keys.transpose(0, 1) for p in parts]).cpu(),
-        "values": torch.cat([p.values.transpose(0, 1) for p in parts]).cpu(),
+        **{name: torch.cat([p.rows[name] for p in parts]).cpu() for name in parts[0].rows},
         "ids": torch.cat([p.top_ids for p in parts]).int().cpu(),
         "lps": torch.cat([p.top_log_probs for p in parts]).half().cpu(),
     }

@@ -1,4 +1,7 @@
-"""What a draft needs of its target, token by token: the last layer's keys and values, and its likeliest next tokens."""
+"""What a draft needs of its target, token by token: what the draft reads, and the target's likeliest next tokens.
+
+A LongSpec draft reads the last layer's keys and values, an EAGLE-3 draft the hidden states of a few layers.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,38 @@ class Features:
     Attributes:
         tokens: (L,) int64. start: the first token that is learned.
         offset: its anchor-offset, 0 for plain positions.
-        keys, values: (Hkv, L, d) of the target's last layer, keys after RoPE at the document's positions.
+        rows: what the draft reads, by name, (L, ...) each: ``keys`` and ``values`` (L, Hkv, d) of the target's last
+            layer, keys after RoPE at the document's positions; or ``hidden`` (L, layers * hidden), the layers' output
+            hidden states side by side.
         top_ids, top_log_probs: (L - start, K), what the target says in place of tokens[start:].
     """
 
     tokens: torch.Tensor
     start: int
     offset: int
-    keys: torch.Tensor
-    values: torch.Tensor
+    rows: dict[str, torch.Tensor]
     top_ids: torch.Tensor
     top_log_probs: torch.Tensor
 
     def on_host(self) -> Features:
         """The same in the CPU's memory, for features that are kept for long."""
-        moved = {name: getattr(self, name).cpu() for name in ("keys", "values", "top_ids", "top_log_probs")}
-        return replace(self, **moved)
+        rows = {name: t.cpu() for name, t in self.rows.items()}
+        return replace(self, rows=rows, top_ids=self.top_ids.cpu(), top_log_probs=self.top_log_probs.cpu())
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """(Hkv, L, d)."""
+        return self.rows["keys"].transpose(0, 1)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """(Hkv, L, d)."""
+        return self.rows["values"].transpose(0, 1)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """(L, layers * hidden)."""
+        return self.rows["hidden"]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -50,14 +69,29 @@ class FeatureReader:
 
     Args:
         top: how many of the target's likeliest tokens are kept.
-        dtype: of the keys and values.
+        dtype: of what the draft reads.
+        layers: decoder layers whose output hidden states the draft reads (0 is the first); none: it reads the last
+            layer's keys and values.
     """
 
-    def __init__(self, runner: TargetRunner, top: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.runner, self.top, self.dtype = runner, top, dtype
+    def __init__(
+        self,
+        runner: TargetRunner,
+        top: int,
+        dtype: torch.dtype = torch.bfloat16,
+        layers: tuple[int, ...] = (),
+    ) -> None:
+        self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers
         self._store: KVStore | None = None
         self._seen: list[int] = []
         self._offset = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of what the draft reads of one token."""
+        kv = self.runner.kv_shape
+        numbers = len(self.layers) * self.runner.parts.hidden_size if self.layers else 2 * kv.kv_heads * kv.head_dim
+        return numbers * self.dtype.itemsize
 
     def forget(self) -> None:
         """Makes the next document be read from its first token on, whatever was read before.
@@ -75,7 +109,7 @@ class FeatureReader:
         """
         tokens, start = document.tokens, document.start
         if self._store is None or self._store.capacity < len(tokens):
-            self._store = self.runner.new_store(1, max(2048, len(tokens)))
+            self._store = self.runner.new_store(1, max(2048, len(tokens)), self.layers)
             self._seen = []
         store = self._store
         # The logits from the row before the first learned token on are needed: those rows are always run.
@@ -101,7 +135,12 @@ class FeatureReader:
                 ids.append(top.indices)
                 log_probs.append(top.values - torch.logsumexp(out.logits[0], -1, keepdim=True))
             done = end
-        keys, values = (x[0, :, : len(tokens)].to(self.dtype, copy=True).contiguous() for x in store.layer(-1))
-        return Features(
-            torch.tensor(tokens), start, offset, keys, values, torch.cat(ids)[:-1], torch.cat(log_probs)[:-1]
-        )
+        rows = self._rows(store, len(tokens))
+        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(ids)[:-1], torch.cat(log_probs)[:-1])
+
+    def _rows(self, store: KVStore, length: int) -> dict[str, torch.Tensor]:
+        """Copies: the store is written again for the next document."""
+        if store.features is not None:
+            return {"hidden": store.features[0, :length].to(self.dtype, copy=True)}
+        keys, values = (x[0, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
+        return {"keys": keys.contiguous(), "values": values.contiguous()}

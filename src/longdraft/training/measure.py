@@ -1,8 +1,9 @@
 """Simulated acceptance: what a draft would have accepted, computed from held-out text in a few forwards.
 
 On text that the target wrote greedily, drafting with the true tokens as the path is what happens up to the first
-wrong one. So the ranks of the next token for shift j = 1, 2, ... (a node's level) tell, for every position, how far
-a tree of given widths would have come: a level counts when the true token is among its first choices.
+wrong one. So the ranks of the next token at every level (LongSpec: shift j = 1, 2, ...; EAGLE-3: a step of the
+training-time test) tell, for every position, how far a tree of given widths would have come: a level counts when the
+true token is among its first choices.
 
 Rounds follow each other as in decoding: the first root is the first learned token (a prefill has given it), a round
 emits what it accepts and one token more, and that token is the next root.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.training.config import DEPTH
 from longdraft.training.features import Features
 from longdraft.training.longspec import StepOutput
 
@@ -35,17 +37,46 @@ class Simulated:
     tree: float
 
 
+# trainee, document, levels -> (levels, L - 1) ranks of the text's next token, UNSEEN where a level tells none. Row t is
+# that of the token t: what is said after it, with level d being the d-th token beyond what the target has read.
+Ranks = Callable[[Callable[..., StepOutput], Features, int], torch.Tensor]
+UNSEEN = 1 << 30
+
+
+def by_shift(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
+    """A LongSpec draft's ranks: a forward a level."""
+    ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
+    for j in range(1, levels + 1):
+        first = max(document.start - 1, j)
+        if first < ranks.shape[1]:
+            out = trainee([document], [j])
+            assert out.ranks is not None
+            ranks[j - 1, first:] = out.ranks.cpu()
+    return ranks
+
+
+def by_step(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
+    """An EAGLE-3 draft's ranks: one forward of as many steps."""
+    ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
+    out = trainee([document], [1], levels)
+    assert out.ranks is not None
+    for i in range(levels):
+        ranks[i, document.start + i :] = out.ranks[out.depths == i + 1].cpu()
+    return ranks
+
+
 @torch.no_grad()
 def simulate(
     trainee: Callable[..., StepOutput],
     documents: Iterable[Features],
-    levels: int = len(WIDTHS),
+    levels: int = DEPTH,
     widths: Sequence[int] = WIDTHS,
+    ranks_of: Ranks = by_shift,
 ) -> Simulated:
     """Simulated acceptance over documents.
 
     Args:
-        trainee: as :class:`~longdraft.training.longspec.LongSpecTrainee`, in eval mode.
+        trainee: in eval mode; ``ranks_of`` knows how to ask it.
         levels: of the tree, whatever the draft was trained for: decoding drafts that deep.
         widths: choices of each level; 1 beyond its end.
     """
@@ -54,18 +85,9 @@ def simulate(
     tokens = {"chain": 0, "tree": 0}
     rounds = {"chain": 0, "tree": 0}
     for document in documents:
-        length = len(document.tokens) - 1
-        ranks = torch.full((levels, length), 1 << 30)
-        for j in range(1, levels + 1):
-            first = max(document.start - 1, j)
-            if first >= length:
-                continue
-            out = trainee([document], [j])
-            assert out.ranks is not None
-            found = out.ranks.cpu()
-            ranks[j - 1, first:] = found
-            hits[j - 1] += (found == 0).sum()
-            learned[j - 1] += len(found)
+        ranks = ranks_of(trainee, document, levels)
+        hits += (ranks == 0).sum(1)
+        learned += (ranks < UNSEEN).sum(1)
         for name, wide in (("chain", [1] * levels), ("tree", [*widths, *[1] * levels][:levels])):
             within = ranks < torch.tensor(wide)[:, None]
             n, r = _walk(within, document.start)

@@ -2,53 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.longspec_draft import OFFSETS, LongSpecDraft
 from longdraft.errors import UnsupportedModelError
-from longdraft.target.loading import load
 from longdraft.target.runner import TargetRunner
 from longdraft.training import corpus
 from longdraft.training.config import TrainConfig
-from longdraft.training.documents import Document, Skipped, documents
-from longdraft.training.feature_cache import FeatureCache
-from longdraft.training.features import FeatureReader, Features
 from longdraft.training.longspec import LongSpecTrainee, StepOutput
 from longdraft.training.measure import Simulated, simulate
 from longdraft.training.run_log import Report
-from longdraft.training.trainer import FeatureSource, Trainer
-from longdraft.training.vocabulary import most_frequent, offsets
-
-# Held-out documents that a measurement takes: enough to compare, few enough to be quick.
-MEASURED = 48
-# The other processes wait while one converts a model or reads a shard; a hung one is the launcher's to end.
-PATIENCE = timedelta(days=7)
-
-Progress = Callable[[str, int, int], None]
-
-
-class LiveFeatures:
-    """Features computed as they are asked for, and forgotten: the same whatever was asked for before."""
-
-    def __init__(self, reader: FeatureReader, texts: list[Document], shifts: list[int]) -> None:
-        self.reader, self.texts, self.offsets = reader, texts, shifts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, i: int) -> Features:
-        self.reader.forget()
-        return self.reader.read(self.texts[i], self.offsets[i])
+from longdraft.training.session import Progress, Session, begin
+from longdraft.training.trainer import Trainer
+from longdraft.training.vocabulary import offsets
 
 
 def train_longspec(
@@ -69,49 +42,16 @@ def train_longspec(
         LongdraftError: bad data, no room on disk, a draft or a checkpoint of something else, a target that takes no
             drafts.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    asked = config.device or ""
-    if asked.startswith("cuda:") and torch.cuda.is_available():
-        torch.cuda.set_device(asked)  # accelerate takes the current one
-    accelerator = Accelerator(
-        cpu=asked == "cpu",
-        mixed_precision=config.precision,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
-    device = accelerator.device if accelerator.num_processes > 1 or not asked else asked
-    with accelerator.main_process_first():  # the first to come converts the embedded model, or downloads
-        model, tokenizer = load(
-            config.target, dtype=config.target_dtype, device=device, progress=lambda line: progress(line, 0, 0)
-        )
-    runner = TargetRunner(model)
+    session = begin(config, config.noise, progress, stop)
+    runner, data = session.runner, session.data
     _check_rotary(runner)
-    skipped = Skipped()
-    data = corpus.collect(
-        documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size),
-        skipped,
-        max_length=min(config.max_length, runner.context_length),
-        min_length=config.min_length,
-        shortest_learned=config.noise,
-        held_out=config.held_out,
-        sample=config.sample,
-    )
-    progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
-
-    counted: Iterable[Document] = data.learned
-    if config.vocabulary_from:
-        counted = documents([Path(p) for p in config.vocabulary_from], tokenizer, Skipped(), runner.vocab_size)
-    block, kept = _draft(config, counted, runner)
-    half = config.precision == "bf16"
-    trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, torch.bfloat16 if half else torch.float32)
-    trainee = trainee.to(runner.device)
-    reader = FeatureReader(runner, config.top, torch.bfloat16 if half else runner.kv_shape.dtype)
-    source = _source(config, data.learned, reader, accelerator, progress, stop)
+    block, kept = _draft(config, session)
+    trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype).to(runner.device)
+    reader = session.reader()
+    source = session.source(reader)
     if source is None:
         return
-    # Held-out text keeps its own positions: that is how it will be decoded.
-    chosen = data.held_out[:: max(1, len(data.held_out) // MEASURED)][:MEASURED]
-    held_out = [reader.read(d).on_host() for d in chosen]
+    held_out = session.held_out(reader)
 
     def count(i: int, shift: int) -> int:
         document = data.learned[i]
@@ -127,7 +67,7 @@ def train_longspec(
 
     trainer = Trainer(
         config,
-        accelerator,
+        session.accelerator,
         trainee,
         source,
         [len(d.tokens) - d.start for d in data.learned],
@@ -135,6 +75,8 @@ def train_longspec(
         corpus.digest(data.learned),
         measure if held_out else None,
         save_draft,
+        shifts=config.noise,
+        levels=config.noise,
     )
     yield from trainer.run(stop)
 
@@ -168,16 +110,12 @@ def _check_rotary(runner: TargetRunner) -> None:
         )
 
 
-def _draft(
-    config: TrainConfig, counted: Iterable[Document], runner: TargetRunner
-) -> tuple[LongSpecBlock, torch.Tensor | None]:
+def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.Tensor | None]:
     """The block to train and the target ids of its vocabulary: a new one, or the one in ``config.init``.
-
-    Args:
-        counted: texts whose most frequent tokens a new draft's vocabulary takes.
 
     A draft that is trained further keeps its sizes and its vocabulary; the window may be set anew.
     """
+    runner = session.runner
     if config.init is None:
         parts, kv = runner.parts, runner.kv_shape
         width = config.intermediate_size or parts.intermediate_size
@@ -193,9 +131,7 @@ def _draft(
         )
         block = LongSpecBlock(shape)
         block.initialise(config.seed)
-        if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
-            return block, None
-        return block, most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+        return block, session.vocabulary()
     contents = draft_folder.load(config.init)
     init = LongSpecDraft(config.init, contents)
     init.check(runner)
@@ -203,30 +139,3 @@ def _draft(
     block = LongSpecBlock(LongSpecShape(**init.shape.as_dict() | {"window": window}))
     block.load_state_dict({name: contents.tensors[name].float() for name in block.state_dict()})
     return block, init.ids
-
-
-def _source(
-    config: TrainConfig,
-    learned: list[Document],
-    reader: FeatureReader,
-    accelerator: Accelerator,
-    progress: Progress,
-    stop: Callable[[], bool],
-) -> FeatureSource | None:
-    """Where features come from; None where ``stop`` ended the filling of the cache."""
-    runner = reader.runner
-    shifts = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
-    if config.cache is None:
-        return LiveFeatures(reader, learned, shifts)
-    identity = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
-    cache = FeatureCache(Path(config.cache), learned, shifts, identity, reader.top)
-    if accelerator.is_main_process:
-        cache.prepare(2 * runner.kv_shape.kv_heads * runner.kv_shape.head_dim * reader.dtype.itemsize)
-    accelerator.wait_for_everyone()
-
-    def told(done: int, total: int) -> None:
-        progress("the target reads", done, total)
-
-    complete = cache.fill(reader, told, (accelerator.process_index, accelerator.num_processes), stop)
-    missing = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
-    return None if missing > 0 else cache

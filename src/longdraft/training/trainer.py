@@ -22,7 +22,7 @@ from torch import nn
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.training import checkpoints
 from longdraft.training.batches import Batch, Schedule
-from longdraft.training.config import TrainConfig
+from longdraft.training.config import RunConfig
 from longdraft.training.features import Features
 from longdraft.training.longspec import StepOutput
 from longdraft.training.measure import Simulated
@@ -53,6 +53,7 @@ class Trainer:
         measure: simulated acceptance of the module on held-out documents; None where there are none. Called by every
             process, with the same documents.
         save_draft: writes the draft; called by the main process.
+        shifts: largest shift that a document is given. levels: depths that the module tells rows of, from 1 on.
 
     Raises:
         PromptError: the data make too few batches for the processes.
@@ -60,7 +61,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RunConfig,
         accelerator: Accelerator,
         module: nn.Module,
         source: FeatureSource,
@@ -69,14 +70,14 @@ class Trainer:
         documents: str,
         measure: Callable[[Callable[..., StepOutput]], Simulated] | None,
         save_draft: SaveDraft,
+        shifts: int,
+        levels: int,
     ) -> None:
         self.config, self.accelerator, self.source, self.count = config, accelerator, source, count
-        self.documents, self.measure, self.save_draft = documents, measure, save_draft
+        self.documents, self.measure, self.save_draft, self.levels = documents, measure, save_draft, levels
         self.out = Path(config.out)
         processes = accelerator.num_processes
-        self.schedule = Schedule(
-            rows, config.rows, config.noise, config.seed, config.epochs, processes, config.accumulate
-        )
+        self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate)
         if not self.schedule.at(0):
             raise PromptError(
                 f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."
@@ -140,11 +141,11 @@ class Trainer:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        world, levels = self.accelerator.num_processes, self.config.noise
+        world, levels = self.accelerator.num_processes, self.levels
         # The same in every process: nothing has to be summed before the backward pass.
         rows = sum(self.count(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
         mine = batches[self.accelerator.process_index :: world]
-        # The loss, then hits and rows of each shift.
+        # The loss, then hits and rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
         for k, batch in enumerate(mine):
@@ -245,13 +246,13 @@ FREE = {
 }  # fmt: skip
 
 
-def _comparable(config: TrainConfig) -> dict[str, Any]:
+def _comparable(config: RunConfig) -> dict[str, Any]:
     """Settings as JSON gives them back, without those that a resumed run may change."""
     values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
     return {k: v for k, v in values.items() if k not in FREE}
 
 
-def learning_rate(step: int, steps: int, config: TrainConfig) -> float:
+def learning_rate(step: int, steps: int, config: RunConfig) -> float:
     """Linear warm-up, then half a cosine down to ``min_lr`` of the peak.
 
     Args:

@@ -35,14 +35,14 @@ class Level:
 
 
 @dataclass(frozen=True)
-class _Scored:
+class Scored:
     """A level with each node's log-probability given its path, and summed over the path; float32 (B', W)."""
 
     level: Level
     log_probs: torch.Tensor
     scores: torch.Tensor
 
-    def kept(self, rows: Sequence[int]) -> _Scored:
+    def kept(self, rows: Sequence[int]) -> Scored:
         """These sequences alone."""
         level = self.level
         if tuple(rows) == level.rows:
@@ -53,9 +53,11 @@ class _Scored:
             return torch.stack([x[i] for i in places])  # an index tensor would have to travel to the device
 
         smaller = Level(tuple(rows), level.depth, pick(level.tokens), pick(level.parents))
-        return _Scored(smaller, pick(self.log_probs), pick(self.scores))
+        return Scored(smaller, pick(self.log_probs), pick(self.scores))
 
 
+# A score for what is not a number: below all others, and sums of it can still be compared.
+_HOPELESS = -1e9
 # Told a level, gives the draft's logits (B', W, draft vocabulary) of the tokens that follow its nodes.
 Expand = Callable[[Level], torch.Tensor]
 
@@ -82,37 +84,51 @@ def beam(
         device: where the draft's logits are.
     """
     depths = [len(widths)] * len(roots) if depths is None else depths
-    zeros = torch.zeros(len(roots), 1, device=device)
-    tokens = torch.tensor(roots, device=device)[:, None]
-    last = _Scored(Level(tuple(range(len(roots))), 0, tokens, torch.zeros_like(tokens)), zeros, zeros)
-    levels: list[_Scored] = []
+    last = root_level(roots, device)
+    levels: list[Scored] = []
     for depth, width in enumerate(widths):
         if not (rows := [r for r in last.level.rows if depths[r] > depth]):
             break
         last = last.kept(rows)
-        last = _next_level(last, expand(last.level), width, ids)
+        # No more than `width` children of one node can be among the best: the rest of the vocabulary is never sorted.
+        last, _ = best_of(children(last, expand(last.level), width, ids), width)
         levels.append(last)
-    return [_best(tree, nodes) for tree in _trees(roots, levels)]
+    return [best_nodes(tree, nodes) for tree in trees(roots, levels)]
 
 
-def _next_level(last: _Scored, logits: torch.Tensor, width: int, ids: torch.Tensor | None) -> _Scored:
-    """The ``width`` best of (nodes x vocabulary). Logits (B', W, V), temperature 1."""
+def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
+    """The roots, one node a sequence."""
+    zeros = torch.zeros(len(roots), 1, device=device)
+    tokens = torch.tensor(roots, device=device)[:, None]
+    return Scored(Level(tuple(range(len(roots))), 0, tokens, torch.zeros_like(tokens)), zeros, zeros)
+
+
+def children(last: Scored, logits: torch.Tensor, count: int, ids: torch.Tensor | None) -> Scored:
+    """The ``count`` most probable children of each node, W times as many in a level. Logits (B', W, V), temperature 1.
+
+    Their ``parents`` are indices into ``last``.
+    """
     logits = logits.float()
-    # No more than `width` children of one node can be among the best: the rest of the vocabulary is never sorted.
-    best, token = logits.topk(min(width, logits.shape[-1]), dim=-1)
-    # Rounding must not lift a child above its parent: the best nodes would not be closed under parents.
-    log_probs = (best - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
-    scores = last.scores[..., None] + log_probs
-    score, chosen = scores.flatten(1).topk(min(width, scores[0].numel()), dim=-1)
-    tokens = token.flatten(1).gather(1, chosen)
-    if ids is not None:
-        tokens = ids[tokens]
-    parents = chosen // token.shape[-1]
+    best, token = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. Nor must a
+    # draft that overflowed leave numbers that cannot be compared: it proposes badly, that is all.
+    log_probs = (best - logits.logsumexp(-1, keepdim=True)).nan_to_num(nan=_HOPELESS).clamp(max=0.0)
+    scores = (last.scores[..., None] + log_probs).flatten(1)
+    tokens = token.flatten(1) if ids is None else ids[token.flatten(1)]
+    parents = torch.arange(token.shape[1], device=token.device).repeat_interleave(token.shape[2]).expand_as(tokens)
     level = Level(last.level.rows, last.level.depth + 1, tokens, parents)
-    return _Scored(level, log_probs.flatten(1).gather(1, chosen), score)
+    return Scored(level, log_probs.flatten(1), scores)
 
 
-def _trees(roots: Sequence[int], levels: Sequence[_Scored]) -> list[TokenTree]:
+def best_of(scored: Scored, width: int) -> tuple[Scored, torch.Tensor]:
+    """The ``width`` nodes of a level with the best scores, the best first, and (B', W) which they were."""
+    scores, chosen = scored.scores.topk(min(width, scored.scores.shape[1]), dim=-1)
+    tokens, parents = scored.level.tokens.gather(1, chosen), scored.level.parents.gather(1, chosen)
+    level = Level(scored.level.rows, scored.level.depth, tokens, parents)
+    return Scored(level, scored.log_probs.gather(1, chosen), scores), chosen
+
+
+def trees(roots: Sequence[int], levels: Sequence[Scored]) -> list[TokenTree]:
     """Levels to trees on the host. The one place that waits for the device."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
@@ -135,7 +151,7 @@ def _trees(roots: Sequence[int], levels: Sequence[_Scored]) -> list[TokenTree]:
     return [TokenTree(tuple(t), tuple(p), tuple(x)) for t, p, x in zip(tokens, parents, log_probs, strict=True)]
 
 
-def _best(tree: TokenTree, nodes: int | None) -> TokenTree:
+def best_nodes(tree: TokenTree, nodes: int | None) -> TokenTree:
     """The tree's best drafted nodes by cumulative log-probability; with a node always its ancestors."""
     if nodes is None or tree.drafted <= nodes:
         return tree

@@ -9,7 +9,7 @@ import torch
 
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import Taps, TargetOutput, TargetRunner
+from longdraft.target.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.trees.tree import TokenTree, padded_mask
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.sampling import Picker
@@ -87,7 +87,7 @@ class Schedule:
         assert logits is not None
         return [Verified(*each) for each in zip(sequences, trees, logits, pickers, strict=True)]
 
-    def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = Taps()) -> TargetOutput:
+    def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
         """One full forward of a batch of trees, padded to the largest."""
         return verify_trees(self.runner, self.store, [s.slot for s in sequences], trees, taps=taps)
 
@@ -111,7 +111,7 @@ def verify_trees(
     slots: list[int],
     trees: list[TokenTree],
     bases: list[int] | None = None,
-    taps: Taps = Taps(),
+    taps: Taps = NO_TAPS,
 ) -> TargetOutput:
     """One forward over a tree a slot, padded to the largest. Writes KV behind the slots' rows, uncommitted."""
     size = max(tree.size for tree in trees)

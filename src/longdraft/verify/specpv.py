@@ -7,8 +7,8 @@ A round verifies the trees in one of three modes:
   committed, and the partial cache is filled anew with the blocks that the tree's queries want;
 * partial: on the partial cache. What is accepted waits in its buffer.
 
-Which tokens are final differs. As published (`specpv`), those that partial verification accepts are, and nobody looks at
-them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its tree,
+Which tokens are final differs. As published (`specpv`), those that partial verification accepts are, and nobody looks
+at them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its tree,
 as a chain before what was drafted since, and the walk goes down that tree with picks from the target's distribution as
 anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache. Guessing picks
 with the draws that the true picks will use (Picker.rehearsal), so it mostly guesses what will be drawn.
@@ -48,7 +48,7 @@ class SpecPV(Schedule):
         super().open(runner, store, sequences, max_nodes)
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, store.feature_layers)
+            return runner.new_store(slots, capacity, store.feature_layers, resident=True)
 
         self.partial = PartialCache(store, new_store, self.layout, max_nodes + 1)
         self._taps = Taps(queries=tuple(range(store.shape.layers)))

@@ -1,0 +1,222 @@
+"""From comparisons to the rows of the quality report, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import mean, median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from longdraft.bench import machine
+from longdraft.bench.drift import Drift, bucket
+from longdraft.bench.needle import Haystack
+from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared, Quality
+
+DEFINITIONS = (
+    "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full.",
+    "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
+    "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
+    "tokens/s: new tokens / decode seconds, prefill excluded; vs full: a sample's over full's; medians, of one run each.",
+    "accepted: mean accepted length = new tokens / target forwards, the prefill's token not counted.",
+    "partial: target forwards on the partial cache / all of them, after the prefill.",
+)
+DRIFT_DEFINITION = (
+    "drift: cosine of hidden states to those of one full forward over the same text, means of the tokens whose "
+    "distance from the last full pass lies in the bucket; 0: computed by a full pass. least: of any token and layer."
+)
+NEEDLE_DEFINITION = "needle: answers whose first number is the code, by depth of the needle in the text."
+
+
+def document(
+    quality: Quality, compared: Sequence[Compared], asked: Sequence[str] = (), answered: Sequence[Answered] = ()
+) -> dict[str, Any]:
+    """The report as one JSON object, with the keys that docs/figures.md defines.
+
+    Args:
+        asked: contenders of the needle test. answered: its haystacks.
+    """
+    datasets = dict.fromkeys(c.prompt.sample.dataset for c in compared)
+    groups = {name: [c for c in compared if c.prompt.sample.dataset == name] for name in datasets}
+    order = [REFERENCE, FULL, *quality.variants]
+    return {
+        "drafter": quality.drafter,
+        "layers": list(quality.runner.layers),
+        "rows": [_row(quality, name, own) for own in groups.values() for name in order],
+        "drift": [row for own in groups.values() for name in quality.variants for row in _drift(quality, name, own)],
+        "needle": [_needle(quality, name, answered) for name in asked],
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+    }
+
+
+def _head(quality: Quality, name: str) -> dict[str, Any]:
+    variant = quality.variants.get(name)
+    return {
+        "method": METHOD if variant else name,
+        "selector": variant and variant.selector,
+        "budget": variant and variant.budget,
+        "margin": variant and variant.margin,
+    }
+
+
+def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]:
+    runs = [c.runs[name] for c in own]
+    likeness = [c.likeness[name] for c in own if name in c.likeness]
+    rounds = sum(r.rounds for r in runs)
+    return {
+        **_head(quality, name),
+        "dataset": own[0].prompt.sample.dataset,
+        "context_tokens": round(median(len(c.prompt.tokens) for c in own)),
+        "samples": len(own),
+        "reference": None if name == REFERENCE else REFERENCE if name == FULL else FULL,
+        "rouge_l_mean": mean(x.rouge_l for x in likeness) if likeness else None,
+        "rouge_l_min": min(x.rouge_l for x in likeness) if likeness else None,
+        "same_tokens": mean(x.same for x in likeness) if likeness else None,
+        "same_share": mean(x.share for x in likeness) if likeness else None,
+        "identical": sum(x.identical for x in likeness) if likeness else None,
+        "tokens_per_second": _median(r.tokens_per_second for r in runs),
+        "speedup_vs_full": _median(_ratio(c, name) for c in own),
+        "mean_accepted_length": sum(len(r.tokens) - 1 for r in runs) / rounds if rounds else None,
+        "partial_share": sum(r.partial_rounds for r in runs) / rounds if rounds else None,
+    }
+
+
+def _ratio(c: Compared, name: str) -> float | None:
+    own, full = c.runs[name].tokens_per_second, c.runs[FULL].tokens_per_second
+    return own / full if own is not None and full is not None else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def _drift(quality: Quality, name: str, own: Sequence[Compared]) -> list[dict[str, Any]]:
+    """A row a bucket."""
+    buckets: dict[tuple[int, int], list[Drift]] = {}
+    for token in (d for c in own for d in c.drifts.get(name, [])):
+        buckets.setdefault(bucket(token.distance), []).append(token)
+    found = []
+    for (first, last), tokens in sorted(buckets.items()):
+        columns = zip(quality.runner.layers, zip(*(t.cosines for t in tokens), strict=True), strict=True)
+        found.append(
+            {
+                **_head(quality, name),
+                "dataset": own[0].prompt.sample.dataset,
+                "first": first,
+                "last": last,
+                "tokens": len(tokens),
+                "cosine": {str(layer): mean(values) for layer, values in columns},
+                "cosine_min": min(min(t.cosines) for t in tokens),
+            }
+        )
+    return found
+
+
+def _needle(quality: Quality, name: str, answered: Sequence[Answered]) -> dict[str, Any]:
+    rounds = sum(a.runs[name].rounds for a in answered)
+    partial = sum(a.runs[name].partial_rounds for a in answered)
+    return {
+        **_head(quality, name),
+        "context_tokens": round(median(len(a.haystack.tokens) for a in answered)),
+        "asked": len(answered),
+        "found": sum(a.right[name] for a in answered),
+        "by_depth": [
+            {
+                "depth": depth,
+                "asked": sum(a.haystack.depth == depth for a in answered),
+                "found": sum(a.right[name] for a in answered if a.haystack.depth == depth),
+            }
+            for depth in _depths(a.haystack for a in answered)
+        ],
+        "partial_share": partial / rounds if rounds else None,
+    }
+
+
+def _depths(haystacks: Iterable[Haystack]) -> list[float]:
+    return sorted({h.depth for h in haystacks})
+
+
+def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
+    """For people: titles and tables."""
+    found: list[tuple[str, Table]] = []
+    for dataset in dict.fromkeys(row["dataset"] for row in report["rows"]):
+        own = [row for row in report["rows"] if row["dataset"] == dataset]
+        samples = f"{own[0]['samples']} sample" + ("s" if own[0]["samples"] > 1 else "")
+        title = f"{dataset}: {samples}, {own[0]['context_tokens']:,} prompt tokens, drafts by {report['drafter']}"
+        found.append((title, _texts(own)))
+        if drift := [row for row in report["drift"] if row["dataset"] == dataset]:
+            found.append((f"{dataset}: drift by layer and distance from the last full pass", _drifts(drift)))
+    if report["needle"]:
+        first = report["needle"][0]
+        found.append(
+            (f"needle: {first['asked']} asked, {first['context_tokens']:,} tokens", _needles(report["needle"]))
+        )
+    return found
+
+
+def definitions(report: dict[str, Any]) -> list[str]:
+    """What the figures mean, of the tables that are there."""
+    return [
+        *(DEFINITIONS if report["rows"] else ()),
+        *((DRIFT_DEFINITION,) if report["drift"] else ()),
+        *((NEEDLE_DEFINITION,) if report["needle"] else ()),
+    ]
+
+
+def _texts(rows: Sequence[dict[str, Any]]) -> Table:
+    made = _table("ROUGE-L", "least", "same", "share", "equal", "tokens/s", "vs full", "accepted", "partial")
+    for row in rows:
+        made.add_row(
+            *_names(row),
+            _figure(row["rouge_l_mean"], "{:.3f}"),
+            _figure(row["rouge_l_min"], "{:.3f}"),
+            _figure(row["same_tokens"], "{:.1f}"),
+            _figure(row["same_share"], "{:.0%}"),
+            "-" if row["identical"] is None else f"{row['identical']}/{row['samples']}",
+            _figure(row["tokens_per_second"], "{:.1f}"),
+            _figure(row["speedup_vs_full"], "{:.2f}x"),
+            _figure(row["mean_accepted_length"], "{:.2f}"),
+            _figure(row["partial_share"], "{:.0%}"),
+        )
+    return made
+
+
+def _drifts(rows: Sequence[dict[str, Any]]) -> Table:
+    layers = list(rows[0]["cosine"])
+    made = _table("distance", "tokens", *(f"layer {layer}" for layer in layers), "least")
+    for row in rows:
+        distance = str(row["first"]) if row["first"] == row["last"] else f"{row['first']}-{row['last']}"
+        cosines = (f"{value:.4f}" for value in (*row["cosine"].values(), row["cosine_min"]))
+        made.add_row(*_names(row), distance, str(row["tokens"]), *cosines)
+    return made
+
+
+def _needles(rows: Sequence[dict[str, Any]]) -> Table:
+    made = _table("found", *(f"at {each['depth']:g}" for each in rows[0]["by_depth"]), "partial")
+    for row in rows:
+        shares = (f"{each['found']}/{each['asked']}" for each in row["by_depth"])
+        partial = _figure(row["partial_share"], "{:.0%}")
+        made.add_row(*_names(row), f"{row['found']}/{row['asked']}", *shares, partial)
+    return made
+
+
+def _names(row: dict[str, Any]) -> list[Text | str]:
+    budget, margin = (_figure(row[key], "{:,}") for key in ("budget", "margin"))
+    return [Text(row["method"]), row["selector"] or "-", budget, margin]
+
+
+def _table(*figures: str) -> Table:
+    """Contender columns on the left, figures behind them."""
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    made.add_column("method", no_wrap=True)
+    made.add_column("selector", no_wrap=True)
+    for head in ("budget", "margin", *figures):
+        made.add_column(head, justify="right", no_wrap=True)
+    return made
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

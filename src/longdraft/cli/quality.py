@@ -1,0 +1,198 @@
+"""``longdraft bench quality``: what partial verification costs in quality."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from longdraft.bench import data, needle, quality_report
+from longdraft.bench.quality import METHOD, Quality, Settings
+from longdraft.bench.run import Settings as Prompts
+from longdraft.bench.run import prepare
+from longdraft.cli import console, options
+from longdraft.target.loading import load
+
+
+def quality(
+    data_files: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="JSONL: rows with `text`, or with `context` and `input`; repeatable."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Retrieved tokens, one or several with commas between.")] = "512,1024",
+    margin: Annotated[
+        str, typer.Option(help="Tokens that may wait for a full pass, one or several with commas between.")
+    ] = "20",
+    selector: Annotated[
+        str, typer.Option(help="What ranks the blocks, one or several: minmax, quest, mean-key, attention, streaming.")
+    ] = "minmax",
+    drafter: Annotated[
+        str | None, typer.Option(help="The method whose drafter is used.", show_default="the first that has a draft")
+    ] = None,
+    draft: options.Draft = None,
+    widths: options.Widths = None,
+    nodes: options.Nodes = None,
+    tree: options.Tree = None,
+    depth: options.Depth = None,
+    tree_top_k: options.TreeTopK = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 128,
+    context: Annotated[
+        int | None, typer.Option(help="Cut the documents so that prompts have at most this many tokens.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
+    drift: Annotated[bool, typer.Option(help="Compare hidden states too.")] = True,
+    needle_file: Annotated[
+        Path | None,
+        typer.Option("--needle", help="Run the needle test too, in the text of this file (JSONL or plain text)."),
+    ] = None,
+    needle_depths: Annotated[
+        str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
+    ] = "0.1,0.3,0.5,0.7,0.9",
+    needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
+    needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
+    model: options.Model = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    rope_factor: options.RopeFactor = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compare specpv with full verification: texts (ROUGE-L), drift of hidden states, needles found."""
+    if not data_files and needle_file is None:
+        raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
+    given = options.method_options(METHOD, option or [])
+    given |= options.draft_options(draft, widths, nodes, tree, depth, tree_top_k)
+    given |= {} if drafter is None else {"drafter": drafter}
+    with options.settings_checked():
+        settings = Settings(
+            _numbers("budget", budget), _numbers("margin", margin), tuple(_words(selector)), max_tokens, ignore_eos,
+            drift, given,
+        )  # fmt: skip
+        prompting = Prompts(max_tokens=max_tokens, context=context, raw=raw)
+        search = None
+        if needle_file is not None:
+            depths = tuple(_number("needle-depths", word) for word in _words(needle_depths))
+            search = needle.Search(needle_file, depths, needle_context, needle_samples)
+    samples = data.read(data_files or [], limit)
+    with console.status() as status:
+        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        status("Encoding")
+        prompts = prepare(samples, loaded, prompting)
+        haystacks = [] if search is None else needle.haystacks(search, loaded.tokenizer)
+        with options.settings_checked():
+            measuring = Quality(loaded, settings)
+        if prompts:
+            _note_uncut(measuring.cut([len(p.tokens) + max_tokens for p in prompts]), len(prompts))
+        asked = measuring.searched(haystacks) if haystacks else []
+        status("Warming up")
+        measuring.wake((*(p.tokens for p in prompts), *(h.tokens for h in haystacks))[0])
+    total = len(prompts) * len(measuring.names) + len(haystacks) * len(asked)
+    with _Runs(total) as runs:
+        compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
+        answered = [measuring.search(h, asked, runs.told(f"needle at {h.depth:g}")) for h in haystacks]
+    found = quality_report.document(measuring, compared, asked, answered)
+    _show(found)
+    if as_json:
+        console.line(json.dumps(found))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise options.SettingError(f"--{name} takes whole numbers with commas between, not {text!r}.") from None
+
+
+def _number(name: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise options.SettingError(f"--{name} takes numbers with commas between, not {word!r}.") from None
+
+
+def _note_uncut(cut: dict[str, int], prompts: int) -> None:
+    for name, count in cut.items():
+        if count < prompts:
+            console.note(
+                f"{name}: {prompts - count} of {prompts} prompts fit its partial cache whole: full rounds alone."
+            )
+
+
+class _Runs:
+    """Counts runs on stderr, with the time that is left: a bar on a terminal, a line now and then elsewhere."""
+
+    EVERY = 15.0  # seconds between two lines
+
+    def __init__(self, total: int) -> None:
+        self._err = console.stderr()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("runs"),
+            TimeRemainingColumn(),
+            console=self._err,
+            transient=True,
+            # Drawn between the runs only: a thread that draws would take its share of what is measured.
+            auto_refresh=False,
+            disable=not self._err.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total)
+        self._total, self._begun = total, 0
+        self._started = self._said = time.monotonic()
+
+    def told(self, what: str) -> Callable[[str], None]:
+        """A function to be called before each run with the contender's name."""
+
+        def tick(name: str) -> None:
+            self._bar.update(self._task, completed=self._begun, description=f"{what}: {name}", refresh=True)
+            now = time.monotonic()
+            if not self._err.is_terminal and (not self._begun or now - self._said > self.EVERY):
+                self._said = now
+                self._err.print(Text(f"Run {self._begun + 1} of {self._total}, {what}: {name} ...{self._left(now)}"))
+            self._begun += 1
+
+        return tick
+
+    def _left(self, now: float) -> str:
+        if not self._begun:
+            return ""
+        seconds = (now - self._started) / self._begun * (self._total - self._begun)
+        return f" about {timedelta(seconds=round(seconds))} left"
+
+    def __enter__(self) -> _Runs:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _show(found: dict[str, Any]) -> None:
+    out = console.stdout()
+    for title, table in quality_report.tables(found):
+        out.print(Text(title, style="bold"))
+        console.show(out, table)
+        out.print()
+    for line in quality_report.definitions(found):
+        out.print(Text(line, style="dim"))

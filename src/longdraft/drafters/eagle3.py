@@ -1,0 +1,260 @@
+"""EAGLE-3: a one-layer drafter that reads what the target thought of each token (Li et al. 2025, section 3).
+
+Row t joins the target's hidden states at position t, kept in the store by every forward, with the token that follows,
+and predicts the one after that. Its keys and values lie in a cache of its own, a ring where the draft has a window. A
+round: the rows that are new since the last one enter it, the newest of them, which carries the root, goes through the
+whole layer; then the tree grows level by level, with the draft's own output in place of the target's hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
+from longdraft.drafters.window import Window
+from longdraft.kv import memory
+from longdraft.kv.store import KVShape, KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.beam import Level
+from longdraft.trees.plan import tree_plan
+from longdraft.trees.tree import TokenTree
+
+# Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
+CHUNK = 1024
+
+logger = logging.getLogger("longdraft")
+
+
+class Eagle3Drafter(Drafter):
+    """Drafts trees with an EAGLE-3 layer.
+
+    Args:
+        draft: a trained draft.
+        widths: nodes of each level of a beam tree.
+        nodes: verify only this many drafted nodes, the most probable; None: 59 of a dynamic tree, all of a beam tree.
+        tree: "dynamic" or "beam"; None: dynamic unless ``widths`` are given.
+        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each.
+        window: the draft sees so many tokens back and no further; None: as its folder says.
+
+    Raises:
+        ValueError: for sizes that make no tree, or one deeper than the window.
+    """
+
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        widths: SequenceOf[int] | None = None,
+        nodes: int | None = None,
+        tree: str | None = None,
+        depth: int | None = None,
+        top_k: int | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.plan = tree_plan("dynamic", widths, nodes, tree, depth, top_k)
+        self.window = draft.window if window is None else window
+        if self.window is not None and (type(self.window) is not int or self.plan.depth >= self.window):
+            raise ValueError(
+                f"window must be more tokens than the tree has levels ({self.plan.depth}), got {self.window!r}"
+            )
+        self.max_nodes = self.plan.max_nodes
+        self.draft = draft
+        self._bound: BoundDraft | None = None
+        self._warned = False
+
+    @classmethod
+    def load(cls, folder: Path | str, **options: Any) -> Eagle3Drafter:
+        """From a draft folder, with the options of the drafter.
+
+        Raises:
+            CheckpointError: when it cannot be read.
+        """
+        return cls(Eagle3Draft.load(folder), **options)
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """Three layers, as a rule; the draft's folder names them."""
+        return self.draft.feature_layers(runner)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Takes the target's embedding, and memory for the draft's own keys and values.
+
+        Raises:
+            CheckpointError: the draft was made for another target.
+            UnsupportedModelError: the target has nothing that a draft could share.
+            MemoryBudgetError: they do not fit the memory that is free.
+        """
+        self._bound = self.draft.bound(runner)
+        self._runner, self._store = runner, store
+        shape = self.draft.shape
+        own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
+        # Without a window, one that no text of this run outgrows.
+        rows = max(store.capacity, self.plan.depth + 1) if self.window is None else self.window
+        needed = KVStore.bytes_for(own, store.slots, rows + self.plan.shown)
+        memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
+        self.cache = Window(own, store.slots, rows, self.plan.shown, runner.device)
+        # For each slot, how many leading rows can no longer change.
+        self._settled = [0] * store.slots
+
+    @torch.inference_mode()
+    def prefill(self, sequence: Sequence) -> None:
+        """Reads the prompt's last window: keys and values, no attention."""
+        self._warn(sequence)
+        self.cache.forget(sequence.slot, 0)
+        self._settled[sequence.slot] = 0
+        self._fill(sequence)
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+        assert self._bound is not None
+        for s in sequences:
+            if last_row(s) - self.cache.end(s.slot) > CHUNK:
+                self._fill(s)
+        return self.plan.grow(
+            [s.output[-1] for s in sequences],
+            _Round(self, self._bound, sequences).expand,
+            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
+            [s.remaining - 1 for s in sequences],
+            self._bound.ids,
+            self._runner.device,
+        )
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:
+        """Reads the rows from ``start`` on again in the next round."""
+        self.cache.forget(sequence.slot, start)
+
+    @torch.inference_mode()
+    def rewind(self, sequence: Sequence) -> None:
+        """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
+        slot = sequence.slot
+        self.cache.forget(slot, 0 if self.cache.wrapped(slot) else min(self._settled[slot], last_row(sequence)))
+        self._fill(sequence)
+
+    def inputs(self, slot: int, tokens: SequenceOf[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings x and projected features g (T, hidden) of rows [start, start + T).
+
+        Args:
+            tokens: T of them, each one behind its row's own position.
+        """
+        assert self._bound is not None and self._store.features is not None
+        ids = torch.tensor(tokens, device=self._runner.device)
+        x: torch.Tensor = self._bound.embedding(ids)
+        return x, self._bound.block.project(self._store.features[slot, start : start + len(tokens)])
+
+    def fed(self, sequence: Sequence) -> None:
+        """Notes which rows are settled: committed ones, whose next token is committed too."""
+        self._settled[sequence.slot] = max(0, self._store.lengths[sequence.slot] - 1)
+
+    def _fill(self, sequence: Sequence) -> None:
+        """Reads rows up to the last one, which the next round feeds."""
+        assert self._bound is not None
+        slot, text, end = sequence.slot, sequence.tokens, last_row(sequence)
+        start = max(self.cache.end(slot), end - self.cache.window)
+        for a in range(start, end, min(CHUNK, self.cache.window)):
+            b = min(end, a + CHUNK, a + self.cache.window)
+            x, g = self.inputs(slot, text[a + 1 : b + 1], a)
+            cos, sin = self._bound.rotary(torch.arange(a, b, device=self._runner.device))
+            self.cache.append(slot, a, *self._bound.block.keys_values(x, g, cos, sin))
+        self.fed(sequence)
+
+    def _warn(self, s: Sequence) -> None:
+        """Says once where the text outgrows the draft; a window keeps distances as they were in training."""
+        reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
+        if self._warned or self.window is not None or reach is None or length <= reach:
+            return
+        self._warned = True
+        logger.warning(
+            "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, acceptance "
+            "will be lower: give window=%d, or load the draft with a rope_factor.",
+            self.draft.folder, reach, length, reach,
+        )  # fmt: skip
+
+
+def last_row(sequence: Sequence) -> int:
+    """The row that carries the sequence's last token, the root: the one behind it has no features yet."""
+    return len(sequence.prompt) + len(sequence.output) - 2
+
+
+class _Round:
+    """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
+
+    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence]) -> None:
+        self._drafter, self._bound, self._cache = drafter, bound, drafter.cache
+        self._sequences = sequences
+        # For each sequence, (W, S) bool: which of the S nodes fed so far the W of the last level descend from.
+        self._ancestors: dict[int, torch.Tensor] = {}
+        # For each sequence, (1,): its root's row. On the device, so that no level waits for it.
+        self._rows: dict[int, torch.Tensor] = {}
+        # For each sequence, (W, hidden): the outputs of the last level's nodes, their children's g.
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """Logits (B', W, draft vocabulary) of what follows each node."""
+        with self._bound.packed.serving(level.tokens.numel()):
+            out = self._roots(level) if level.depth == 0 else self._nodes(level)
+            self._outputs = dict(zip(level.rows, out.split(level.tokens.shape[1]), strict=True))
+            return self._bound.block.logits(out).view(*level.tokens.shape, -1)
+
+    def _roots(self, level: Level) -> torch.Tensor:
+        """Feeds the rows that the cache lacks; all of them have keys and values, the last ones alone go on."""
+        sequences = [self._sequences[row] for row in level.rows]
+        starts, ends = [], [0]
+        xs, gs = [], []
+        places: list[int] = []
+        for s in sequences:
+            end = last_row(s) + 1
+            start = max(min(self._cache.end(s.slot), end - 1), end - self._cache.window)
+            following = s.output[start + 1 - len(s.prompt) :] if start + 1 >= len(s.prompt) else s.tokens[start + 1 :]
+            x, g = self._drafter.inputs(s.slot, following, start)
+            xs.append(x)
+            gs.append(g)
+            places += range(start, end)
+            starts.append(start)
+            ends.append(len(places))
+            self._drafter.fed(s)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            outputs = []
+            for i, s in enumerate(sequences):
+                own = slice(ends[i], ends[i + 1])
+                self._cache.append(s.slot, starts[i], k[:, own], v[:, own])
+                outputs.append(self._cache.attend_newest(s.slot, q[:, i : i + 1]))
+            return torch.cat(outputs, dim=1)
+
+        device = level.tokens.device
+        positions = torch.tensor(places, device=device)
+        newest = torch.tensor([end - 1 for end in ends[1:]], device=device)
+        self._rows = dict(zip(level.rows, positions[newest].split(1), strict=True))
+        cos, sin = self._bound.rotary(positions)
+        return self._bound.block(torch.cat(xs), torch.cat(gs), cos, sin, attend, newest)
+
+    def _nodes(self, level: Level) -> torch.Tensor:
+        """Feeds one level of the tree; a node's row is its root's + its depth, its g its parent's output."""
+        sequences = [self._sequences[row] for row in level.rows]
+        width = level.tokens.shape[1]
+        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device)
+        gs = []
+        for i, row in enumerate(level.rows):
+            gs.append(self._outputs[row][level.parents[i]])
+            above = self._ancestors.get(row)
+            inherited = itself[:, :0] if above is None else above[level.parents[i]]
+            self._ancestors[row] = torch.cat([inherited, itself], dim=1)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            outputs = []
+            for i, (row, s) in enumerate(zip(level.rows, sequences, strict=True)):
+                own = slice(i * width, (i + 1) * width)
+                seen = self._ancestors[row]
+                out = self._cache.attend_level(s.slot, q[:, own], k[:, own], v[:, own], seen, level.depth)
+                outputs.append(out)
+            return torch.cat(outputs, dim=1)
+
+        x = self._bound.embedding(level.tokens.flatten())
+        positions = torch.cat([self._rows[row] for row in level.rows]) + level.depth
+        cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.rotary(positions))
+        return self._bound.block(x, torch.cat(gs), cos, sin, attend)

@@ -1,0 +1,136 @@
+"""An EAGLE-3 draft in the layout of `speculators`, which vLLM serves as it is.
+
+The embedding is left out: vLLM then uses the target's, which is what the draft was trained with. ``d2t`` and ``t2d``
+come together or, for a draft of the whole vocabulary, not at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafters import draft_folder
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3_formats import MEMBERS, OFFSETS
+from longdraft.errors import CapabilityError, CheckpointError
+
+# vLLM drafts nothing past this position, so it has to cover what will be served.
+MAX_POSITION = 131_072
+SPECULATIVE_TOKENS = 5
+
+
+def to_speculators(
+    draft: Eagle3Draft,
+    out: Path | str,
+    verifier: str,
+    architecture: str | None = None,
+    max_position: int = MAX_POSITION,
+    speculative_tokens: int = SPECULATIVE_TOKENS,
+) -> list[str]:
+    """Writes the folder.
+
+    Args:
+        verifier: the target's name or path, as it will be served.
+        architecture: the target's class in transformers; None: not stated.
+        max_position: longest text that is served with it.
+        speculative_tokens: drafted tokens of a round that the folder proposes to the server.
+
+    Returns:
+        What the layout cannot say of this draft, a sentence each.
+
+    Raises:
+        CapabilityError: the folder does not say how large the target's vocabulary is.
+        CheckpointError: it cannot be written, or it is the draft's own folder.
+        ValueError: numbers below 1.
+    """
+    for name, number in (("max_position", max_position), ("speculative_tokens", speculative_tokens)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    if Path(out).resolve() == draft.folder.resolve():
+        raise CheckpointError(f"{out} is the draft itself: name another folder to write to.")
+    size = draft.shape.vocabulary if draft.ids is None else draft.contents.target.get("vocab_size")
+    if size is None:
+        raise CapabilityError(
+            f"config.json of {draft.folder} does not say how large the target's vocabulary is, which the layout needs: "
+            "add vocab_size to it."
+        )
+    draft_folder.write(
+        out,
+        _config(draft, int(size), verifier, architecture, max_position, speculative_tokens),
+        _tensors(draft, int(size)),
+    )
+    lost = []
+    if draft.window is not None:
+        lost.append(f"The layout knows no window ({draft.window} tokens): the served draft sees the whole text.")
+    if draft.contents.feature_layers is None:
+        lost.append("The draft does not name the layers that it reads: the server takes its own default.")
+    return lost
+
+
+def _config(
+    draft: Eagle3Draft, size: int, verifier: str, architecture: str | None, max_position: int, speculative_tokens: int
+) -> dict[str, Any]:
+    shape, rope = draft.shape, dict(draft.contents.rope)
+    theta = rope.pop("rope_theta")
+    layer = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "attention_bias": shape.attention_bias,
+        "mlp_bias": False,
+        "vocab_size": size,
+        "max_position_embeddings": max_position,
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "tie_word_embeddings": False,
+    }
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    config: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": shape.vocabulary,
+        "target_hidden_size": shape.feature_size // len(draft.contents.feature_layers or (0, 0, 0)),
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": [architecture] if architecture else []},
+        },
+    }
+    if draft.contents.feature_layers is not None:
+        # What enters a layer is the output of the one before.
+        config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.contents.feature_layers]
+    return config
+
+
+def _tensors(draft: Eagle3Draft, size: int) -> dict[str, torch.Tensor]:
+    tensors = {
+        "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
+        for name, tensor in draft.contents.tensors.items()
+    }
+    if draft.ids is not None:
+        tensors[OFFSETS] = draft.ids - torch.arange(len(draft.ids))
+        members = torch.zeros(size, dtype=torch.bool)
+        members[draft.ids] = True
+        tensors[MEMBERS] = members
+    return tensors

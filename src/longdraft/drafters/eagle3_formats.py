@@ -1,0 +1,244 @@
+"""The layouts in which EAGLE-3 drafts come, read into one: ours, the published one, and that of `speculators`.
+
+Names of a published draft are those of our module; `speculators` calls the layer ``layers.0.`` instead of
+``midlayer.``. Both may carry the target's embedding, which is dropped, and count hidden states as transformers does:
+``hidden_states[i]`` is what enters decoder layer i, so the output of layer i - 1.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafters import draft_folder
+from longdraft.drafters.eagle3_block import Eagle3Shape
+from longdraft.errors import CheckpointError
+from longdraft.target.rotary import yarn
+
+KIND = "eagle3"
+PICKLED = "pytorch_model.bin"
+OFFSETS, MEMBERS = "d2t", "t2d"
+THETA = 10000.0
+# How transformers' configurations name our sizes.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+}
+# Flags of `speculators` whose norms the module does not have.
+_FOREIGN_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+# Where a tensor's own name begins; what stands before is the name of the model around it.
+_BEGINNINGS = {"fc", "midlayer", "layers", "norm", "lm_head", "embed_tokens", OFFSETS, MEMBERS}
+
+
+@dataclass(frozen=True)
+class Eagle3Contents:
+    """What a folder says, in our terms.
+
+    Attributes:
+        layout: "longdraft", "published" or "speculators".
+        tensors: the module's state dict.
+        offsets: (draft vocabulary,) target id - draft id; None: none there.
+        feature_layers: decoder layers whose outputs are the features; None: the usual ones.
+        window: keys that a query sees, its own included; None: all.
+        rope: RoPE parameters as transformers names them.
+        trained_length: tokens of the longest text it was trained on; None: unknown.
+        target: what must be the same of a target.
+    """
+
+    layout: str
+    shape: Eagle3Shape
+    tensors: dict[str, torch.Tensor]
+    offsets: torch.Tensor | None
+    feature_layers: tuple[int, ...] | None
+    window: int | None
+    rope: dict[str, Any]
+    trained_length: int | None
+    target: dict[str, Any] = field(default_factory=dict)
+
+
+def usual_layers(layers: int) -> tuple[int, int, int]:
+    """Decoder layers whose outputs EAGLE-3 takes of a target of so many: hidden_states[2], [L // 2] and [L - 3]."""
+    return 1, layers // 2 - 1, layers - 4
+
+
+def read(
+    folder: Path | str,
+    rope_theta: float | None = None,
+    head_dim: int | None = None,
+    rope_factor: float | None = None,
+) -> Eagle3Contents:
+    """Reads a folder of any layout.
+
+    Args:
+        rope_theta, head_dim, rope_factor: instead of what config.json says (or fails to say).
+
+    Raises:
+        CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
+    """
+    config = draft_folder.read_config(folder)
+    kind = draft_folder.kind(folder)
+    if kind != KIND:
+        raise CheckpointError(f"{folder} holds a draft for {kind or 'longspec'}, not for {KIND}.")
+    given = {"head_dim": head_dim} if head_dim else {}
+    try:
+        if "longdraft_format" in config:
+            found = _ours(config | given, draft_folder.read_tensors(folder), folder)
+        else:
+            found = _foreign(config, given, _named_as_ours(_foreign_tensors(Path(folder)), folder), folder)
+        return _with_rope(found, rope_theta, rope_factor, folder)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:  # words where numbers belong, and the like
+        raise CheckpointError(
+            f"config.json of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
+        ) from error
+
+
+def _ours(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str) -> Eagle3Contents:
+    shape = _shape(config, {f.name: f.name for f in fields(Eagle3Shape)}, folder)
+    layers = config.get("feature_layers")
+    if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
+        raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
+    length = config.get("trained_length")
+    rope = yarn(
+        config.get("rope_theta") or THETA, config.get("rope_factor"), config.get("rope_original_length") or length
+    )
+    offsets, _ = tensors.pop(OFFSETS, None), tensors.pop(MEMBERS, None)
+    window = config.get("window")
+    target = dict(config.get("target") or {})
+    return Eagle3Contents("longdraft", shape, tensors, offsets, tuple(layers), window, rope, length, target)
+
+
+def _foreign(
+    config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
+) -> Eagle3Contents:
+    speculators = "speculators_model_type" in config
+    sizes: dict[str, Any] = dict(config.get("transformer_layer_config") or {}) if speculators else dict(config)
+    sizes |= given
+    if flags := [name for name in _FOREIGN_NORMS if config.get(name)]:
+        raise CheckpointError(
+            f"{folder} sets {', '.join(flags)}: longdraft's EAGLE-3 has no such norm. Use a draft whose config.json "
+            "has them false, as drafts of EAGLE's own code do."
+        )
+    if sizes.get("hidden_act") not in (None, "silu"):
+        raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's EAGLE-3 knows silu alone.")
+    # As transformers fills them in.
+    if not sizes.get("num_key_value_heads"):
+        sizes["num_key_value_heads"] = sizes.get("num_attention_heads")
+    if not sizes.get("head_dim") and sizes.get("hidden_size") and sizes.get("num_attention_heads"):
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    fc, members = tensors.get("fc.weight"), tensors.pop(MEMBERS, None)
+    known = sizes | {
+        "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
+        "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
+        "norm_before_residual": bool(config.get("norm_before_residual")),
+        "attention_bias": "midlayer.self_attn.q_proj.bias" in tensors,
+    }
+    same = ("feature_size", "vocabulary", "norm_before_residual", "attention_bias")
+    shape = _shape(known, _SIZES | {name: name for name in same}, folder)
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or _layers_of(config)
+    vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
+    target = {"hidden_size": shape.hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
+    offsets = tensors.pop(OFFSETS, None)
+    return Eagle3Contents(
+        "speculators" if speculators else "published",
+        shape,
+        tensors,
+        offsets,
+        tuple(int(i) - 1 for i in ids) if ids else None,
+        None,
+        _foreign_rope(sizes),
+        sizes.get("max_position_embeddings"),
+        target,
+    )
+
+
+def _layers_of(config: Mapping[str, Any]) -> list[int] | None:
+    """Published configurations that name the layers nest them."""
+    nested = config.get("eagle_config")
+    return nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
+
+
+def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of RoPE from where transformers' configurations, old and new, keep them."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    theta = stated.get("rope_theta") or config.get("rope_theta") or THETA
+    rest = {name: value for name, value in stated.items() if name != "type" and value is not None}
+    return rest | {"rope_type": kind, "rope_theta": float(theta)}
+
+
+def _with_rope(found: Eagle3Contents, theta: float | None, factor: float | None, folder: Path | str) -> Eagle3Contents:
+    """The contents with their RoPE as asked for, and complete."""
+    rope = found.rope if theta is None else found.rope | {"rope_theta": float(theta)}
+    length = rope.get("original_max_position_embeddings") or found.trained_length
+    if factor is not None:
+        rope = yarn(rope["rope_theta"], factor, length)
+    elif rope["rope_type"] == "yarn":
+        rope = rope | {"original_max_position_embeddings": length}
+    if rope["rope_type"] == "yarn" and not length:
+        raise CheckpointError(
+            f"config.json of {folder} stretches the context but does not say which: add the trained length "
+            "(rope_original_length)."
+        )
+    return Eagle3Contents(**{f.name: getattr(found, f.name) for f in fields(found)} | {"rope": rope})
+
+
+def _shape(config: Mapping[str, Any], names: Mapping[str, str], folder: Path | str) -> Eagle3Shape:
+    """Sizes from a config.json whose names for ours are given."""
+    known = {ours: config[theirs] for ours, theirs in names.items() if config.get(theirs) is not None}
+    optional = {"rms_norm_eps", "norm_before_residual", "attention_bias"}
+    if missing := [names[f.name] for f in fields(Eagle3Shape) if f.name not in known and f.name not in optional]:
+        raise CheckpointError(f"config.json of {folder} lacks {', '.join(missing)}: is it an EAGLE-3 draft?")
+    flags = {name: bool(known.pop(name, False)) for name in ("norm_before_residual", "attention_bias")}
+    wrong = [
+        names[name]
+        for name, x in known.items()
+        if not isinstance(x, int | float) or x <= 0 or (name != "rms_norm_eps" and x % 1)
+    ]
+    if wrong:
+        raise CheckpointError(f"config.json of {folder} has no number that could be right for {', '.join(wrong)}.")
+    if known["heads"] % known["kv_heads"]:
+        raise CheckpointError(f"{folder}: {known['heads']} heads are no multiple of {known['kv_heads']} KV heads.")
+    return Eagle3Shape(**known, **flags)
+
+
+def _foreign_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """From safetensors, or from a pickle of tensors and nothing else."""
+    path = folder / PICKLED
+    if (folder / draft_folder.WEIGHTS).exists() or not path.exists():
+        return draft_folder.read_tensors(folder)
+    try:
+        # weights_only: a file from anywhere must not run code.
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as tensors alone: {str(error).splitlines()[0]} "
+            "Copy the draft again, or get it as model.safetensors."
+        ) from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
+    return tensors
+
+
+def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
+    """Drops names of models around the draft, and the embedding, and calls the layer as our module does."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        start = next((i for i, part in enumerate(parts) if part in _BEGINNINGS), 0)
+        own = ".".join(parts[start:])
+        if own.startswith("layers.0."):
+            own = "midlayer." + own.removeprefix("layers.0.")
+        if own in found:
+            raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
+        if parts[start] != "embed_tokens":
+            found[own] = tensor
+    return found

@@ -1,0 +1,79 @@
+"""A rotary embedding of a draft's own: its head size, its base and its stretching need not be the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from longdraft.errors import CheckpointError
+
+# SpecPV, section 4.1: the range of dimensions that YaRN blends over.
+BETA_FAST, BETA_SLOW = 32.0, 1.0
+
+
+def yarn(theta: float, factor: float | None = None, original_length: int | None = None) -> dict[str, Any]:
+    """RoPE parameters as transformers names them: plain, or with YaRN where a factor is given.
+
+    Args:
+        theta: base of the frequencies.
+        factor: how many times the context is stretched; None: not at all.
+        original_length: tokens of the context before; needed with a factor.
+    """
+    if factor is None:
+        return {"rope_type": "default", "rope_theta": float(theta)}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": float(theta),
+        "factor": float(factor),
+        "original_max_position_embeddings": original_length,
+        "beta_fast": BETA_FAST,
+        "beta_slow": BETA_SLOW,
+    }
+
+
+class Rotary:
+    """cos and sin of a head of its own, computed as transformers computes them.
+
+    Args:
+        head_dim: all of its dimensions are rotated.
+        parameters: of RoPE, as transformers names them; :func:`yarn` makes them.
+        dtype: of cos and sin.
+
+    Raises:
+        CheckpointError: parameters that transformers cannot use.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        parameters: Mapping[str, Any],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if parameters.get("partial_rotary_factor") not in (None, 1.0):
+            raise CheckpointError("The draft rotates a part of a head only, which longdraft's EAGLE-3 does not.")
+        length = int(parameters.get("original_max_position_embeddings") or 2048)
+        try:
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=int(length * float(parameters.get("factor") or 1.0)),
+                rope_parameters=dict(parameters),
+            )
+            self._module = LlamaRotaryEmbedding(config).to(device)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The draft's RoPE parameters {dict(parameters)} cannot be used ({error!r}): correct its config.json, "
+                "or give rope_theta and rope_factor when loading it."
+            ) from error
+        self._like = torch.empty(1, dtype=dtype, device=device)
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
+        cos, sin = self._module(self._like, positions[None])
+        return cos[0], sin[0]

@@ -1,0 +1,171 @@
+"""Attention of the training-time test: what a row sees when the rows before it were drafted, for all rows at once.
+
+At step i a row stands at the end of i drafted rows. It sees the keys of step 0 (made from the target's features) up to
+i positions back, and behind them one key of every later step: that of step s, s = 1 .. i, at the row i - s back. The
+first part is causal attention with a shift, the second a diagonal of i keys a row; one softmax goes over both.
+
+Weights are never kept: a block of queries at a time, forward and again in the backward pass, so that memory grows with
+the length of a text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Query rows of a block, and the weights that it may have at a time.
+BLOCK = 256
+WEIGHTS = 1 << 26
+
+
+def drafted(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    later: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of one step of the training-time test over one text.
+
+    Args:
+        q: (Hq, n, d), the last n rows of the text.
+        k, v: (Hkv, T, d) of step 0, all rows of the text, after RoPE.
+        later: keys and values of steps 1 .. i as the rows see them: (Hkv, n, i, d) each, the row itself last; None at
+            step 0. No row has fewer than i + 1 rows of the text up to itself.
+        window: keys that a row sees, its own included; more than i. None: all.
+
+    Returns:
+        (Hq, n, d).
+    """
+    if later is None:
+        empty = k.new_empty(k.shape[0], q.shape[1], 0, k.shape[2])
+        later = (empty, empty)
+    shift = later[0].shape[2]
+    if k.shape[1] - q.shape[1] - shift < 0:
+        raise ValueError(f"{k.shape[1]} rows are too few for {q.shape[1]} queries with {shift} drafted rows each")
+    if window is not None and window <= shift:
+        raise ValueError(f"a window of {window} keys leaves none of step 0 behind {shift} drafted rows")
+    out: torch.Tensor = _Drafted.apply(q, k, v, *later, window)
+    return out
+
+
+@dataclass
+class _Block:
+    """Some of the queries, and what they see.
+
+    Attributes:
+        rows: of the queries. keys: of step 0, as far as any of the queries sees them.
+        first: the row of the first of these queries in the text.
+    """
+
+    rows: slice
+    keys: slice
+    first: int
+    shift: int
+    window: int | None
+
+    @property
+    def size(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def count(self) -> int:
+        return self.keys.stop - self.keys.start
+
+    def hide(self, scores: torch.Tensor) -> None:
+        """Strikes out, of (..., size, count) scores, what a query does not see: two corners."""
+        at = torch.arange(self.size, device=scores.device)[:, None]
+        newest = self.first - self.shift - self.keys.start  # column of the first query's newest key
+        columns = torch.arange(newest + 1, self.count, device=scores.device)
+        scores[..., newest + 1 :].masked_fill_(columns > at + newest, float("-inf"))
+        if self.window is not None and (lost := self.first + self.size - self.window - self.keys.start) > 0:
+            oldest = self.first - self.window + 1 - self.keys.start  # and of its oldest
+            columns = torch.arange(lost, device=scores.device)
+            scores[..., :lost].masked_fill_(columns < at + oldest, float("-inf"))
+
+
+def _blocks(heads: int, queries: int, rows: int, shift: int, window: int | None) -> Iterator[_Block]:
+    first = rows - queries  # the row of the first query
+    widest = rows if window is None else min(rows, window + BLOCK)
+    size = max(16, min(BLOCK, WEIGHTS // (heads * widest)))
+    for start in range(0, queries, size):
+        stop = min(queries, start + size)
+        low = 0 if window is None else max(0, first + start - window + 1)
+        yield _Block(slice(start, stop), slice(low, first + stop - shift), first + start, shift, window)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, own: torch.Tensor, block: _Block) -> torch.Tensor:
+    """(Hkv, group, size, count + i) float32 of q (Hkv, group, size, d), scaled; own (Hkv, n, i, d)."""
+    heads, group, size, dim = q.shape
+    scores = torch.empty(heads, group, size, block.count + block.shift, dtype=torch.float32, device=q.device)
+    near = scores[..., : block.count]
+    near.copy_(torch.bmm(q.reshape(heads, -1, dim), k[:, block.keys].transpose(1, 2)).view(near.shape))
+    block.hide(near)
+    if block.shift:
+        scores[..., block.count :] = torch.einsum("hgnd,hnsd->hgns", q.float(), own[:, block.rows].float())
+    return scores
+
+
+class _Drafted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        heads, dim = k.shape[0], k.shape[2]
+        with torch.autocast(q.device.type, enabled=False):
+            grouped = (q * dim**-0.5).view(heads, -1, q.shape[1], dim)
+            out = torch.empty_like(grouped)
+            lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
+            for b in _blocks(q.shape[0], q.shape[1], k.shape[1], own_k.shape[2], window):
+                scores = _scores(grouped[:, :, b.rows], k, own_k, b)
+                largest = scores.amax(-1, keepdim=True)
+                p = scores.sub_(largest).exp_()
+                mass = p.sum(-1, keepdim=True)
+                lse[:, :, b.rows] = (largest + mass.log())[..., 0]
+                near = p[..., : b.count].to(v.dtype).view(heads, -1, b.count)
+                found = torch.bmm(near, v[:, b.keys]).view(heads, -1, b.size, dim).float()
+                if b.shift:
+                    found += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], own_v[:, b.rows].float())
+                out[:, :, b.rows] = found.div_(mass)
+        ctx.save_for_backward(grouped, k, v, own_k, own_v, out, lse)
+        ctx.window = window
+        return out.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
+        heads, group, queries, dim = q.shape
+        gradient = gradients[0].to(out.dtype).reshape(out.shape)
+        # d softmax: P * (dP - rowsum(dP * P)), and that row sum is dO . O
+        shared = (gradient.float() * out.float()).sum(-1, keepdim=True)
+        dq = torch.empty_like(q)
+        dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        d_own_k, d_own_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
+        for b in _blocks(heads * group, queries, k.shape[1], own_k.shape[2], ctx.window):
+            mine, up, less = q[:, :, b.rows], gradient[:, :, b.rows], shared[:, :, b.rows]
+            p = _scores(mine, k, own_k, b).sub_(lse[:, :, b.rows, None]).exp_()
+            near, far = p[..., : b.count], p[..., b.count :]
+            flat = up.reshape(heads, -1, dim)
+            dv[:, b.keys] += torch.bmm(near.to(q.dtype).view(heads, -1, b.count).transpose(1, 2), flat)
+            ds = torch.bmm(flat, v[:, b.keys].transpose(1, 2)).float().view(near.shape)
+            ds = ds.sub_(less).mul_(near).to(q.dtype).view(heads, -1, b.count)
+            dk[:, b.keys] += torch.bmm(ds.transpose(1, 2), mine.reshape(heads, -1, dim))
+            found = torch.bmm(ds, k[:, b.keys]).view(mine.shape)
+            if b.shift:
+                wide, values = up.float(), own_v[:, b.rows].float()
+                d_far = (torch.einsum("hgnd,hnsd->hgns", wide, values) - less) * far
+                d_own_v[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", far, wide).to(own_v.dtype)
+                d_own_k[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", d_far, mine.float()).to(own_k.dtype)
+                found = found + torch.einsum("hgns,hnsd->hgnd", d_far, own_k[:, b.rows].float())
+            dq[:, :, b.rows] = found
+        dq = dq.mul_(dim**-0.5).view(heads * group, queries, dim)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), d_own_k, d_own_v, None

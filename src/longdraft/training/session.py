@@ -1,0 +1,155 @@
+"""What every training recipe begins with: processes, the target, the documents, and where their features come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from longdraft.target.loading import load
+from longdraft.target.runner import TargetRunner
+from longdraft.training import corpus
+from longdraft.training.config import RunConfig
+from longdraft.training.documents import Document, Skipped, documents
+from longdraft.training.feature_cache import FeatureCache
+from longdraft.training.features import FeatureReader, Features
+from longdraft.training.trainer import FeatureSource
+from longdraft.training.vocabulary import most_frequent
+
+# Held-out documents that a measurement takes: enough to compare, few enough to be quick.
+MEASURED = 48
+# The other processes wait while one converts a model or reads a shard; a hung one is the launcher's to end.
+PATIENCE = timedelta(days=7)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Progress = Callable[[str, int, int], None]
+
+
+class LiveFeatures:
+    """Features computed as they are asked for, and forgotten: the same whatever was asked for before."""
+
+    def __init__(self, reader: FeatureReader, texts: list[Document], shifts: list[int]) -> None:
+        self.reader, self.texts, self.offsets = reader, texts, shifts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: int) -> Features:
+        self.reader.forget()
+        return self.reader.read(self.texts[i], self.offsets[i])
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that is about to train.
+
+    Attributes:
+        data: the documents, split.
+        half: whether matrix products are bfloat16.
+    """
+
+    config: RunConfig
+    accelerator: Accelerator
+    runner: TargetRunner
+    tokenizer: PreTrainedTokenizerBase
+    data: corpus.Corpus
+    progress: Progress
+    stop: Callable[[], bool]
+
+    @property
+    def half(self) -> bool:
+        return self.config.precision == "bf16"
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the head's matrix products."""
+        return torch.bfloat16 if self.half else torch.float32
+
+    def vocabulary(self) -> torch.Tensor | None:
+        """Target ids of a new draft's vocabulary; None for all."""
+        config, runner = self.config, self.runner
+        if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
+            return None
+        counted: Iterable[Document] = self.data.learned
+        if config.vocabulary_from:
+            files = [Path(p) for p in config.vocabulary_from]
+            counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
+        return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+
+    def reader(self, layers: tuple[int, ...] = ()) -> FeatureReader:
+        """Reads what the draft reads: hidden states of ``layers``, or the last layer's keys and values."""
+        dtype = torch.bfloat16 if self.half else self.runner.kv_shape.dtype
+        return FeatureReader(self.runner, self.config.top, dtype, layers)
+
+    def source(self, reader: FeatureReader) -> FeatureSource | None:
+        """Where features come from; None where ``stop`` ended the filling of the cache."""
+        config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
+        shifts = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
+        if config.cache is None:
+            return LiveFeatures(reader, learned, shifts)
+        identity: dict[str, Any] = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
+        names: tuple[str, ...] = ("keys", "values")
+        if reader.layers:
+            identity["layers"] = list(reader.layers)
+            names = ("hidden",)
+        cache = FeatureCache(Path(config.cache), learned, shifts, identity, reader.top, names)
+        if accelerator.is_main_process:
+            cache.prepare(reader.bytes_per_token)
+        accelerator.wait_for_everyone()
+
+        def told(done: int, total: int) -> None:
+            self.progress("the target reads", done, total)
+
+        complete = cache.fill(reader, told, (accelerator.process_index, accelerator.num_processes), self.stop)
+        missing = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
+        return None if missing > 0 else cache
+
+    def held_out(self, reader: FeatureReader) -> list[Features]:
+        """Documents to measure on. They keep their own positions: that is how they will be decoded."""
+        held_out = self.data.held_out
+        chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
+        return [reader.read(d).on_host() for d in chosen]
+
+
+def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:
+    """Sets torch and accelerate up, loads the target, and reads the documents.
+
+    Args:
+        shortest_learned: a document must have more learned tokens than this.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    asked = config.device or ""
+    if asked.startswith("cuda:") and torch.cuda.is_available():
+        torch.cuda.set_device(asked)  # accelerate takes the current one
+    accelerator = Accelerator(
+        cpu=asked == "cpu",
+        mixed_precision=config.precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    device = accelerator.device if accelerator.num_processes > 1 or not asked else asked
+    with accelerator.main_process_first():  # the first to come converts the embedded model, or downloads
+        model, tokenizer = load(
+            config.target, dtype=config.target_dtype, device=device, progress=lambda line: progress(line, 0, 0)
+        )
+    runner = TargetRunner(model)
+    skipped = Skipped()
+    data = corpus.collect(
+        documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size),
+        skipped,
+        max_length=min(config.max_length, runner.context_length),
+        min_length=config.min_length,
+        shortest_learned=shortest_learned,
+        held_out=config.held_out,
+        sample=config.sample,
+    )
+    progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
+    return Session(config, accelerator, runner, tokenizer, data, progress, stop)

@@ -1,0 +1,98 @@
+"""Which tree a draft grows: a method's options, checked, and what the drafter has to know beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.trees.beam import Expand, beam
+from longdraft.trees.dynamic import DEPTH, NODES, TOP_K, dynamic
+from longdraft.trees.tree import TokenTree
+
+# LongSpec, section 4.1.
+WIDTHS = (4, 16, 16, 16, 16)
+KINDS = ("beam", "dynamic")
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """A kind of tree with its sizes.
+
+    Attributes:
+        widths: nodes of each level of a beam tree; None: the tree is dynamic.
+        depth, top_k: of a dynamic tree.
+        nodes: verify only this many drafted nodes, the most probable; None: all.
+    """
+
+    widths: tuple[int, ...] | None
+    depth: int
+    top_k: int
+    nodes: int | None
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest number of drafted nodes of a tree."""
+        every = self.top_k + (self.depth - 1) * self.top_k**2 if self.widths is None else sum(self.widths)
+        return min(every, self.nodes or every)
+
+    @property
+    def shown(self) -> int:
+        """Nodes that the draft is shown in a round, the root not counted."""
+        return (self.depth - 1) * self.top_k if self.widths is None else sum(self.widths[:-1])
+
+    def grow(
+        self,
+        roots: Sequence[int],
+        expand: Expand,
+        depths: Sequence[int],
+        ids: torch.Tensor | None,
+        device: torch.device | str,
+    ) -> list[TokenTree]:
+        """A tree for each root, of at most these depths; :func:`beam` and :func:`dynamic` say the rest."""
+        depths = [min(self.depth, d) for d in depths]
+        if self.widths is None:
+            return dynamic(roots, expand, self.depth, self.top_k, depths, nodes=self.nodes, ids=ids, device=device)
+        return beam(roots, expand, self.widths, depths, nodes=self.nodes, ids=ids, device=device)
+
+
+def tree_plan(
+    default: str,
+    widths: Sequence[int] | None = None,
+    nodes: int | None = None,
+    tree: str | None = None,
+    depth: int | None = None,
+    top_k: int | None = None,
+) -> TreePlan:
+    """A plan from a method's options, None for those that were not given.
+
+    Args:
+        default: kind of tree where neither ``tree`` nor an option of one kind says which.
+        widths: nodes of each level of a beam tree.
+        nodes: verify only this many drafted nodes, the root not counted; None: all of a beam tree, 59 of a dynamic one.
+        tree: "beam" or "dynamic".
+        depth, top_k: of a dynamic tree.
+
+    Raises:
+        ValueError: sizes that make no tree, or options of two kinds together.
+    """
+    grown = {"depth": depth, "top_k": top_k}
+    given = [name for name, value in grown.items() if value is not None]
+    if tree is None:
+        tree = "beam" if widths is not None else "dynamic" if given else default
+    if tree not in KINDS:
+        raise ValueError(f"tree must be {' or '.join(KINDS)}, got {tree!r}")
+    if tree == "beam" and given:
+        raise ValueError(f"{' and '.join(given)} shape a dynamic tree; a beam tree takes widths")
+    if tree == "dynamic" and widths is not None:
+        raise ValueError("widths shape a beam tree; a dynamic one takes depth and top_k")
+    for name, value in (grown | {"nodes": nodes}).items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if tree == "dynamic":
+        return TreePlan(None, depth or DEPTH, top_k or TOP_K, nodes or NODES)
+    levels = WIDTHS if widths is None else tuple(widths)
+    if not levels or min(levels) < 1:
+        raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {levels}")
+    return TreePlan(levels, len(levels), 0, nodes)

@@ -1,0 +1,352 @@
+"""Draft folders: all layouts load and draft alike, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longdraft import Speculator
+from longdraft.drafters import draft_folder
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3_export import to_speculators
+from longdraft.drafters.eagle3_remarks import remarks
+from longdraft.errors import CheckpointError
+from longdraft.methods import method_of
+from longdraft.target.runner import TargetRunner
+from tests.drafts import published_eagle3, random_draft, random_eagle3
+from tests.tiny import tiny_model
+
+LAYERS = (1, 3, 4)  # what EAGLE-3 takes of eight layers
+KEPT = [1, 2, 5, 7, 10]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab=11, layers=8)
+
+
+@pytest.fixture
+def folder(tmp_path, model):
+    return random_eagle3(tmp_path / "draft", model, layers=LAYERS)
+
+
+def edit(folder, tensors=lambda t: t, **config):
+    """Changes a draft's folder on disk."""
+    found = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({k: x for k, x in found.items() if x != "drop"}))
+    changed = tensors(load_file(folder / "model.safetensors"))
+    save_file(changed, folder / "model.safetensors")
+    return folder
+
+
+def outcome(folder, model, **loading):
+    """What decoding with a draft gives, and how far its proposals went."""
+    spec = Speculator("eagle3", target=model, draft=Eagle3Draft.load(folder, **loading), depth=3, top_k=3)
+    return [(r.token_ids, r.rounds, r.accepted) for r in spec.generate([[1, 2, 3, 4], [5] * 9], max_new_tokens=16)]
+
+
+def pickled(folder, prefix=""):
+    """The weights as older releases have them, the target's embedding among them."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    tensors["embed_tokens.weight"] = torch.zeros(11, 48)
+    torch.save({prefix + n: t for n, t in tensors.items()}, folder / "pytorch_model.bin")
+    return folder
+
+
+# --- layouts ---
+
+
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["whole", "kept"])
+def test_all_layouts_draft_alike(tmp_path, model, kept):
+    ours = random_eagle3(tmp_path / "ours", model, layers=LAYERS, kept=kept)
+    expected = outcome(ours, model)
+    assert kept or sum(accepted for _, _, accepted in expected) > 0
+    theirs = published_eagle3(tmp_path / "theirs", model, kept)
+    assert to_speculators(Eagle3Draft.load(ours), tmp_path / "exported", "some/target") == []
+    for folder in (theirs, tmp_path / "exported"):
+        assert method_of(folder).name == "eagle3"
+        assert outcome(folder, model) == expected
+    for prefix in ("", "model.", "draft_model.model."):
+        folder = pickled(published_eagle3(tmp_path / f"pickled{prefix}", model, kept), prefix)
+        assert outcome(folder, model) == expected
+
+
+def test_a_published_draft_exported_without_its_layers(tmp_path, model):
+    theirs = published_eagle3(tmp_path / "theirs", model, KEPT)
+    (sentence,) = to_speculators(Eagle3Draft.load(theirs), tmp_path / "exported", "some/target")
+    assert "does not name the layers" in sentence
+    assert outcome(tmp_path / "exported", model) == outcome(theirs, model)
+
+
+def test_settings_survive_the_export(tmp_path, model):
+    settings = {"rope_theta": 500.0, "rope_factor": 4.0, "rope_original_length": 64}
+    more = {"norm_before_residual": True, "attention_bias": True, "window": 100}
+    ours = random_eagle3(tmp_path / "ours", model, layers=LAYERS, settings=settings, **more)
+    (sentence,) = to_speculators(Eagle3Draft.load(ours), tmp_path / "exported", "some/target")
+    assert "window" in sentence
+    assert outcome(tmp_path / "exported", model) == outcome(ours, model)
+    assert Eagle3Draft.load(tmp_path / "exported").reach == 256
+
+
+def test_the_exported_layout_key_by_key(tmp_path, model):
+    ours = random_eagle3(tmp_path / "ours", model, layers=LAYERS, kept=KEPT)
+    to_speculators(Eagle3Draft.load(ours), tmp_path / "out", "some/target", "LlamaForCausalLM", 9000, 4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    layer = config.pop("transformer_layer_config")
+    assert config == {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 5,
+        "target_hidden_size": 48,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 4,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+    assert layer.items() >= {
+        "model_type": "llama", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 11,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 9000, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
+    }.items()  # fmt: skip
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    names = {f"layers.0.{x}.weight" for x in parts + norms} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert tensors.keys() == names | {"d2t", "t2d"}
+    assert tensors["d2t"].dtype == torch.int64 and (tensors["d2t"] + torch.arange(5)).tolist() == KEPT
+    assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == KEPT
+    assert len(tensors["t2d"]) == 11
+
+
+def test_an_export_that_cannot_be(folder):
+    draft = Eagle3Draft.load(folder)
+    with pytest.raises(CheckpointError, match="name another folder"):
+        to_speculators(draft, folder, "some/target")
+    with pytest.raises(ValueError, match="max_position"):
+        to_speculators(draft, folder.parent / "out", "some/target", max_position=0)
+
+
+def test_what_published_drafts_leave_out_or_state_oddly(tmp_path, model):
+    folder = published_eagle3(tmp_path / "a", model)
+    draft = Eagle3Draft.load(folder)
+    assert (draft.contents.rope["rope_theta"], draft.trained_length, draft.window) == (1e4, 2048, None)
+    assert draft.feature_layers(TargetRunner(model)) == LAYERS
+    assert Eagle3Draft.load(folder, rope_theta=77.0).contents.rope["rope_theta"] == 77.0
+    stretched = Eagle3Draft.load(folder, rope_factor=4.0)
+    assert stretched.contents.rope["rope_type"] == "yarn" and stretched.reach == 4 * 2048
+    folder = published_eagle3(tmp_path / "b", model, head_dim=None, rope_theta=5e5)
+    assert Eagle3Draft.load(folder, head_dim=12).contents.rope["rope_theta"] == 5e5
+    with pytest.raises(CheckpointError, match="wrong shape"):  # heads of a share of the hidden size are no match
+        Eagle3Draft.load(published_eagle3(tmp_path / "c", model, head_dim=None, num_attention_heads=2))
+    scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    assert Eagle3Draft.load(published_eagle3(tmp_path / "d", model, rope_scaling=scaling)).reach == 4096
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    found = Eagle3Draft.load(published_eagle3(tmp_path / "e", model, eagle_config=nested))
+    assert found.feature_layers(TargetRunner(model)) == (0, 1, 2)
+
+
+# --- what is wrong ---
+
+
+class Dangerous:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_a_pickle_runs_no_code(tmp_path, model, capsys):
+    folder = published_eagle3(tmp_path / "draft", model)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Dangerous()}))
+    with pytest.raises(CheckpointError, match=r"as model\.safetensors"):
+        Eagle3Draft.load(folder)
+    torch.save({"fc.weight": Dangerous()}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"as model\.safetensors"):
+        Eagle3Draft.load(folder)
+    torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="more than tensors"):
+        Eagle3Draft.load(folder)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missing_or_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        Eagle3Draft.load(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        Eagle3Draft.load(folder)
+    with pytest.raises(CheckpointError, match="no draft folder"):
+        Eagle3Draft.load(folder / "none")
+
+
+def test_a_draft_is_told_by_its_tensors(folder):
+    def spoil(tensors):
+        tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(5)
+        tensors["norm.weight"] = torch.zeros(3)
+        del tensors["fc.weight"]
+        return tensors
+
+    with pytest.raises(CheckpointError) as caught:
+        Eagle3Draft.load(edit(folder, spoil))
+    for part in ("missing: fc.weight", "unexpected: midlayer.self_attn.q_proj.bias", "norm.weight (3,)", "(48,)"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": "drop"}, "lacks heads"),
+        ({"hidden_size": "six"}, "hidden_size"),
+        ({"heads": 3}, "no multiple"),
+        ({"drafter": "longspec"}, "a draft for longspec, not for eagle3"),
+        ({"feature_layers": "drop"}, "lacks feature_layers"),
+        ({"feature_layers": [1, 2.5]}, "lacks feature_layers"),
+        ({"window": 0}, "window"),
+        ({"window": "all"}, "window"),
+        ({"trained_length": -1}, "trained_length"),
+        ({"rope_factor": 4, "rope_original_length": None, "trained_length": None}, "rope_original_length"),
+        ({"rope_theta": "big"}, "cannot be right"),
+        ({"rope_factor": [2]}, "cannot be right"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_right(folder, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        Eagle3Draft.load(edit(folder, **change))
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"fc_norm": True, "norm_output": True}, "fc_norm, norm_output"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_attention_heads": None}, "lacks num_attention_heads"),
+        ({"intermediate_size": 97}, "wrong shape"),
+        ({"hidden_size": "six", "head_dim": None}, "cannot be right"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["x"]}}, "cannot be right"),
+        ({"rope_scaling": {"rope_type": "magic"}}, "RoPE parameters"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "part of a head"),
+    ],
+    ids=str,
+)
+def test_a_published_draft_that_is_another_kind(tmp_path, model, over, message):
+    folder = published_eagle3(tmp_path / "draft", model, **over)
+    with pytest.raises(CheckpointError, match=message):
+        Eagle3Draft.load(folder).check(TargetRunner(model))
+
+
+def test_a_foreign_norm_of_speculators(tmp_path, folder):
+    to_speculators(Eagle3Draft.load(folder), tmp_path / "out", "some/target")
+    with pytest.raises(CheckpointError, match="norm_output"):
+        Eagle3Draft.load(edit(tmp_path / "out", norm_output=True))
+    other = edit(tmp_path / "out", speculators_model_type="hass")
+    with pytest.raises(CheckpointError, match="'hass'"):
+        Speculator(other)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 96}, r"hidden_size 48 \(this target: 96\)"),
+        ({"vocab": 12}, r"vocab_size 11 \(this target: 12\)"),
+        ({"layers": 9}, r"layers 8 \(this target: 9\)"),
+    ],
+    ids=str,
+)
+def test_another_target_is_refused_at_once(folder, other, message):
+    with pytest.raises(CheckpointError, match=message):
+        Speculator(folder, target=tiny_model(**({"vocab": 11, "layers": 8} | other)))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 96}, r"hidden_size 48 \(this target: 96\)"),
+        ({"vocab": 12}, r"vocab_size 11 \(this target: 12\)"),
+        ({"layers": 4}, r"layers 1, 1, 0 of its target.*this one has 4"),
+    ],
+    ids=str,
+)
+def test_a_published_draft_for_another_target_is_refused(tmp_path, model, other, message):
+    folder = published_eagle3(tmp_path / "draft", model)
+    with pytest.raises(CheckpointError, match=message):
+        Speculator(folder, target=tiny_model(**({"vocab": 11, "layers": 8} | other)))
+
+
+def test_layers_that_are_not_there_or_do_not_increase(folder, model):
+    for layers in ([1, 3, 8], [3, 1, 4], [-1, 1, 4], [1, 1, 4]):
+        with pytest.raises(CheckpointError, match="must be there and increase"):
+            Speculator(edit(folder, feature_layers=layers), target=model)
+    with pytest.raises(CheckpointError, match=r"reads 144 numbers of a token; 2 layers of this target have 96"):
+        Speculator(edit(folder, feature_layers=[1, 3]), target=model)
+
+
+def test_tables_of_the_vocabulary(tmp_path, model):
+    def kept(name, tensors):
+        return edit(random_eagle3(tmp_path / name, model, layers=LAYERS, kept=KEPT), tensors)
+
+    with pytest.raises(CheckpointError, match="knows 5 tokens, this target 11, and its weights hold no d2t"):
+        Speculator(kept("none", lambda t: {n: x for n, x in t.items() if n != "d2t"}), target=model)
+    with pytest.raises(CheckpointError, match="outside the target's vocabulary"):
+        Speculator(kept("outside", lambda t: t | {"d2t": torch.arange(3, 8)}), target=model)
+    with pytest.raises(CheckpointError, match=r"shape \(4,\) where 5"):
+        Speculator(kept("short", lambda t: t | {"d2t": torch.arange(4)}), target=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_it_takes_the_targets_dtype(tmp_path, dtype):
+    model = tiny_model(vocab=11, layers=6, dtype=dtype)
+    folder = random_eagle3(tmp_path, model)
+    bound = Eagle3Draft.load(folder).bound(TargetRunner(model))
+    assert {p.dtype for p in bound.block.parameters()} == {dtype}
+    got = Speculator(folder, target=model, depth=2, top_k=2).generate([[1, 2, 3]], max_new_tokens=8)[0]
+    assert got.new_tokens == 8 and got.drafted > 0
+
+
+def test_remarks(tmp_path, model):
+    runner = TargetRunner(model)
+    sound = Eagle3Draft.load(random_eagle3(tmp_path / "a", model, layers=LAYERS, head_dim=16))
+    assert remarks(sound, runner) == []
+    odd = random_eagle3(
+        tmp_path / "b", model, kept=[5, 2, 7], settings={"rope_theta": 5e5, "trained_length": 100, "window": None}
+    )
+    found = " | ".join(remarks(Eagle3Draft.load(odd), runner))
+    for part in (
+        "rope_theta is 500000, the target's 10000", "head size is 12, the target's 16", "layers 1, 2, 4; usual",
+        "texts of 100 tokens, the target reads 512", "d2t does not name increasing tokens",
+    ):  # fmt: skip
+        assert part in found
+    flagged = published_eagle3(tmp_path / "c", model, norm_before_residual=True)
+    assert "norm_before_residual" in " | ".join(remarks(Eagle3Draft.load(flagged), runner))
+
+
+def test_kinds_are_told_apart(tmp_path, model):
+    assert draft_folder.kind(random_draft(tmp_path / "longspec", model)) == "longspec"
+    assert draft_folder.kind(random_eagle3(tmp_path / "eagle3", model)) == "eagle3"
+    assert draft_folder.kind(published_eagle3(tmp_path / "published", model)) == "eagle3"
+    with pytest.raises(CheckpointError, match="a draft for longspec, not for eagle3"):
+        Speculator("eagle3", draft=tmp_path / "longspec")
+    with pytest.raises(CheckpointError, match="a draft for eagle3, not for longspec"):
+        Speculator("longspec", draft=tmp_path / "published")

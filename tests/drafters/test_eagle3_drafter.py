@@ -1,0 +1,321 @@
+"""The drafter's rounds against the module's plain definition over the whole text, written again here."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longdraft import Speculator
+from longdraft.drafters import eagle3
+from longdraft.drafters.eagle3 import Eagle3Drafter
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.sequence import Sequence
+from longdraft.target.rotary import Rotary, yarn
+from longdraft.target.runner import TargetRunner
+from tests.drafts import random_eagle3
+from tests.tiny import tiny_model
+
+LAYERS = (1, 2, 4)
+
+
+def six_layers(family="llama", **over):
+    return tiny_model(family, layers=6, **{"vocab": 11, **over})
+
+
+# --- the definition ---
+
+
+def rms(x, weight, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def frequencies(d, theta, factor, length):
+    """(d / 2,) angles a position, and the factor of cos and sin: plain, or YaRN's."""
+    plain = theta ** (-torch.arange(0, d, 2) / d)
+    if factor is None:
+        return plain, 1.0
+
+    def dimension(rotations):
+        return d * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), d - 1)
+    ramp = ((torch.arange(d // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain * (1 - ramp) + plain / factor * ramp, 0.1 * math.log(factor) + 1
+
+
+def rope(x, positions, theta, factor=None, length=None):
+    """x (heads, T, d) at positions (T,), half-split."""
+    angles, scale = frequencies(x.shape[-1], theta, factor, length)
+    angles = positions[:, None] * angles
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int], window=None) -> torch.Tensor:
+    """The draft's log-probabilities of what follows ``text`` and a path of drafted tokens, nothing cached.
+
+    The target has seen all of the text but its last token.
+    """
+    w = {n: t.float() for n, t in draft.contents.tensors.items()}
+    shape, settings = draft.shape, draft.contents.rope
+    rotated = settings["rope_theta"], settings.get("factor"), settings.get("original_max_position_embeddings")
+    d, eps = shape.head_dim, shape.rms_norm_eps
+    with torch.no_grad():
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        g = torch.cat([states[i + 1][0] for i in LAYERS], -1) @ w["fc.weight"].T
+        tokens = text[1:]
+        for following in [*path, None]:
+            rows = len(tokens)
+            x = model.get_input_embeddings()(torch.tensor(tokens))
+            normed = rms(g, w["midlayer.hidden_norm.weight"], eps)
+            n = torch.cat([rms(x, w["midlayer.input_layernorm.weight"], eps), normed], -1)
+
+            def heads(part, n=n):
+                bias = w.get(f"midlayer.self_attn.{part}_proj.bias")
+                return (
+                    F.linear(n, w[f"midlayer.self_attn.{part}_proj.weight"], bias).view(len(n), -1, d).transpose(0, 1)
+                )
+
+            positions = torch.arange(rows)
+            q, k, v = rope(heads("q"), positions, *rotated), rope(heads("k"), positions, *rotated), heads("v")
+            k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
+            behind = positions[:, None] - positions
+            hidden = (behind < 0) | (behind >= (window or rows))
+            attended = torch.softmax((q @ k.mT / d**0.5).masked_fill(hidden, -math.inf), -1) @ v
+            a = (normed if shape.norm_before_residual else g) + F.linear(
+                attended.transpose(0, 1).flatten(1), w["midlayer.self_attn.o_proj.weight"]
+            )
+            m = rms(a, w["midlayer.post_attention_layernorm.weight"], eps)
+            gate, up = (F.linear(m, w[f"midlayer.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+            out = a + F.linear(F.silu(gate) * up, w["midlayer.mlp.down_proj.weight"])
+            if following is not None:
+                tokens, g = [*tokens, following], torch.cat([g, out[-1:]])
+        return torch.log_softmax(rms(out[-1], w["norm.weight"], eps) @ w["lm_head.weight"].T, -1)
+
+
+def assert_defined(model, draft, text, tree, window=None, limit=40):
+    """A tree's log-probabilities are those of the definition; the first ``limit`` nodes are looked at."""
+    assert tree.tokens[0] == text[-1]
+    ids = None if draft.ids is None else draft.ids.tolist()
+    expected: dict[int, torch.Tensor] = {}
+    for node in range(1, min(tree.size, limit)):
+        parent = tree.parents[node]
+        if parent not in expected:
+            path = [tree.tokens[i] for i in tree.path(parent)][1:]
+            expected[parent] = plain_log_probs(model, draft, text, path, window)
+        token = tree.tokens[node] if ids is None else ids.index(tree.tokens[node])
+        assert tree.log_probs[node] == pytest.approx(float(expected[parent][token]), abs=3e-4)
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Every tree that is proposed, with the text before it."""
+    found: list[tuple[list[int], object]] = []
+    propose = Eagle3Drafter.propose
+
+    def recorded(self, sequences):
+        trees = propose(self, sequences)
+        found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
+        return trees
+
+    monkeypatch.setattr(Eagle3Drafter, "propose", recorded)
+    return found
+
+
+# Shorter than the windows, just as long, several times as long: together, so in one ragged batch.
+PROMPTS = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)], [8]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {"depth": 3, "top_k": 3, "nodes": 12}),
+        ({"heads": 4, "kv_heads": 4}, {"widths": (3, 4, 4)}),
+        ({"window": 8}, {"depth": 3, "top_k": 3, "nodes": 12}),
+        ({"heads": 4, "kv_heads": 1, "window": 6}, {"widths": (2, 3, 3)}),
+        ({"norm_before_residual": True, "attention_bias": True}, {"depth": 2, "top_k": 3}),
+        ({"kept": [1, 2, 5, 7, 10]}, {"depth": 3, "top_k": 2}),
+        ({"settings": {"rope_factor": 4.0, "rope_original_length": 16}}, {"depth": 2, "top_k": 3}),
+        ({"settings": {"rope_theta": 100.0}}, {"depth": 2, "top_k": 3}),
+        ({}, {"window": 9, "depth": 3, "top_k": 2}),
+    ],
+    ids=str,
+)
+def test_rounds_are_the_modules_plain_definition(tmp_path, rounds, settings, options):
+    model = six_layers()
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, **settings))
+    results = Speculator("eagle3", target=model, draft=draft, **options).generate(PROMPTS, max_new_tokens=14)
+    window = options.get("window", settings.get("window"))
+    checked = rounds[:8] + rounds[-8:]
+    for text, tree in checked:
+        assert_defined(model, draft, text, tree, window, limit=14)
+    assert max(max(tree.depths) for _, tree in checked) == options.get("depth", 3)
+    assert "kept" in settings or sum(r.accepted for r in results) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_families(tmp_path, rounds, family):
+    model = six_layers(family)
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model))
+    Speculator("eagle3", target=model, draft=draft, depth=2, top_k=3).generate(PROMPTS[:3], max_new_tokens=6)
+    for text, tree in rounds[-4:]:
+        assert_defined(model, draft, text, tree)
+
+
+def test_long_prompts_are_read_in_chunks(tmp_path, rounds, monkeypatch):
+    monkeypatch.setattr(eagle3, "CHUNK", 7)
+    model = six_layers()
+    for window in (None, 10):
+        rounds.clear()
+        draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
+        Speculator("eagle3", target=model, draft=draft, depth=2, top_k=2).generate([PROMPTS[2]], max_new_tokens=4)
+        assert_defined(model, draft, *rounds[0], window)
+
+
+# --- what the engine may tell it ---
+
+
+class Decoding:
+    """A drafter, a store and a sequence, driven by hand."""
+
+    def __init__(self, model, draft, text: list[int], prompt: int, **options) -> None:
+        self.model, self.draft = model, draft
+        self.runner = TargetRunner(model)
+        self.drafter = Eagle3Drafter(draft, depth=2, top_k=3, **options)
+        self.store = self.runner.new_store(1, len(text) + 40, self.drafter.feature_layers(self.runner))
+        self.drafter.bind(self.runner, self.store)
+        self.s = Sequence(0, text[:prompt], 60)
+        self.read(text[:prompt])
+        self.emit(text[prompt : prompt + 1])
+        self.drafter.prefill(self.s)
+        for token in text[prompt + 1 :]:
+            self.read([self.s.tokens[-1]])
+            self.emit([token])
+
+    def read(self, tokens):
+        self.runner.forward([tokens], self.store, [0], logits="none")
+        self.store.commit(0, range(len(tokens)))
+
+    def emit(self, tokens):
+        for token in tokens:
+            self.s.append(token)
+
+    def check(self):
+        (tree,) = self.drafter.propose([self.s])
+        assert_defined(self.model, self.draft, self.s.tokens, tree, self.drafter.window)
+
+
+@pytest.fixture(params=[None, 8, 16], ids="window={}".format)
+def decoding(request, tmp_path):
+    model = six_layers()
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=request.param))
+    return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12)
+
+
+def test_many_rows_at_once(decoding, monkeypatch):
+    decoding.check()
+    monkeypatch.setattr(eagle3, "CHUNK", 5)
+    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
+        decoding.read([decoding.s.tokens[-1]])
+        decoding.emit([token])
+    decoding.check()
+
+
+def test_refreshed_rows_are_read_again(decoding):
+    decoding.check()
+    store, s = decoding.store, decoding.s
+    exact = store.features.clone()
+    # The last rows were inexact when the drafter read them, as after a partial verification.
+    start = store.lengths[0] - 5
+    decoding.drafter.refreshed(s, start)
+    store.features[0, start:] = torch.randn_like(store.features[0, start:])
+    store.lengths[0], store.provisional[0] = start, 5
+    decoding.drafter.propose([s])
+    store.features.copy_(exact)
+    store.lengths[0], store.provisional[0] = start + 5, 0
+    decoding.drafter.refreshed(s, start)
+    decoding.check()
+
+
+@pytest.mark.parametrize("back", [1, 3, 9])
+def test_rewound_text(decoding, back):
+    """Tokens are taken back, some of which the drafter has read from inexact rows; others stand in their place."""
+    decoding.check()
+    store, s = decoding.store, decoding.s
+    exact = store.features.clone()
+    length = store.lengths[0]
+    store.lengths[0], store.provisional[0] = length - back, back
+    decoding.drafter.refreshed(s, length - back)
+    store.features[0, length - back :] = torch.randn_like(store.features[0, length - back :])
+    decoding.drafter.propose([s])
+    store.features.copy_(exact)
+    store.lengths[0], store.provisional[0] = length - back, 0
+    del s.output[-back:]
+    s.output[-1] = (s.output[-1] + 5) % 11
+    decoding.drafter.rewind(s)
+    decoding.check()
+    decoding.read([s.tokens[-1]])
+    decoding.emit([4])
+    decoding.check()
+
+
+# --- memory, options ---
+
+
+def test_a_window_bounds_the_memory(tmp_path):
+    model = six_layers(context=1024)
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=16))
+    for length in (20, 200):
+        cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
+        # slots, KV heads, ring and the nodes that the draft is shown, head size
+        assert cache.keys.shape == (1, 2, 16 + 3, 12)
+
+
+def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):
+    model = six_layers()
+    folder = random_eagle3(tmp_path, model, settings={"trained_length": 20, "rope_original_length": 20})
+    with caplog.at_level(logging.WARNING, "longdraft"):
+        short = Speculator(folder, target=model)
+        short.generate([[1, 2, 3]], max_new_tokens=17)
+        Speculator(folder, target=model, window=12).generate([[1, 2, 3]], max_new_tokens=18)
+        stretched = Eagle3Draft.load(folder, rope_factor=2.0)
+        Speculator("eagle3", target=model, draft=stretched).generate([[1, 2, 3]], max_new_tokens=37)
+        assert caplog.text == ""
+        Speculator(folder, target=model).generate([[1, 2, 3], [4] * 5], max_new_tokens=18)
+    assert caplog.text.count("was trained for texts of 20 tokens") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"widths": ()}, {"widths": (4, 0)}, {"nodes": 0}, {"widths": (2,) * 8}, {"depth": 8}, {"depth": 0},
+        {"top_k": 0}, {"window": 3, "depth": 3}, {"tree": "magic"}, {"tree": "beam", "depth": 3},
+        {"tree": "dynamic", "widths": (2,)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(tmp_path, options):
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, six_layers(), window=8))
+    with pytest.raises(ValueError, match=r"widths|nodes|window|depth|top_k|tree"):
+        Eagle3Drafter(draft, **options)
+
+
+def test_the_papers_tree_is_the_default(tmp_path):
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, six_layers()))
+    assert (Eagle3Drafter(draft).max_nodes, Eagle3Drafter(draft, widths=(3, 2)).max_nodes) == (59, 5)
+
+
+def test_a_rotary_embedding_of_its_own():
+    positions = torch.tensor([0, 1, 7, 500])
+    for factor in (None, 8.0):
+        cos, sin = Rotary(16, yarn(5e3, factor, 128))(positions)
+        angles, scale = frequencies(16, 5e3, factor, 128)
+        angles = (positions[:, None] * angles).repeat(1, 2)
+        assert torch.allclose(cos, angles.cos() * scale, atol=1e-4) and torch.allclose(
+            sin, angles.sin() * scale, atol=1e-4
+        )

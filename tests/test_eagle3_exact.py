@@ -1,0 +1,182 @@
+"""EAGLE-3 end to end, with random drafts on tiny models: whatever is drafted, the output is the target's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from longdraft import PromptCache, Sampling, Speculator
+from tests.drafts import random_draft, random_eagle3
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]
+SMALL = {"depth": 3, "top_k": 3, "nodes": 8}
+
+
+def six_layers(family="llama", **over):
+    return tiny_model(family, layers=6, **{"vocab": 11, **over})
+
+
+def pair(model, folder, window=None, kept=None, **options):
+    """EAGLE-3, and plain decoding of the same target."""
+    draft = random_eagle3(folder, model, window=window, kept=kept)
+    return Speculator(draft, target=model, **options), Speculator("ar", target=model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        SMALL | {"window": 7},
+        {"widths": (4, 5, 3), "nodes": 7},
+        {"widths": (1, 1, 1)},
+        {"top_k": 2, "kept": [1, 2, 3, 4, 7]},
+    ],
+    ids=str,
+)
+def test_greedy_gives_the_tokens_of_plain_decoding(tmp_path, family, options):
+    spec, ar = pair(six_layers(family), tmp_path, **options)
+    accepted = 0
+    for prompt in PROMPTS:
+        result = spec.generate([prompt], max_new_tokens=24)[0]
+        assert result.token_ids == ar.generate([prompt], max_new_tokens=24)[0].token_ids
+        assert (result.method, result.exact) == ("eagle3", True)
+        accepted += result.accepted
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)])
+def test_a_ragged_batch_equals_its_prompts_one_by_one(tmp_path, sampling):
+    spec, ar = pair(six_layers(dtype=torch.float64), tmp_path, window=10, **SMALL)
+    together = spec.generate(PROMPTS, max_new_tokens=24, sampling=sampling, seed=5)
+    for i, prompt in enumerate(PROMPTS):
+        alone = spec.generate([prompt], max_new_tokens=24, sampling=sampling, seed=5 + i)[0]
+        plain = ar.generate([prompt], max_new_tokens=24, sampling=sampling, seed=5 + i)[0]
+        assert together[i].token_ids == alone.token_ids == plain.token_ids
+        assert together[i].rounds == alone.rounds and together[i].accepted == alone.accepted
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_budgets_smaller_than_the_tree_is_deep(tmp_path, n):
+    spec, ar = pair(six_layers(), tmp_path, nodes=1, depth=5)
+    results = spec.generate(PROMPTS, max_new_tokens=n)
+    assert [r.token_ids for r in results] == [r.token_ids for r in ar.generate(PROMPTS, max_new_tokens=n)]
+    assert all((r.drafted == 0) == (n <= 2) or n == 2 for r in results)
+
+
+def test_up_to_the_last_position_of_the_context(tmp_path):
+    spec, ar = pair(six_layers(context=64), tmp_path)
+    prompt = [i % 11 for i in range(50)]
+    assert (
+        spec.generate([prompt], max_new_tokens=14)[0].token_ids == ar.generate([prompt], max_new_tokens=14)[0].token_ids
+    )
+
+
+def test_it_ends_where_plain_decoding_ends(tmp_path):
+    model = six_layers(vocab=61)
+    draft = random_eagle3(tmp_path, model)
+    ar = Speculator("ar", target=model, tokenizer=tiny_tokenizer())
+    spec = Speculator(draft, target=model, tokenizer=tiny_tokenizer(), **SMALL)
+    plain = ar.generate([[7, 8, 9]], max_new_tokens=30)[0]
+    for eos in set(plain.token_ids):
+        got = spec.generate([[7, 8, 9], [1]], max_new_tokens=30, eos_token_ids=[eos])[0]
+        assert got.token_ids == plain.token_ids[: plain.token_ids.index(eos) + 1] and got.finish_reason == "eos"
+    stop = plain.text[9:11]
+    for s in (ar, spec):
+        result = s.generate([[7, 8, 9]], max_new_tokens=30, stop=[stop])[0]
+        assert result.text == plain.text[: plain.text.index(stop)] and result.finish_reason == "stop"
+
+
+def test_a_kept_cache_is_taken_up_again(tmp_path):
+    """Also one that plain decoding left, which has no hidden states in it."""
+    model = six_layers(dtype=torch.float64)
+    spec, ar = pair(model, tmp_path, window=10, **SMALL)
+    other = pair(model, tmp_path / "other", **SMALL)[0]
+    cache = PromptCache()
+    first = ar.generate([PROMPTS[0]], max_new_tokens=20, cache=cache)[0]
+    prompts = ([*PROMPTS[0], *first.token_ids, 4], [8, 9], PROMPTS[0], PROMPTS[0][:20])
+    for s, prompt in zip((spec, other, spec, ar), prompts, strict=True):
+        kept = s.generate([prompt], max_new_tokens=20, cache=cache)[0]
+        assert kept.token_ids == ar.generate([prompt], max_new_tokens=20)[0].token_ids
+        fresh = s.generate([prompt], max_new_tokens=20)[0]
+        assert kept.accepted == fresh.accepted
+
+
+def test_a_closed_run_and_two_runs_at_once(tmp_path):
+    spec, ar = pair(six_layers(dtype=torch.float64), tmp_path, **SMALL)
+    cut = spec.stream([PROMPTS[0]], max_new_tokens=30)
+    next(iter(cut)), next(iter(cut))
+    cut.close()
+    one, two = (spec.stream([p], max_new_tokens=30) for p in PROMPTS[:2])
+    for _ in range(4):  # step by step in turn: runs share the draft's weights and nothing else
+        next(iter(one), None), next(iter(two), None)
+    expected = [ar.generate([p], max_new_tokens=30)[0].token_ids for p in PROMPTS[:2]]
+    assert [r.results()[0].token_ids for r in (one, two)] == expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 7}], ids=str
+)
+def test_custom_generate(tmp_path, settings):
+    model = six_layers(dtype=torch.float64)
+    spec = Speculator.from_pretrained(random_eagle3(tmp_path, model))
+    ids = torch.tensor([[3, 9, 4, 7, 2, 5] * 6])
+    outputs = []
+    for extra in ({}, {"custom_generate": spec}):
+        torch.manual_seed(0)
+        outputs.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, **settings, **extra))
+    assert torch.equal(*outputs)
+
+
+def test_a_draft_that_overflows_only_costs_time(tmp_path):
+    model = six_layers()
+    folder = random_eagle3(tmp_path, model)
+    spec = Speculator(folder, target=model, **SMALL)
+    bound = spec.options["draft"].bound(spec.runner())
+    with torch.no_grad():
+        bound.block.midlayer.mlp.down_proj.weight.fill_(float("nan"))
+    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=12)] == [r.token_ids for r in expected]
+
+
+def test_longspec_may_grow_a_dynamic_tree(tmp_path):
+    model = six_layers()
+    spec = Speculator(random_draft(tmp_path, model), target=model, tree="dynamic", depth=4, top_k=3)
+    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
+    results = spec.generate(PROMPTS, max_new_tokens=24)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert sum(r.accepted for r in results) > 0
+
+
+def test_sampled_runs_have_the_targets_distribution(tmp_path):
+    """Chi-square of the joint distribution of four tokens, over a vocabulary of four."""
+    size, draws, batch = 4, 2000, 500
+    model = tiny_model(vocab=size, layers=1)
+    draft = random_eagle3(tmp_path, model, layers=(0,), feature_size=48)
+    spec = Speculator(draft, target=model, depth=3, top_k=2, nodes=6)
+    sampling, prompt = Sampling(2.0, top_k=3), [1, 2, 3, 1, 2, 0, 1]
+    counts = torch.zeros(size, size, size, size, dtype=torch.double)
+    accepted = 0
+    for start in range(0, draws, batch):
+        for r in spec.generate([prompt] * batch, max_new_tokens=4, sampling=sampling, seed=start):
+            counts[tuple(r.token_ids)] += 1
+            accepted += r.accepted
+    expected = torch.ones(1, dtype=torch.double) * draws
+    texts = torch.tensor([prompt])
+    for _ in range(4):
+        with torch.no_grad():
+            logits = sampling.processors()(texts, model(texts).logits[:, -1])
+        expected = (expected[:, None] * torch.softmax(logits, -1).double()).flatten()
+        following = torch.arange(size).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(size, dim=0), following], dim=1)
+    counts = counts.flatten()
+    assert accepted > 500, "the draft must have been taken for the test to mean something"
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    keep = wanted > 0
+    assert keep.sum() > 20
+    assert chisquare(observed[keep], wanted[keep] * draws / wanted[keep].sum()).pvalue > 0.01

@@ -1,0 +1,115 @@
+"""The dynamic tree against one grown by looking at every candidate, and the plans that choose between trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.trees.beam import Level
+from longdraft.trees.dynamic import dynamic
+from longdraft.trees.plan import tree_plan
+from tests.trees.test_beam import VOCABULARY, Table, described
+
+
+def brute(table: Table, sequence: int, root: int, depth, top_k, nodes, ids=None) -> dict[tuple[int, ...], float]:
+    """path -> cumulative score of the ``nodes`` best candidates, in exact order of definition."""
+    pool: dict[tuple[int, ...], float] = {}
+    shown = {(root,): 0.0}
+    for _ in range(depth):
+        level = {}
+        for path, score in shown.items():
+            logp = torch.log_softmax(table.row(sequence, path), -1)
+            best = logp.topk(min(top_k, len(logp)))
+            for x, i in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                level[(*path, ids[i] if ids else i)] = score + x
+        pool |= level
+        shown = dict(sorted(level.items(), key=lambda c: -c[1])[:top_k])
+    return dict(sorted(pool.items(), key=lambda c: -c[1])[:nodes])
+
+
+def scores(tree) -> dict[tuple[int, ...], float]:
+    given_parent = described(tree)
+    return {path: sum(given_parent[path[:n]] for n in range(2, len(path) + 1)) for path in given_parent}
+
+
+depths = st.lists(st.integers(0, 4), min_size=1, max_size=3)
+
+
+@given(st.integers(1, 4), st.integers(1, 9), depths, st.one_of(st.none(), st.integers(1, 40)), st.integers(0, 10**6))
+def test_it_is_the_tree_that_looking_at_every_candidate_gives(depth, top_k, depths, nodes, seed):
+    depths = [min(d, depth) for d in depths]
+    roots = list(range(len(depths)))
+    table = Table(roots, seed)
+    trees = dynamic(roots, table.expand, depth, top_k, depths, nodes=nodes)
+    for b, (tree, own) in enumerate(zip(trees, depths, strict=True)):
+        expected = brute(table, b, roots[b], own, top_k, nodes)
+        got = scores(tree)
+        assert tree.tokens[0] == roots[b] and tree.drafted == len(got)
+        assert got.keys() == expected.keys()
+        assert all(x == pytest.approx(expected[path], abs=1e-4) for path, x in got.items())
+        # Closed under parents.
+        assert all(path[:-1] in got for path in got if len(path) > 2)
+    assert all(level.tokens.shape[1] <= top_k for level in table.calls)
+
+
+def test_the_papers_sizes():
+    table = Table([3], 0, vocabulary=50)
+    (tree,) = dynamic([3], table.expand)
+    assert tree.size == 60
+    assert [(level.depth, level.tokens.shape[1]) for level in table.calls] == [(0, 1), *((d, 10) for d in range(1, 7))]
+    (whole,) = dynamic([3], Table([3], 0, vocabulary=50).expand, nodes=None)
+    assert whole.drafted == 10 + 6 * 100
+
+
+def test_children_that_are_never_shown_can_be_verified():
+    (tree,) = dynamic([0], Table([0], 1).expand, depth=3, top_k=2, nodes=None)
+    leaves = set(range(1, tree.size)) - set(tree.parents)
+    assert any(tree.depths[leaf] < 3 for leaf in leaves)
+
+
+def test_tokens_are_the_targets_where_the_draft_has_its_own_vocabulary():
+    ids = [100, 7, 42, 99]
+    table = Table([0], 5, vocabulary=4, ids=ids)
+    (tree,) = dynamic([0], table.expand, 3, 3, ids=torch.tensor(ids), nodes=9)
+    assert scores(tree).keys() == brute(table, 0, 0, 3, 3, 9, ids).keys()
+
+
+@pytest.mark.parametrize("value", [60.0, float("inf"), float("nan"), float("-inf")])
+def test_it_stays_a_tree_whatever_the_draft_says(value):
+    """Certain, overflowed, or out of its mind: ties and numbers that are none must not break the closure."""
+
+    def expand(level: Level) -> torch.Tensor:
+        logits = torch.full((*level.tokens.shape, VOCABULARY), -40.0)
+        logits[..., 1] = value
+        logits[:, ::2] = float("-inf") if value < 0 else logits[:, ::2]
+        return logits
+
+    for nodes in range(1, 12):
+        (tree,) = dynamic([0], expand, 3, 3, nodes=nodes)  # TokenTree refuses a node before its parent
+        assert tree.drafted == nodes
+
+
+@pytest.mark.parametrize(
+    ("default", "options", "sizes"),
+    [
+        # max_nodes, nodes shown, levels
+        ("beam", {}, (68, 52, 5)),
+        ("dynamic", {}, (59, 60, 7)),
+        ("beam", {"tree": "dynamic"}, (59, 60, 7)),
+        ("beam", {"top_k": 3}, (57, 18, 7)),
+        ("dynamic", {"widths": (1, 1, 1)}, (3, 2, 3)),
+        ("dynamic", {"tree": "beam", "nodes": 9}, (9, 52, 5)),
+        ("dynamic", {"depth": 1, "top_k": 4}, (4, 0, 1)),
+        ("dynamic", {"depth": 3, "nodes": 5}, (5, 20, 3)),
+    ],
+    ids=str,
+)
+def test_plans(default, options, sizes):
+    plan = tree_plan(default, **options)
+    assert (plan.max_nodes, plan.shown, plan.depth) == sizes
+    table = Table([0], 0, vocabulary=30)
+    (tree,) = plan.grow([0], table.expand, [100], None, "cpu")
+    assert tree.drafted <= plan.max_nodes and max(tree.depths) <= plan.depth
+    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= plan.shown
