@@ -72,7 +72,7 @@ class Engine:
         nodes = self.drafter.max_nodes
         longest = max(len(s.prompt) + s.max_new_tokens for s in self.sequences)
         capacity = longest + nodes + self.schedule.extra_rows(nodes)
-        layers = self.drafter.feature_layers(self.runner)
+        layers = self.drafter.feature_layers(self.runner) or self.cache.feature_layers
         new_store = partial(self.runner.new_store, feature_layers=layers)
         return self.cache.open(new_store, [s.prompt for s in self.sequences], capacity, layers)
 

@@ -181,6 +181,11 @@ class Speculator:
         self._runners = [r for r in self._runners if r.model is not target] + [TargetRunner(target, self.offload)]
         return self._runners[-1]
 
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose hidden states its drafter reads; see :class:`~longdraft.kv.prompt_cache.PromptCache`."""
+        runner = self.runner()
+        return self._recipe(runner).drafter().feature_layers(runner)
+
     def decode(self, tokens: list[int]) -> str:
         """Token ids to text, special tokens left out."""
         assert self.tokenizer is not None

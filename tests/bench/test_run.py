@@ -14,6 +14,7 @@ from longdraft.bench.data import Sample
 from longdraft.bench.run import Bench, Settings, batches, prepare
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.target.runner import TargetRunner
+from tests.drafts import random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [
@@ -264,3 +265,29 @@ def test_an_unknown_method():
     with pytest.raises(UnknownMethodError, match=r"'magic'.*prompt-lookup.*hf"):
         settings(methods=("magic",))
     assert settings(methods=("hf", "hf")).contenders == ("ar", "hf")
+
+
+def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
+    """The drafts read hidden states that ar's prefill has kept for them."""
+    draft = random_eagle3(tmp_path, loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size)
+    wanted = settings(methods=("prompt-lookup", "eagle3", "hf"), cold=False, draft_options={"draft": draft})
+    bench = Bench(loaded, wanted)
+    groups, _ = batches(prepare(SAMPLES[:2], loaded, wanted), 1)
+    ticks = []
+    measured = [bench.measure(group, ticks.append) for group in groups]
+    assert len(ticks) == bench.runs(len(groups)) == 2 * (2 + 4 * wanted.repeats)
+    for row in report.document(bench, measured)["rows"]:
+        assert row["mismatches"] == 0
+        assert (row["ttft_seconds"] is None) == (row["method"] in ("prompt-lookup", "eagle3"))
+
+
+def test_a_method_with_options_of_its_own_is_a_contender_of_its_own(loaded):
+    wanted = settings(
+        methods=("prompt-lookup", "prompt-lookup:max_draft=2", "specpv:drafter=ar"),
+        own_options={"prompt-lookup:max_draft=2": {"max_draft": 2}, "specpv:drafter=ar": {"drafter": "ar"}},
+    )
+    found = rows(loaded, wanted, samples=SAMPLES[:1])
+    assert [row["method"] for row in found] == ["ar", *wanted.methods]
+    assert [row["mismatches"] for row in found] == [0, 0, 0, None]  # specpv is approximate
+    with pytest.raises(UnknownMethodError):
+        settings(methods=("prompt-lookups:max_draft=2",))

@@ -81,9 +81,17 @@ class Contender(Protocol):
 
 @dataclass
 class Kept:
-    """KV of the job's prompts. Our contenders share one: theirs is the same, and one is all that should be held."""
+    """KV of the job's prompts. Our contenders share one: theirs is the same, and one is all that should be held.
+
+    Attributes:
+        feature_layers: hidden states that some contender reads; kept whoever reads the prompt.
+    """
 
     cache: PromptCache
+    feature_layers: tuple[int, ...] = ()
+
+    def clear(self) -> None:
+        self.cache = PromptCache(self.feature_layers)
 
 
 class Ours:
@@ -92,9 +100,10 @@ class Ours:
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
         self.name = name
         self._spec, self._kept = spec, kept
+        kept.feature_layers = kept.feature_layers or spec.feature_layers()
 
     def cold(self, job: Job) -> Run:
-        self._kept.cache = PromptCache()
+        self._kept.clear()
         return self.warm(job)
 
     def warm(self, job: Job) -> Run:
@@ -117,7 +126,7 @@ class Ours:
         )
 
     def release(self) -> None:
-        self._kept.cache = PromptCache()
+        self._kept.clear()
 
 
 def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:

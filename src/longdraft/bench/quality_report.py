@@ -18,7 +18,7 @@ DEFINITIONS = (
     "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full.",
     "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
     "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
-    "tokens/s: new tokens / decode seconds, prefill excluded; vs full: a sample's over full's; medians, of one run each.",
+    "tokens/s: new tokens / decode seconds; vs full: over those of full on the same sample; medians, of one run each.",
     "accepted: mean accepted length = new tokens / target forwards, the prefill's token not counted.",
     "partial: target forwards on the partial cache / all of them, after the prefill.",
 )

@@ -51,7 +51,7 @@ def _row(name: str, dataset: str, measured: Sequence[Measured], batch: int, name
         "speedup_vs_ar": _speedup(measured, name, REFERENCE),
         "speedup_vs_hf": _speedup(measured, name, hf) if hf in names else None,
         "mean_accepted_length": _median(run.mean_accepted_length for run in runs),
-        "ttft_seconds": _median(m.cold[name].first_token_seconds for m in measured),
+        "ttft_seconds": _median(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
         "rolled_back": _rolled_back(runs),

@@ -45,6 +45,8 @@ class Settings:
         repeats: timed rounds.
         raw: prompts as plain text, without the chat template.
         ignore_eos: decode on to ``max_tokens``.
+        cold: every method reads the prompts once itself, which gives its time to first token. Without it the first of
+            ours reads them for all of ours.
         draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
         own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
         offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
@@ -59,6 +61,7 @@ class Settings:
     seed: int = 0
     raw: bool = False
     ignore_eos: bool = False
+    cold: bool = True
     draft_options: Mapping[str, Any] = field(default_factory=dict)
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     offload: str | Path | None = None
@@ -138,7 +141,7 @@ class Measured:
     """One batch of one dataset: what each contender took, and where it differed.
 
     Attributes:
-        cold: the run from nothing, by name.
+        cold: the run from nothing, by name, of those that had one.
         rounds: the timed runs, by name.
         comparable: names whose tokens are meant to be those of ``ar``.
     """
@@ -244,8 +247,9 @@ class Bench:
         job = self._job([p.tokens for p in prompts], self.settings.max_tokens)
         cold: dict[str, Run] = {}
         for name, contender in self._contenders.items():
-            tick(name)
-            cold[name] = contender.cold(job)
+            if self._reads(name):
+                tick(name)
+                cold[name] = contender.cold(job)
         rounds: dict[str, list[Run]] = {name: [] for name in self._contenders}
         for i in range(self.settings.repeats):
             for name in self.names if i % 2 == 0 else reversed(self.names):
@@ -260,7 +264,12 @@ class Bench:
 
     def runs(self, batch_count: int) -> int:
         """How many times ``tick`` is called for so many batches."""
-        return batch_count * len(self._contenders) * (1 + self.settings.repeats)
+        reading = sum(map(self._reads, self._contenders))
+        return batch_count * (reading + len(self._contenders) * self.settings.repeats)
+
+    def _reads(self, name: str) -> bool:
+        """Whether a contender has a cold run."""
+        return self.settings.cold or name == REFERENCE or not isinstance(self._contenders[name], Ours)
 
     def _job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:
         return Job(tuple(prompts), max_tokens, self.settings.sampling, self.settings.seed, self._eos)
@@ -283,7 +292,8 @@ class Bench:
         found = []
         for i, prompt in enumerate(prompts):
             reference = rounds[REFERENCE][0].tokens[i]
-            outputs = {run.tokens[i] for run in (cold[name], *rounds[name])} - {reference}
+            runs = [*rounds[name], *([cold[name]] if name in cold else [])]
+            outputs = {run.tokens[i] for run in runs} - {reference}
             # A batch's first slot is free for the judge now: the rounds are over.
             judged = [
                 compare(self._runner, prompt.tokens, tokens, reference, self.settings.sampling, self._kept.cache)

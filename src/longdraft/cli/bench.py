@@ -52,6 +52,13 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
     ] = False,
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold/--one-prefill",
+            help="Let every method read the prompts itself, or ar for all of ours (long prompts).",
+        ),
+    ] = True,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
     model: options.Model = None,
     dtype: options.Dtype = "auto",
@@ -67,7 +74,7 @@ def bench(
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         settings = Settings(
-            names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos,
+            names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos, cold,
             draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k), offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
         )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from longdraft.cli import console, options
 from longdraft.cli.bench import bench
@@ -18,10 +19,23 @@ from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
+from longdraft.cli.quality import quality
 from longdraft.cli.train import data, eagle3, longspec
 from longdraft.errors import CapabilityError, LongdraftError
 
+
+class Verbs(TyperGroup):
+    """Verbs of one word or two: ``bench`` measures, and ``bench quality`` is a verb of its own."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        two = " ".join(args[:2])
+        if len(args) > 1 and two in self.commands:
+            return two, self.commands[two], args[2:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Verbs,
     help="Long-context text generation, faster: speculative decoding on Hugging Face models as they are.",
     no_args_is_help=True,
     add_completion=False,
@@ -48,6 +62,7 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 for verb in (generate, bench, methods, doctor, export):
     app.command()(_interruptible(verb))
+app.command("bench quality")(_interruptible(quality))
 
 training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
 for trainer in (longspec, eagle3, data):

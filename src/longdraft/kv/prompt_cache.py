@@ -14,9 +14,13 @@ class PromptCache:
 
     A run that starts from it prefills each prompt from the first token that differs from its slot's. It may grow
     by replacing its store with a larger one.
+
+    Args:
+        feature_layers: hidden states to keep beside the KV even where a run needs none, for the runs that will.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, feature_layers: tuple[int, ...] = ()) -> None:
+        self.feature_layers = feature_layers
         self.store: KVStore | None = None
         self.tokens: list[list[int]] = []
         self._pending: Path | None = None
