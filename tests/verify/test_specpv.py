@@ -7,6 +7,8 @@ import torch
 from scipy.stats import chisquare
 
 from longdraft.drafters.base import Drafter, NoDrafter
+from longdraft.drafters.eagle3 import Eagle3Drafter
+from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
@@ -16,7 +18,7 @@ from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker, Sampling
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
-from tests.drafts import random_draft
+from tests.drafts import random_draft, random_eagle3
 from tests.tiny import FAMILIES, tiny_model
 
 SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
@@ -225,3 +227,45 @@ def test_small_budgets_of_tokens(tmp_path, n):
     want, _, _ = run(model, Schedule(), NoDrafter(), n=n)
     got, _, _ = run(model, ExactSpecPV(layout()), drafter("longspec", model, tmp_path), n=n)
     assert outputs(got) == outputs(want)
+
+
+class Checked(Eagle3Drafter):
+    """After every refresh, drafts what a drafter would that has read everything anew."""
+
+    checked = 0
+
+    def refreshed(self, sequence, start):
+        super().refreshed(sequence, start)
+        self.fresh = True
+
+    def propose(self, sequences):
+        found = super().propose(sequences)
+        if getattr(self, "fresh", False):
+            twin = Eagle3Drafter(self.draft, widths=(2, 3))
+            twin.bind(self._runner, self._store)
+            for s in sequences:
+                twin.prefill(s)
+            again = twin.propose(sequences)
+            assert [t.tokens for t in again] == [t.tokens for t in found]
+            for own, other in zip(found, again, strict=True):
+                assert own.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+            self.checked += 1
+            self.fresh = False
+        return found
+
+
+@pytest.mark.parametrize("schedule", [SpecPV, ExactSpecPV])
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, window):
+    model = tiny_model(vocab=11, layers=6, dtype=torch.float64)
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
+    eagle = Checked(draft, widths=(2, 3))
+    got, steps, engine = run(model, schedule(layout()), eagle, [PROMPTS[0]])
+    assert eagle.checked >= 2
+    store, n = engine.cache.store, engine.cache.store.lengths[0]
+    exact = TargetRunner(model).new_store(1, n, store.feature_layers)
+    TargetRunner(model).forward([got[0].tokens[:n]], exact, [0], logits="none")
+    torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
+    if schedule is ExactSpecPV:
+        want, _, _ = run(model, Schedule(), NoDrafter(), [PROMPTS[0]])
+        assert outputs(got) == outputs(want)
