@@ -282,8 +282,8 @@ def _checked(named: Method, drafting: Method, options: Mapping[str, Any]) -> Rec
     known = {*drafting.drafter_options, *named.schedule_options, "drafter"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
-            f"Method {named.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. Its options: "
-            f"{', '.join(drafting.drafter_options) or 'none'}."
+            f"Method {named.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. "
+            f"Its options: {', '.join(drafting.drafter_options) or 'none'}."
         )
     found = Recipe(named, drafting, options)
     found.drafter()

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from longdraft.bench import data, needle, quality_report
 from longdraft.bench.quality import METHOD, Quality, Settings
+from longdraft.bench.rouge import rouge_l
 from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
@@ -88,6 +89,8 @@ def quality(
             depths = tuple(_number("needle-depths", word) for word in _words(needle_depths))
             search = needle.Search(needle_file, depths, needle_context, needle_samples)
     samples = data.read(data_files or [], limit)
+    if samples:
+        rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
         loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
         status("Encoding")

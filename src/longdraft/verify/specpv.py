@@ -8,10 +8,10 @@ A round verifies the trees in one of three modes:
 * partial: on the partial cache. What is accepted waits in its buffer.
 
 Which tokens are final differs. As published (`specpv`), those that partial verification accepts are, and nobody looks
-at them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its tree,
-as a chain before what was drafted since, and the walk goes down that tree with picks from the target's distribution as
-anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache. Guessing picks
-with the draws that the true picks will use (Picker.rehearsal), so it mostly guesses what will be drawn.
+at them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its
+tree, as a chain before what was drafted since, and the walk goes down that tree with picks from the target's
+distribution as anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache.
+Guessing picks with the draws that the true picks will use (Picker.rehearsal), so it mostly guesses what will be drawn.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class SpecPV(Schedule):
         slot = sequence.slot
         if not self.partial.in_use(slot):
             return "refresh" if self.store.lengths[slot] > self.layout.total else "full"
-        return "partial" if self.partial.waiting(slot) <= self.layout.margin and self._may_wait(sequence) else "refresh"
+        return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
 
-    def _may_wait(self, sequence: Sequence) -> bool:
-        """Whether more tokens may be accepted before a refresh."""
-        return True
+    def _margin(self, sequence: Sequence) -> int:
+        """Tokens that may wait while partial verification goes on."""
+        return self.layout.margin
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
@@ -148,21 +148,27 @@ class SpecPV(Schedule):
 
 
 class ExactSpecPV(SpecPV):
-    """Partial verification only guesses; a full pass confirms before anything is emitted: exact."""
+    """Partial verification only guesses; a full pass confirms before anything is emitted: exact.
+
+    A wrong guess makes all behind it worthless, so how many may wait follows its luck: twice as many, up to the
+    layout's margin, when all were right; as many as were right when not.
+    """
 
     def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
         super().open(runner, store, sequences, max_nodes)
         # The sequences with what was guessed behind what is certain, and how the guesses are picked.
         self._guesses: dict[int, Sequence] = {}
         self._pickers: dict[int, Picker] = {}
+        self._margins = {s.index: (self.layout.margin + 1) // 2 for s in sequences}
 
     def seen(self, sequence: Sequence) -> Sequence:
         if sequence.index not in self._guesses:
             self._guesses[sequence.index] = sequence.fork()
         return self._guesses[sequence.index]
 
-    def _may_wait(self, sequence: Sequence) -> bool:
-        return self.seen(sequence).finish_reason is None
+    def _margin(self, sequence: Sequence) -> int:
+        over = self.seen(sequence).finish_reason is not None
+        return -1 if over else self._margins[sequence.index]
 
     def _guessing(self, sequence: Sequence, picker: Picker) -> Picker:
         if sequence.index not in self._pickers:
@@ -186,6 +192,9 @@ class ExactSpecPV(SpecPV):
         # Nodes under a wrong guess ask for what nobody will need.
         rows = range(waiting, verified.tree.size) if right == waiting else accepted.path
         self._refresh(sequence, list(accepted.path), rows)
+        if waiting:
+            margin = 2 * self._margins[sequence.index] if right == waiting else right
+            self._margins[sequence.index] = min(max(margin, 2), self.layout.margin)
         guess = self.seen(sequence)
         self._pickers.pop(sequence.index, None)
         guess.follow(sequence)

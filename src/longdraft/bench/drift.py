@@ -1,0 +1,161 @@
+"""Drift: how far hidden states that partial verification computed lie from the exact ones (SpecPV, section 3.3).
+
+A run's own forwards are listened to, so its trees, its blocks and its refreshes are the real ones. The exact states
+come from one full forward over the text that the run wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from longdraft.engine import PREFILL_CHUNK
+from longdraft.kv.partial import PartialLayout
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import Taps, TargetOutput, TargetRunner
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.acceptance import Accepted
+from longdraft.verify.schedule import Settled, Verified
+from longdraft.verify.specpv import SpecPV
+
+_NO_TAPS = Taps()
+
+
+class Listener(TargetRunner):
+    """A hosted target that remembers hidden states of its last forward.
+
+    Args:
+        runner: the target; everything it has is shared.
+        layers: the layers listened to; None: those that EAGLE-3 reads (outputs of 1, L/2-1 and L-4), and the last.
+
+    Attributes:
+        heard: layer -> (B, T, hidden size).
+    """
+
+    def __init__(self, runner: TargetRunner, layers: tuple[int, ...] | None = None) -> None:
+        vars(self).update(vars(runner))
+        depth = self.kv_shape.layers
+        wanted = (1, depth // 2 - 1, depth - 4, depth - 1) if layers is None else layers
+        self.layers = tuple(sorted({layer for layer in wanted if 0 <= layer < depth}))
+        self.heard: dict[int, torch.Tensor] = {}
+
+    def forward(
+        self,
+        tokens: SequenceOf[SequenceOf[int]],
+        store: KVStore,
+        slots: SequenceOf[int],
+        *,
+        bases: SequenceOf[int] | None = None,
+        depths: SequenceOf[SequenceOf[int]] | None = None,
+        mask: torch.Tensor | None = None,
+        logits: Literal["all", "last", "none"] = "all",
+        taps: Taps = _NO_TAPS,
+    ) -> TargetOutput:
+        taps = replace(taps, hidden=tuple({*taps.hidden, *self.layers}))
+        out = super().forward(tokens, store, slots, bases=bases, depths=depths, mask=mask, logits=logits, taps=taps)
+        self.heard = {layer: out.hidden[layer] for layer in self.layers}
+        return out
+
+    def hidden(self, rows: SequenceOf[int]) -> torch.Tensor:
+        """(layers, rows, hidden size) float32 of the first sequence of the last forward."""
+        return torch.stack([self.heard[layer][0, list(rows)] for layer in self.layers]).float()
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Tokens that a round computed and accepted.
+
+    Attributes:
+        position: of the first of them in the text.
+        distance: of the first of them from the last full pass; 0 for all of them where a full pass computed them.
+        hidden: (layers, tokens, hidden size).
+    """
+
+    position: int
+    distance: int
+    hidden: torch.Tensor
+
+
+class RecordedSpecPV(SpecPV):
+    """SpecPV that keeps the hidden states of the tokens that it accepts. For runs of one sequence.
+
+    Args:
+        listener: the runner of the run.
+    """
+
+    def __init__(self, layout: PartialLayout, listener: Listener) -> None:
+        super().__init__(layout)
+        self._listener = listener
+        self.computed: list[Computed] = []
+
+    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+        waiting = self.partial.waiting(sequence.slot)
+        partial = verified.mode == "partial"
+        # A full pass has what waits before the tree.
+        rows = [node + (0 if partial else waiting) for node in accepted.path]
+        position = self.store.lengths[sequence.slot] + waiting
+        self.computed.append(Computed(position, waiting + 1 if partial else 0, self._listener.hidden(rows)))
+        return super().settle(sequence, tree, verified, accepted)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One token's.
+
+    Attributes:
+        distance: tokens since the last full pass, 1 for the first; 0: computed by a full pass.
+        cosines: one a layer, of its hidden state to the exact one.
+    """
+
+    distance: int
+    cosines: tuple[float, ...]
+
+
+def drift(
+    listener: Listener, cache: PromptCache, prompt: SequenceOf[int], output: SequenceOf[int], computed: list[Computed]
+) -> list[Drift]:
+    """Compares what a run computed with one full forward over its text.
+
+    Args:
+        cache: holds the prompt's KV, with room for the output.
+        output: what the run wrote.
+    """
+    exact, first = exact_hidden(listener, cache, prompt, output), len(prompt) - 1
+    found = []
+    for part in computed:
+        own = exact[:, part.position - first : part.position - first + part.hidden.shape[1]]
+        cosines = functional.cosine_similarity(part.hidden, own, dim=-1).T.tolist()
+        found += [Drift(part.distance and part.distance + i, tuple(row)) for i, row in enumerate(cosines)]
+    return found
+
+
+def exact_hidden(
+    listener: Listener, cache: PromptCache, prompt: SequenceOf[int], output: SequenceOf[int]
+) -> torch.Tensor:
+    """(layers, len(output), hidden size) float32 at the prompt's last token and all output tokens but the last."""
+    text = [*prompt, *output[:-1]]
+    store = cache.open(listener.new_store, [list(prompt)], len(text))
+    found = []
+    try:
+        while (done := store.lengths[0]) < len(text):
+            chunk = text[done : done + PREFILL_CHUNK]
+            listener.forward([chunk], store, [0], logits="none")
+            store.commit(0, range(len(chunk)))
+            found.append(listener.hidden(range(len(chunk))))
+    finally:
+        cache.remember(0, text)
+    return torch.cat(found, 1)[:, -len(output) :]
+
+
+def bucket(distance: int) -> tuple[int, int]:
+    """First and last distance of the bucket that one falls in: 0, 1, 2, 3-4, 5-8, 9-16, ..."""
+    if distance == 0:
+        return 0, 0
+    last = 1 << (distance - 1).bit_length()
+    return last // 2 + 1, last

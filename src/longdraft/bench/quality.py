@@ -1,0 +1,323 @@
+"""What partial verification costs in quality: its texts beside those of full verification with the same drafter.
+
+Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it greedily from the
+same KV. Full verification against ``ar`` is the noise floor: both are exact, and rounding alone tells them apart.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift
+from longdraft.bench.needle import ANSWER_TOKENS, Haystack, found
+from longdraft.bench.rouge import rouge_l
+from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS, Prompt
+from longdraft.bench.ties import first_difference
+from longdraft.engine import Engine, eos_rule
+from longdraft.errors import ContextError
+from longdraft.kv.partial import PartialLayout
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.kv.scorers import SCORERS
+from longdraft.methods import Recipe, asked_for, method, recipe
+from longdraft.sequence import Sequence as Text
+from longdraft.target.loading import LoadedModel
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.specpv import SpecPV
+
+METHOD, FULL, REFERENCE = "specpv", "full", "ar"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A setting of ``specpv``.
+
+    Attributes:
+        budget: retrieved tokens; None for a selector that retrieves nothing.
+    """
+
+    selector: str
+    budget: int | None
+    margin: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of the method."""
+        given = {"selector": self.selector, "budget": self.budget, "margin": self.margin}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def name(self) -> str:
+        """As the bench writes contenders."""
+        return ":".join([METHOD, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compare.
+
+    Attributes:
+        budgets, margins, selectors: every combination is a variant.
+        max_tokens: new tokens at most, a prompt.
+        ignore_eos: decode on to ``max_tokens``.
+        drift: compare hidden states too.
+        options: further options of specpv and its drafter, the same for all variants.
+
+    Raises:
+        ValueError: for a combination that makes no partial cache.
+        LongdraftError: for an option that the method does not have, or a draft that cannot be read.
+    """
+
+    budgets: tuple[int, ...] = (512, 1024)
+    margins: tuple[int, ...] = (20,)
+    selectors: tuple[str, ...] = ("minmax",)
+    max_tokens: int = 128
+    ignore_eos: bool = False
+    drift: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
+        for name in ("budgets", "margins", "selectors"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must name one at least")
+        if twice := sorted({"budget", "margin", "selector"} & set(self.options)):
+            raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
+        asked_for(METHOD, self.options)
+        known = method(METHOD)
+        for variant in self.variants:
+            given = {**self.options, **variant.options}
+            known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
+
+    @property
+    def variants(self) -> list[Variant]:
+        """All that is compared, each once."""
+        # An unknown selector is a variant too: the layout refuses it, with the names there are.
+        budgets = {s: self.budgets if SCORERS.get(s, s) else (None,) for s in self.selectors}
+        return list(dict.fromkeys(Variant(s, b, m) for s in self.selectors for b in budgets[s] for m in self.margins))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One run.
+
+    Attributes:
+        seconds: of decoding, prefill excluded.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    rounds: int
+    partial_rounds: int
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return len(self.tokens) / self.seconds if self.rounds and self.seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How like its reference a text is.
+
+    Attributes:
+        rouge_l: F1. same: tokens before the first difference. share: of the longer of the two, 1.0 for equal ones.
+    """
+
+    rouge_l: float
+    same: int
+    share: float
+
+    @property
+    def identical(self) -> bool:
+        return self.share == 1.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt.
+
+    Attributes:
+        runs: by name: ``ar``, ``full`` and the variants'.
+        likeness: of ``full`` to ``ar``, and of every variant to ``full``.
+        drifts: by variant; empty where drift is not asked for.
+    """
+
+    prompt: Prompt
+    runs: dict[str, Decoded]
+    likeness: dict[str, Likeness]
+    drifts: dict[str, list[Drift]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One haystack: by contender's name, whether the code was found, and the run."""
+
+    haystack: Haystack
+    right: dict[str, bool]
+    runs: dict[str, Decoded]
+
+
+class Quality:
+    """The comparison on one loaded model.
+
+    Attributes:
+        drafter: name of the method whose drafter all but ``ar`` use.
+
+    Raises:
+        CapabilityError: the drafter's draft is missing; or, when texts are compared, rouge-score is not installed.
+    """
+
+    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
+        self.settings = settings
+        self._tokenizer = loaded.tokenizer
+        # One runner for all: packed weights and drafts are held once.
+        self.runner = Listener(TargetRunner(loaded.model))
+        self.variants = {v.name: v for v in settings.variants}
+        first = self._recipe(settings.variants[0], settings.options)
+        self.drafter = first.drafting.name
+        own = {n: first.options[n] for n in first.drafting.drafter_options if n in first.options}
+        # A draft that has been read is not read again.
+        loaded_once = {**settings.options, **own, "drafter": self.drafter}
+        self._recipes = {
+            FULL: recipe(first.drafting, own, self.runner),
+            REFERENCE: recipe(method(REFERENCE), {}, self.runner),
+            **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
+        }
+        self._cache = PromptCache()
+        own_end = loaded.tokenizer.eos_token_id
+        self._ends = self.runner.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
+
+    @cached_property
+    def _rouge_l(self) -> Callable[[str, str], float]:
+        return rouge_l()
+
+    @property
+    def names(self) -> list[str]:
+        """Contenders, in the order in which they decode a prompt."""
+        return list(self._recipes)
+
+    def layout(self, name: str) -> PartialLayout:
+        """The partial cache of a variant."""
+        schedule = self._recipes[name].schedule()
+        assert isinstance(schedule, SpecPV)
+        return schedule.layout
+
+    def cut(self, lengths: Sequence[int]) -> dict[str, int]:
+        """How many texts of these lengths each variant's partial cache really cuts.
+
+        Raises:
+            ContextError: a variant cuts none, so that all its rounds would be full.
+        """
+        found = {}
+        for name in self.variants:
+            total = self.layout(name).total
+            found[name] = sum(length > total for length in lengths)
+            if not found[name]:
+                raise ContextError(
+                    f"{name}: every round would be full. Its partial cache holds {total:,} tokens, and the "
+                    f"longest text, new tokens included, has {max(lengths):,}. Lower --budget, or take longer prompts."
+                )
+        return found
+
+    def searched(self, haystacks: Sequence[Haystack]) -> list[str]:
+        """Contenders of the needle test: ``ar``, ``full``, and the variants of the first margin that cut haystacks.
+
+        Raises:
+            ContextError: no variant cuts one.
+        """
+        shortest = min(len(h.tokens) for h in haystacks)
+        able = [
+            name
+            for name, v in self.variants.items()
+            if v.margin == self.settings.margins[0] and self.layout(name).total < shortest
+        ]
+        if not able:
+            raise ContextError(
+                f"No partial cache is smaller than the haystacks, which have {shortest:,} tokens: lower --budget, or "
+                "raise --needle-context."
+            )
+        return [REFERENCE, FULL, *able]
+
+    def wake(self, prompt: Sequence[int]) -> None:
+        """Decodes a moment, so that the first run does not pay for what is done once."""
+        for name in (FULL, REFERENCE):
+            self._decode(name, prompt[:WAKE_PROMPT], WAKE_TOKENS)
+
+    def compare(self, prompt: Prompt, tick: Callable[[str], None] = lambda name: None) -> Compared:
+        """Decodes a prompt with everything.
+
+        Args:
+            tick: called before each run with the contender's name.
+        """
+        runs: dict[str, Decoded] = {}
+        drifts: dict[str, list[Drift]] = {}
+        self._make_room(prompt.tokens, self.settings.max_tokens)
+        for name in self._recipes:
+            tick(name)
+            recorded = None
+            if self.settings.drift and name in self.variants:
+                recorded = RecordedSpecPV(self.layout(name), self.runner)
+            runs[name] = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
+            if recorded is not None:
+                drifts[name] = drift(self.runner, self._cache, prompt.tokens, runs[name].tokens, recorded.computed)
+        likeness = {name: self._likeness(runs[FULL], runs[name]) for name in self.variants}
+        likeness[FULL] = self._likeness(runs[REFERENCE], runs[FULL])
+        return Compared(prompt, runs, likeness, drifts)
+
+    def search(
+        self, haystack: Haystack, names: Sequence[str], tick: Callable[[str], None] = lambda n: None
+    ) -> Answered:
+        """Asks contenders for a haystack's code."""
+        runs = {}
+        self._make_room(haystack.tokens, ANSWER_TOKENS)
+        # The one that wants hidden states beside the KV comes first.
+        for name in sorted(names, key=self.names.index):
+            tick(name)
+            runs[name] = self._decode(name, haystack.tokens, ANSWER_TOKENS)
+        right = {name: found(self._text(run.tokens), haystack.code) for name, run in runs.items()}
+        return Answered(haystack, right, runs)
+
+    def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
+        return recipe(*asked_for(METHOD, {**options, **variant.options}), self.runner)
+
+    def _make_room(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Takes memory for the largest run once: the store need not grow, which would hold it twice."""
+        drafter = self._recipes[FULL].drafter()
+        nodes, layers = drafter.max_nodes, drafter.feature_layers(self.runner)
+        extra = max(r.schedule().extra_rows(nodes) for r in self._recipes.values())
+        new_store = partial(self.runner.new_store, feature_layers=layers)
+        self._cache.open(new_store, [list(prompt)], len(prompt) + max_tokens + nodes + extra, layers)
+
+    def _decode(
+        self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
+    ) -> Decoded:
+        sequence = Text(0, list(prompt), max_tokens, self.runner.device)
+        greedy = Sampling()
+        chosen = self._recipes[name]
+        engine = Engine(
+            self.runner,
+            chosen.drafter(),
+            [sequence],
+            [Picker(greedy.greedy, greedy.processors())],
+            [] if self.settings.ignore_eos else [eos_rule(self._ends)],
+            self._cache,
+            chosen.schedule() if schedule is None else schedule,
+        )
+        gc.collect()  # or a collection falls due inside somebody's turn
+        seconds = sum(step.seconds for step in engine.steps(engine.open()) if step.mode != "prefill")
+        return Decoded(tuple(sequence.output), seconds, sequence.rounds, sequence.partial_rounds)
+
+    def _likeness(self, reference: Decoded, run: Decoded) -> Likeness:
+        longer = max(len(reference.tokens), len(run.tokens))
+        same = first_difference(reference.tokens, run.tokens)
+        same = longer if same is None else same
+        score = self._rouge_l(self._text(reference.tokens), self._text(run.tokens))
+        return Likeness(score, same, same / longer)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -1,0 +1,399 @@
+"""The quality report on tiny models: texts, drift, needles, and the command."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+
+import pytest
+import torch
+
+from longdraft import LoadedModel, Speculator
+from longdraft.bench import needle, quality_report
+from longdraft.bench.data import Sample
+from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
+from longdraft.bench.needle import Search
+from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings
+from longdraft.bench.rouge import rouge_l
+from longdraft.bench.run import Prompt
+from longdraft.cli import options
+from longdraft.cli.main import main
+from longdraft.drafters.ngram import NGramDrafter
+from longdraft.engine import Engine
+from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.kv.partial import PartialLayout
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.sequence import Sequence
+from longdraft.target.chat import chat_prompt
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker, Sampling
+from tests.drafts import random_draft, random_eagle3
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SIZES = {"sink": 4, "recent": 4, "block": 4}
+TEXT = "the cat sat on the mat. the dog sat on the cat. " * 4
+PROMPT = [(7 * i * i + 3 * i) % 11 for i in range(90)]
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch):
+    """One before every run takes longer than a tiny run itself."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return LoadedModel(tiny_model(context=512, dtype=torch.float64), tiny_tokenizer(chat=True))
+
+
+def settings(**over) -> Settings:
+    return Settings(**{"budgets": (8,), "margins": (6,), "max_tokens": 40, "ignore_eos": True, "options": SIZES} | over)
+
+
+def prompt(loaded, text=TEXT, name="cats") -> Prompt:
+    sample = Sample(text, "", name, f"{name}.jsonl:1")
+    return Prompt(sample, tuple(sample.encode(loaded.tokenizer)))
+
+
+class Eager(RecordedSpecPV):
+    """Goes over to the partial cache at once, though the text would fit it."""
+
+    def mode(self, sequence):
+        if not self.partial.in_use(sequence.slot):
+            return "refresh"
+        return "partial" if self.partial.waiting(sequence.slot) <= self.layout.margin else "refresh"
+
+    def _refresh(self, sequence, path, rows):
+        slot = sequence.slot
+        self.store.commit(slot, path)
+        queries = self._queries.pop(slot)
+        self.partial.refresh(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+
+
+def drifts(model, layout, kind=RecordedSpecPV):
+    listener, cache = Listener(TargetRunner(model)), PromptCache()
+    schedule = kind(layout, listener)
+    s = Sequence(0, list(PROMPT), 40)
+    engine = Engine(listener, NGramDrafter(), [s], [Picker(True, Sampling().processors())], [], cache, schedule)
+    steps = list(engine.steps(engine.open()))
+    found = drift(listener, cache, PROMPT, s.output, schedule.computed)
+    assert len(found) == len(s.output) - 1  # every token but the prefill's, once
+    return found, {step.mode for step in steps}
+
+
+def test_a_partial_cache_that_holds_everything_does_not_drift():
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    found, modes = drifts(model, PartialLayout(200, 4, 4, 4, 6), Eager)
+    assert "partial" in modes and any(d.distance for d in found)
+    assert min(min(d.cosines) for d in found) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("selector", ["minmax", "streaming"])
+def test_a_small_one_drifts_and_a_full_pass_does_not(selector):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    found, _ = drifts(model, PartialLayout(8, 4, 4, 4, 6, selector))
+    full = [d for d in found if not d.distance]
+    partial = [d for d in found if d.distance]
+    assert full and min(min(d.cosines) for d in full) == pytest.approx(1.0, abs=1e-6)
+    assert max(d.cosines[-1] for d in partial) < 1 - 1e-6
+    # The distance grows by one a token, from 1 after each full pass.
+    assert {1, 2, 3} <= {d.distance for d in partial}
+    for before, after in itertools.pairwise(found):
+        assert after.distance in (0, before.distance + 1)
+
+
+def test_layers_that_are_listened_to():
+    runner = TargetRunner(tiny_model(layers=8))
+    assert Listener(runner).layers == (1, 3, 4, 7)  # EAGLE-3's three, and the last
+    assert Listener(TargetRunner(tiny_model(layers=2))).layers == (0, 1)
+
+
+def test_buckets():
+    assert [bucket(d) for d in (0, 1, 2, 3, 4, 5, 8, 9, 17)] == [
+        (0, 0), (1, 1), (2, 2), (3, 4), (3, 4), (5, 8), (5, 8), (9, 16), (17, 32),
+    ]  # fmt: skip
+
+
+def test_a_budget_that_covers_the_text_changes_nothing(loaded):
+    quality = Quality(loaded, settings(budgets=(400,)))
+    found = quality.compare(prompt(loaded))
+    report = quality_report.document(quality, [found])
+    ar, full, specpv = report["rows"]
+    assert (specpv["rouge_l_mean"], specpv["rouge_l_min"], specpv["same_share"], specpv["identical"]) == (1, 1, 1, 1)
+    assert specpv["partial_share"] == 0 and specpv["same_tokens"] == 40
+    assert (full["reference"], specpv["reference"], ar["reference"]) == (REFERENCE, FULL, None)
+    assert full["rouge_l_mean"] == 1.0  # both are exact
+    assert [(row["first"], row["last"]) for row in report["drift"]] == [(0, 0)]
+    assert report["drift"][0]["cosine_min"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_each_combination_is_a_row_on_one_read_prompt(loaded):
+    wanted = settings(budgets=(8, 16, 8), margins=(4, 8), selectors=("minmax", "streaming"), drift=False)
+    quality = Quality(loaded, wanted)
+    seen: list[str] = []
+    found = quality.compare(prompt(loaded), seen.append)
+    assert seen == quality.names and quality.drafter == "prompt-lookup"
+    rows = quality_report.document(quality, [found])["rows"]
+    assert [(r["method"], r["selector"], r["budget"], r["margin"]) for r in rows] == [
+        ("ar", None, None, None), ("full", None, None, None),
+        ("specpv", "minmax", 8, 4), ("specpv", "minmax", 8, 8),
+        ("specpv", "minmax", 16, 4), ("specpv", "minmax", 16, 8),
+        ("specpv", "streaming", None, 4), ("specpv", "streaming", None, 8),
+    ]  # fmt: skip
+    assert all(0 < r["partial_share"] < 1 and r["speedup_vs_full"] > 0 for r in rows[2:])
+    # What listens does not disturb, and what was kept of the prompt is right.
+    spec = Speculator("specpv", loaded.model, loaded.tokenizer, budget=16, margin=4, **SIZES)
+    (alone,) = spec.generate(list(prompt(loaded).tokens), max_new_tokens=40, eos_token_ids=[])
+    assert list(found.runs["specpv:selector=minmax:budget=16:margin=4"].tokens) == alone.token_ids
+
+
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
+def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, monkeypatch):
+    model = tiny_model(layers=8, context=512, dtype=torch.float64)
+    draft = (random_draft if kind == "longspec" else random_eagle3)(tmp_path, model)
+    tree = {"widths": (2, 2)} if kind == "longspec" else {"depth": 2, "top_k": 2, "nodes": 4}
+    wanted = settings(budgets=(8, 16), margins=(6, 9), max_tokens=24, options={**SIZES, **tree, "draft": draft})
+    quality = Quality(LoadedModel(model, tiny_tokenizer(chat=True)), wanted)
+    assert quality.drafter == kind
+    one = prompt(LoadedModel(model, tiny_tokenizer(chat=True)))
+    sizes: list[int] = []
+    forward = Listener.forward
+
+    def counted(self, tokens, *arguments, **options):
+        sizes.append(len(tokens[0]))
+        return forward(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(Listener, "forward", counted)
+    found = quality.compare(one)
+    assert sum(size >= len(one.tokens) - 1 for size in sizes) == 1
+    assert found.runs[FULL].tokens == found.runs[REFERENCE].tokens
+    assert all(run.partial_rounds for name, run in found.runs.items() if name in quality.variants)
+    tokens = [d for name in quality.variants for d in found.drifts[name]]
+    assert len(tokens) == 4 * 23 and {len(d.cosines) for d in tokens} == {4}
+    assert min(min(d.cosines) for d in tokens if not d.distance) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_recording_does_not_change_a_run(loaded):
+    runs = [Quality(loaded, settings(drift=on)).compare(prompt(loaded)).runs for on in (True, False)]
+    assert [r.tokens for r in runs[0].values()] == [r.tokens for r in runs[1].values()]
+
+
+def test_a_cache_larger_than_every_text_is_refused(loaded):
+    quality = Quality(loaded, settings(budgets=(8, 64)))
+    assert list(quality.cut([60, 100]).values()) == [2, 1]
+    with pytest.raises(ContextError, match=r"budget=64.*every round would be full.*72 tokens.*has 60.*Lower --budget"):
+        quality.cut([60, 50])
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"budgets": (6,)}, "multiple of block"),
+        ({"margins": (0,)}, "margin must be at least 1"),
+        ({"selectors": ("best",)}, "selector must be one of"),
+        ({"margins": ()}, "margins must name one"),
+        ({"max_tokens": 1}, "max-tokens"),
+        ({"options": {"budget": 8}}, "--budget, which takes several"),
+        ({"options": {"colour": 8}}, "no option colour"),
+    ],
+)
+def test_settings_are_checked(over, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**over)
+
+
+def test_rouge():
+    score = rouge_l()
+    assert score("the cats sat", "the cats sat") == 1.0
+    assert score("你好", "你好") == 1.0
+    assert score("cats sat here", "a cat sat here") == pytest.approx(6 / 7)  # cats and cat share a stem
+    assert score("one two", "") == 0.0
+
+
+def test_without_rouge_score(monkeypatch, command, folder):
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    with pytest.raises(CapabilityError, match=r"longdraft\[bench\]"):
+        rouge_l()
+    code, _, err = command("--data", folder / "rows.jsonl")
+    assert code == 2 and len(err.splitlines()) == 1  # said before the model is loaded
+    # Needles need none.
+    assert command("--needle", folder / "hay.txt", "--needle-context", 300, "--needle-depths", "0.5")[0] == 0
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+def test_a_needle_lies_where_it_was_asked_for(depth):
+    text = "one two three. " * 100
+    hay = needle.place(text, "NEEDLE", depth)
+    assert hay.replace("NEEDLE ", "") == text
+    assert abs(hay.index("NEEDLE") / len(text) - depth) < 0.02
+    assert hay[: hay.index("NEEDLE")].endswith(". ")
+
+
+def test_a_needle_at_the_end_and_in_text_without_sentences():
+    assert needle.place("one two.", "NEEDLE", 1.0) == "one two. NEEDLE"
+    assert needle.place("one two three", "NEEDLE", 0.3) == "one two NEEDLE three"
+    assert needle.place("onetwothree", "NEEDLE", 0.3) == "onetwothree NEEDLE"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("The code is 48213.", True), ("48,213", True), ("1 or 48213", False), ("482134", False), ("none", False)],
+)
+def test_answers(answer, right):
+    assert needle.found(answer, "48213") is right
+
+
+def test_haystacks(tmp_path):
+    tokenizer, path = tiny_tokenizer(chat=True), tmp_path / "hay.txt"
+    path.write_text("the cat sat on the mat. " * 40)
+    found = needle.haystacks(Search(path, (0.1, 0.8), 300, 2), tokenizer)
+    assert [h.depth for h in found] == [0.8, 0.1, 0.8, 0.1]  # the deepest first: its beginning serves the next
+    assert len({h.code for h in found}) == 4
+    for h in found:
+        text = tokenizer.decode(h.tokens)
+        assert 270 <= len(h.tokens) <= 300
+        # Its share of the document: the question and the marks of the chat come behind.
+        assert abs(text.index(h.code) / text.index("what is") - h.depth) < 0.2
+        assert text.rstrip().endswith("door?<eos><assistant>")
+    jsonl = tmp_path / "hay.jsonl"
+    jsonl.write_text("".join(json.dumps({"text": "the dog sat. " * 20}) + "\n" for _ in range(3)))
+    assert len(needle.haystacks(Search(jsonl, (0.5,), 300, 1), tokenizer)) == 1
+    with pytest.raises(PromptError, match="lower --needle-context"):
+        needle.haystacks(Search(path, (0.5,), 5000), tokenizer)
+    with pytest.raises(ContextError, match="raise --needle-context"):
+        needle.haystacks(Search(path, (0.5,), 50), tokenizer)
+    with pytest.raises(PromptError, match="check the path"):
+        needle.haystacks(Search(tmp_path / "none.txt"), tokenizer)
+
+
+def test_needles_are_asked_of_those_that_cut_the_haystack(loaded, tmp_path):
+    path = tmp_path / "hay.txt"
+    path.write_text("the cat sat on the mat. " * 40)
+    hay = needle.haystacks(Search(path, (0.5,), 300, 1), loaded.tokenizer)
+    quality = Quality(loaded, settings(budgets=(8, 400), margins=(4, 8)))
+    asked = quality.searched(hay)
+    assert asked == ["ar", "full", "specpv:selector=minmax:budget=8:margin=4"]
+    answered = [quality.search(h, asked) for h in hay]
+    rows = quality_report.document(quality, [], asked, answered)["needle"]
+    assert [row["asked"] for row in rows] == [1, 1, 1]
+    assert rows[0]["found"] == rows[1]["found"]
+    with pytest.raises(ContextError, match="No partial cache is smaller"):
+        Quality(loaded, settings(budgets=(400,))).searched(hay)
+
+
+# --- the command ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tiny")
+    tiny_model(context=512).save_pretrained(made)
+    tiny_tokenizer(chat=True).save_pretrained(made)
+    (made / "rows.jsonl").write_text(json.dumps({"text": TEXT}) + "\n" + json.dumps({"text": "short"}) + "\n")
+    (made / "hay.txt").write_text("the cat sat on the mat. " * 40)
+    return made
+
+
+@pytest.fixture
+def command(folder, capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        sizes = [word for name, size in SIZES.items() for word in ("-o", f"{name}={size}")]
+        words = [
+            "bench",
+            "quality",
+            "--model",
+            folder,
+            "--budget",
+            "8,32",
+            "--margin",
+            "6",
+            "-n",
+            24,
+            *sizes,
+            *arguments,
+        ]
+        return main([str(word) for word in words]), *capsys.readouterr()
+
+    yield run
+    options.reset_debug()
+
+
+ROW = [
+    "method", "selector", "budget", "margin", "dataset", "context_tokens", "samples", "reference", "rouge_l_mean",
+    "rouge_l_min", "same_tokens", "same_share", "identical", "tokens_per_second", "speedup_vs_full",
+    "mean_accepted_length", "partial_share",
+]  # fmt: skip
+
+
+def test_bench_quality(command, folder):
+    needles = ("--needle", folder / "hay.txt", "--needle-context", 300, "--needle-depths", "0.2,0.8")
+    code, out, err = command("--data", folder / "rows.jsonl", "--ignore-eos", "--json", *needles)
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert list(found) == ["drafter", "layers", "rows", "drift", "needle", "hardware", "versions"]
+    assert [r["method"] for r in found["rows"]] == ["ar", "full", "specpv", "specpv"]
+    assert list(found["rows"][0]) == ROW
+    assert found["rows"][0]["samples"] == 2
+    assert set(found["drift"][0]) == {
+        "method", "selector", "budget", "margin", "dataset", "first", "last", "tokens", "cosine", "cosine_min",
+    }  # fmt: skip
+    assert list(found["drift"][0]["cosine"]) == [str(layer) for layer in found["layers"]]
+    assert [(n["method"], n["budget"], n["asked"]) for n in found["needle"]] == [
+        ("ar", None, 4), ("full", None, 4), ("specpv", 8, 4), ("specpv", 32, 4),
+    ]  # fmt: skip
+    assert [each["depth"] for each in found["needle"][0]["by_depth"]] == [0.2, 0.8]
+    for text in ("rows: 2 samples", "drafts by prompt-lookup", "drift by layer", "needle: 4 asked", "ROUGE-L: F1"):
+        assert text in out
+    assert "1 of 2 prompts fit its partial cache whole" in err
+    assert "Run 1 of 24" in err  # 2 prompts x 4 contenders, 4 haystacks x 4
+
+
+def test_bench_quality_without_drift(command, folder):
+    code, out, _ = command("--data", folder / "rows.jsonl", "--limit", 1, "--no-drift", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert (code, found["drift"], found["needle"]) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Nothing to do"),
+        (["--budget", "few"], "--budget takes whole numbers"),
+        (["--budget", "7"], "multiple of block"),
+        (["--budget", ""], "budgets must name one"),
+        (["--selector", "best"], "selector must be one of"),
+        (["--drafter", "none"], "drafter must be one of"),
+        (["-o", "colour=1"], "no option colour"),
+        (["--budget", "400"], "every round would be full"),
+        (["--context", "3"], "fits 3 tokens"),
+        (["--needle-depths", "2", "--needle", "hay.txt"], "between 0 and 1"),
+        (["--needle", "no.txt"], "no file no.txt"),
+    ],
+)
+def test_bench_quality_refuses(command, folder, arguments, message):
+    data = ["--data", folder / "rows.jsonl"] if arguments else []
+    code, _, err = command(*data, *arguments)
+    assert code == 2
+    assert message in err.splitlines()[-1]
+
+
+def test_ctrl_c(command, folder, monkeypatch):
+    def pressed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Quality, "compare", pressed)
+    code, _, err = command("--data", folder / "rows.jsonl")
+    assert code == 130 and err.splitlines()[-1] == "Aborted."
+
+
+def test_bench_itself_stays_what_it_was(folder, capsys):
+    code = main(["bench", "--model", str(folder), "--data", str(folder / "rows.jsonl"), "--repeats", "1", "-n", "4"])
+    assert code == 0 and "vs ar" in capsys.readouterr().out
+    assert main(["bench", "--data", "x.jsonl", "quality"]) == 2
+
+
+def test_prompts_are_those_of_the_bench(loaded):
+    assert list(prompt(loaded).tokens) == chat_prompt(loaded.tokenizer, "", document=TEXT)
