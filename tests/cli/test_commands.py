@@ -15,7 +15,7 @@ from longdraft.methods import METHODS
 
 ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
-    "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties", "rolled_back",
+    "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
 ]  # fmt: skip
 
 

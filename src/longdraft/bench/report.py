@@ -41,7 +41,7 @@ def _row(name: str, dataset: str, measured: Sequence[Measured], batch: int, name
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
     hf = next(iter(PEERS))
-    return {
+    row = {
         "method": name,
         "dataset": dataset,
         "context_tokens": round(median(len(p.tokens) for m in measured for p in m.prompts)),
@@ -54,8 +54,9 @@ def _row(name: str, dataset: str, measured: Sequence[Measured], batch: int, name
         "ttft_seconds": _median(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
-        "rolled_back": _rolled_back(runs),
     }
+    rolled_back = _rolled_back(runs)
+    return row | ({} if rolled_back is None else {"rolled_back": rolled_back})
 
 
 def _rolled_back(runs: Sequence[Run]) -> float | None:
@@ -105,11 +106,11 @@ def _difference(found: Disagreement) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     """For people: a title and a table for each dataset."""
     found: dict[str, tuple[str, Table]] = {}
-    partial = any(row["rolled_back"] is not None for row in report["rows"])
+    partial = any("rolled_back" in row for row in report["rows"])
     for row in report["rows"]:
         if row["dataset"] not in found:
             found[row["dataset"]] = (_title(row), _empty_table(partial))
-        rolled_back = [_figure(row["rolled_back"], "{:.1%}")] if partial else []
+        rolled_back = [_figure(row.get("rolled_back"), "{:.1%}")] if partial else []
         found[row["dataset"]][1].add_row(
             Text(row["method"]),
             _figure(row["tokens_per_second"], "{:.1f}"),

@@ -22,8 +22,8 @@ _REASONS = {
 
 
 def payload(result: Result) -> dict[str, Any]:
-    """The JSON object of a run."""
-    return {
+    """The JSON object of a run; what partial verification did is in it where there was any."""
+    found = {
         "text": result.text,
         "token_ids": result.token_ids,
         "prompt_tokens": result.prompt_tokens,
@@ -38,6 +38,8 @@ def payload(result: Result) -> dict[str, Any]:
         "rounds": result.rounds,
         "peak_memory_bytes": result.peak_memory_bytes,
     }
+    partial = ("partial_rounds", "partial_tokens", "rolled_back")
+    return found | ({name: getattr(result, name) for name in partial} if result.partial_rounds else {})
 
 
 def footer(result: Result, reused: int, coloured: bool) -> Group:
@@ -58,6 +60,8 @@ def footer(result: Result, reused: int, coloured: bool) -> Group:
     grid.add_row("new", Text(_new(result)))
     if result.rounds:
         grid.add_row("accepted", Text(_accepted(result)))
+    if result.partial_rounds:
+        grid.add_row("partial", Text(_partial(result)))
     grid.add_row("memory", Text(f"{human(result.peak_memory_bytes)} at peak"))
     if not result.rounds:
         return Group(title, grid)
@@ -85,6 +89,13 @@ def _new(result: Result) -> str:
     rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
     reason = _REASONS[result.finish_reason]
     return f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {reason}"
+
+
+def _partial(result: Result) -> str:
+    rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
+    if not result.exact:
+        return f"{rounds}; nobody looked again at the {result.partial_tokens:,} tokens that they accepted"
+    return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
 
 
 def _accepted(result: Result) -> str:
