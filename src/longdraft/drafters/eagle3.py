@@ -17,6 +17,7 @@ import torch
 
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
+from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.window import Window
 from longdraft.kv import memory
 from longdraft.kv.store import KVShape, KVStore
@@ -186,8 +187,7 @@ class _Round:
     def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence]) -> None:
         self._drafter, self._bound, self._cache = drafter, bound, drafter.cache
         self._sequences = sequences
-        # For each sequence, (W, S) bool: which of the S nodes fed so far the W of the last level descend from.
-        self._ancestors: dict[int, torch.Tensor] = {}
+        self._attention = LevelAttention(drafter.cache, [s.slot for s in sequences])
         # For each sequence, (1,): its root's row. On the device, so that no level waits for it.
         self._rows: dict[int, torch.Tensor] = {}
         # For each sequence, (W, hidden): the outputs of the last level's nodes, their children's g.
@@ -218,43 +218,19 @@ class _Round:
             ends.append(len(places))
             self._drafter.fed(s)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, s in enumerate(sequences):
-                own = slice(ends[i], ends[i + 1])
-                self._cache.append(s.slot, starts[i], k[:, own], v[:, own])
-                outputs.append(self._cache.attend_newest(s.slot, q[:, i : i + 1]))
-            return torch.cat(outputs, dim=1)
-
         device = level.tokens.device
         positions = torch.tensor(places, device=device)
         newest = torch.tensor([end - 1 for end in ends[1:]], device=device)
         self._rows = dict(zip(level.rows, positions[newest].split(1), strict=True))
         cos, sin = self._bound.rotary(positions)
+        attend = self._attention.newest(level.rows, starts, ends)
         return self._bound.block(torch.cat(xs), torch.cat(gs), cos, sin, attend, newest)
 
     def _nodes(self, level: Level) -> torch.Tensor:
         """Feeds one level of the tree; a node's row is its root's + its depth, its g its parent's output."""
-        sequences = [self._sequences[row] for row in level.rows]
         width = level.tokens.shape[1]
-        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device)
-        gs = []
-        for i, row in enumerate(level.rows):
-            gs.append(self._outputs[row][level.parents[i]])
-            above = self._ancestors.get(row)
-            inherited = itself[:, :0] if above is None else above[level.parents[i]]
-            self._ancestors[row] = torch.cat([inherited, itself], dim=1)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, (row, s) in enumerate(zip(level.rows, sequences, strict=True)):
-                own = slice(i * width, (i + 1) * width)
-                seen = self._ancestors[row]
-                out = self._cache.attend_level(s.slot, q[:, own], k[:, own], v[:, own], seen, level.depth)
-                outputs.append(out)
-            return torch.cat(outputs, dim=1)
-
+        g = torch.cat([self._outputs[row][level.parents[i]] for i, row in enumerate(level.rows)])
         x = self._bound.embedding(level.tokens.flatten())
         positions = torch.cat([self._rows[row] for row in level.rows]) + level.depth
         cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.rotary(positions))
-        return self._bound.block(x, torch.cat(gs), cos, sin, attend)
+        return self._bound.block(x, g, cos, sin, self._attention.nodes(level))

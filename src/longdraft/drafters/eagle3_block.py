@@ -13,17 +13,13 @@ reference, the head the draft's. The module knows neither where keys lie nor who
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from longdraft.drafters.layers import SwiGLU, rotate
-
-# q (Hq, T, d), k and v (Hkv, T', d) of the same call, after RoPE -> output (Hq, T, d)
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from longdraft.drafters.layers import SelfAttend, SwiGLU, rotate
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ class Eagle3Block(nn.Module):
         g: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attend: Attend,
+        attend: SelfAttend,
         queries: slice | torch.Tensor = slice(None),
     ) -> torch.Tensor:
         """The module over T rows, up to the head.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+# q (Hq, T, d), k and v (Hkv, T', d) of the same call, after RoPE -> output (Hq, T, d)
+SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SwiGLU(nn.Module):

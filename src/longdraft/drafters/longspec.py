@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from longdraft.drafters.base import Drafter
+from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.window import Window
@@ -114,8 +115,7 @@ class _Round:
     def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence]) -> None:
         self._drafter, self._bound, self._window = drafter, bound, drafter.window
         self._sequences = sequences
-        # For each sequence, (W, S) bool: which of the S nodes fed so far the W of the last level descend from.
-        self._ancestors: dict[int, torch.Tensor] = {}
+        self._attention = LevelAttention(drafter.window, [s.slot for s in sequences])
         # For each sequence, (1,): its root's position. On the device, so that no level waits for it.
         self._positions: dict[int, torch.Tensor] = {}
 
@@ -139,42 +139,21 @@ class _Round:
             positions += range(start, end)
             ends.append(len(tokens))
 
-        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, s in enumerate(sequences):
-                own = slice(ends[i], ends[i + 1])
-                self._window.append(s.slot, starts[i], k[:, own], v[:, own])
-                outputs.append(self._window.attend_newest(s.slot, q[:, i : i + 1]))
-            return torch.cat(outputs, dim=1)
-
         ids, places = torch.tensor([tokens, positions], device=level.tokens.device)
         roots = torch.tensor([end - 1 for end in ends[1:]], device=level.tokens.device)
         self._positions = dict(zip(level.rows, places[roots].split(1), strict=True))
         x, (cos, sin) = self._bound.parts.embedding(ids), self._bound.parts.rotary(places)
+        self_attend = self._attention.newest(level.rows, starts, ends)
         return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, 1), roots)
 
     def _nodes(self, level: Level) -> torch.Tensor:
         """Feeds one level of the tree; a node's position is its root's + its depth."""
         sequences = [self._sequences[row] for row in level.rows]
         width = level.tokens.shape[1]
-        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device)
-        for i, row in enumerate(level.rows):
-            above = self._ancestors.get(row)
-            inherited = itself[:, :0] if above is None else above[level.parents[i]]
-            self._ancestors[row] = torch.cat([inherited, itself], dim=1)
-
-        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, (row, s) in enumerate(zip(level.rows, sequences, strict=True)):
-                own = slice(i * width, (i + 1) * width)
-                seen = self._ancestors[row]
-                out = self._window.attend_level(s.slot, q[:, own], k[:, own], v[:, own], seen, level.depth)
-                outputs.append(out)
-            return torch.cat(outputs, dim=1)
-
         x = self._bound.parts.embedding(level.tokens.flatten())
         positions = torch.cat([self._positions[row] for row in level.rows]) + level.depth
         cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.parts.rotary(positions))
+        self_attend = self._attention.nodes(level)
         return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, width))
 
     def _cross_attend(self, sequences: list[Sequence], width: int) -> CrossAttend:

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.drafters.layers import SwiGLU, rotate
+from longdraft.drafters.layers import SelfAttend, SwiGLU, rotate
 
 # q (Hq, T, d) -> output (Hq, T, d)
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
-# q (Hq, T, d), k and v (Hkv, T', d) of the same call -> output (Hq, T, d)
-SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
