@@ -1,6 +1,7 @@
 """Acceptance of a draft by tree depth and by context length.
 
-    python benchmarks/acceptance.py FILE... [--draft DIR] [--context N ...] [--rope-factor 2] [--temperature 1]
+    python benchmarks/acceptance.py FILE... [--method longspec|eagle3] [--draft DIR] [--context N ...]
+        [--rope-factor 2] [--temperature 1] [--dtype bfloat16] [--nodes N] [--widths 4,16 | --depth 7 --top-k 10]
 
 Each FILE is JSONL as `longdraft bench --data` takes it; prompts are cut to each --context. A row of the table:
 mean accepted length (new tokens / verifications, bonus included), and for each depth d the share of rounds in which
@@ -46,28 +47,34 @@ def measure(spec: longdraft.Speculator, prompts: list[list[int]], depth: int, li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--method", default="longspec", help="any that drafts")
     parser.add_argument("--draft", help="draft folder; the shipped one by default")
     parser.add_argument("--context", type=int, nargs="*", default=[None], help="tokens to cut prompts to")
     parser.add_argument("--limit", type=int, help="rows of each file")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rope-factor", type=float, help="YaRN factor of the target")
-    parser.add_argument("--widths", default="4,16,16,16,16")
+    parser.add_argument("--dtype", default="auto", help="of the target")
+    parser.add_argument("--widths", help="of a beam tree; the method's own tree by default")
+    parser.add_argument("--depth", type=int, help="of a dynamic tree")
+    parser.add_argument("--top-k", type=int, help="of a dynamic tree")
     parser.add_argument("--nodes", type=int)
+    parser.add_argument("--levels", type=int, default=5, help="depths to show")
     options = parser.parse_args()
-    model, tokenizer = longdraft.load(rope_factor=options.rope_factor)
-    widths = tuple(int(w) for w in options.widths.split(","))
-    drafting = {"draft": options.draft} if options.draft else {}
-    spec = longdraft.Speculator(
-        "longspec", target=model, tokenizer=tokenizer, widths=widths, nodes=options.nodes, **drafting
-    )
+    model, tokenizer = longdraft.load(dtype=options.dtype, rope_factor=options.rope_factor)
+    widths = tuple(int(w) for w in options.widths.split(",")) if options.widths else None
+    given = {
+        "draft": options.draft, "widths": widths, "depth": options.depth, "top_k": options.top_k, "nodes": options.nodes
+    }  # fmt: skip
+    drafting = {name: value for name, value in given.items() if value is not None}
+    spec = longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, **drafting)
     results = []
-    print(f"{'data':16} {'context':>8} {'accepted':>8}  by depth 1 .. {len(widths)}")
+    print(f"{'data':16} {'context':>8} {'accepted':>8}  by depth 1 .. {options.levels}")
     for path in options.files:
         for context in options.context:
             samples = read([path], options.limit)
             prompts = [fitted(s, tokenizer, context) for s in samples]
-            found = measure(spec, prompts, len(widths), options.max_tokens, options.temperature)
+            found = measure(spec, prompts, options.levels, options.max_tokens, options.temperature)
             mean = round(sum(map(len, prompts)) / len(prompts))
             results.append({"data": path.stem, "context": mean} | found)
             shares = " ".join(f"{share:.2f}" for share in found["by_depth"])
