@@ -51,7 +51,7 @@ def decode(
         real = row if mask is None else row[mask[i].bool()]
         # Processors and criteria count the padding, as they do in generate: lengths mean the same to them.
         padding = [] if mask is None else row[~mask[i].bool()].tolist()
-        sequences.append(Sequence(i, real.tolist(), budget, runner.device, padding))
+        sequences.append(Sequence(i, real.tolist(), budget, runner.device, padding, greedy=not config.do_sample))
     pickers = [Picker(not config.do_sample, logits_processor) for _ in sequences]
     engine = Engine(
         runner,

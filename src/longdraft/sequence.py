@@ -20,6 +20,7 @@ class Sequence:
         max_new_tokens: emitted at most.
         device: where logits are, and so where processors want the ids.
         padding: tokens that the model never sees but processors and stopping criteria count (transformers pads).
+        greedy: its tokens are picked, not drawn; the same for a whole batch. Drafters may draft accordingly.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class Sequence:
         max_new_tokens: int,
         device: torch.device | str = "cpu",
         padding: list[int] | None = None,
+        greedy: bool = True,
     ) -> None:
         self.index = index
         self.slot = index
         self.prompt = prompt
+        self.greedy = greedy
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
@@ -67,7 +70,7 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """A sequence that has come as far as this one and goes on by itself, in the same slot."""
-        twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device)
+        twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device, greedy=self.greedy)
         twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
         twin.output = list(self.output)
         return twin

@@ -240,7 +240,8 @@ class Speculator:
         sampling = sampling or Sampling()
         sequences, pickers = [], []
         for i, prompt in enumerate(batch):
-            sequences.append(Sequence(i, self.encode(prompt, chat), max_new_tokens, runner.device))
+            ids = self.encode(prompt, chat)
+            sequences.append(Sequence(i, ids, max_new_tokens, runner.device, greedy=sampling.greedy))
             generator = None
             if not sampling.greedy:
                 generator = torch.Generator(runner.device)

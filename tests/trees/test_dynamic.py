@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -95,12 +97,12 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
     ("default", "options", "sizes"),
     [
         # max_nodes, nodes shown, levels
-        ("beam", {}, (68, 52, 5)),
+        ("beam", {}, (68, 64, 5)),
         ("dynamic", {}, (59, 60, 7)),
         ("beam", {"tree": "dynamic"}, (59, 60, 7)),
         ("beam", {"top_k": 3}, (57, 18, 7)),
         ("dynamic", {"widths": (1, 1, 1)}, (3, 2, 3)),
-        ("dynamic", {"tree": "beam", "nodes": 9}, (9, 52, 5)),
+        ("dynamic", {"tree": "beam", "nodes": 9}, (9, 64, 5)),
         ("dynamic", {"depth": 1, "top_k": 4}, (4, 0, 1)),
         ("dynamic", {"depth": 3, "nodes": 5}, (5, 20, 3)),
     ],
@@ -113,3 +115,13 @@ def test_plans(default, options, sizes):
     (tree,) = plan.grow([0], table.expand, [100], None, "cpu")
     assert tree.drafted <= plan.max_nodes and max(tree.depths) <= plan.depth
     assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= plan.shown
+
+
+def test_drawn_text_gets_a_wide_tree_unless_widths_are_given():
+    for options, drawn in (({}, True), ({"widths": (2, 2)}, False)):
+        plan = tree_plan("beam", **options)
+        trees = [plan.grow([0], Table([0], 0, vocabulary=60).expand, [100], None, "cpu", d)[0] for d in (False, True)]
+        sizes = [Counter(tree.depths[1:]) for tree in trees]
+        assert (sizes[0] != sizes[1]) == drawn
+        assert [sum(s.values()) for s in sizes] == [sum(plan.widths), sum(plan.drawn_widths or plan.widths)]
+        assert max(sum(s.values()) for s in sizes) == plan.max_nodes

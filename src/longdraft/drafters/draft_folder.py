@@ -62,9 +62,12 @@ def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, t
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{WEIGHTS}.part"
         save_file(tensors, part, metadata={"format": "pt"})
-        part.replace(folder / WEIGHTS)
+        weights = part
         part = folder / f".{CONFIG}.part"
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # safetensors lets the owner alone read what it writes; a draft is as readable as any file of the folder.
+        weights.chmod(part.stat().st_mode)
+        weights.replace(folder / WEIGHTS)
         part.replace(folder / CONFIG)
     except (OSError, SafetensorError) as error:
         for name in (WEIGHTS, CONFIG):

@@ -123,6 +123,7 @@ class Eagle3Drafter(Drafter):
             [s.remaining - 1 for s in sequences],
             self._bound.ids,
             self._runner.device,
+            drawn=not sequences[0].greedy,
         )
 
     def refreshed(self, sequence: Sequence, start: int) -> None:

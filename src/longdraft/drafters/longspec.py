@@ -31,7 +31,7 @@ class LongSpecDrafter(Drafter):
 
     Args:
         draft: a trained draft.
-        widths: nodes of each level of a beam tree; the paper's by default.
+        widths: nodes of each level of a beam tree; by default the paper's, and wider, shallower ones for drawn text.
         nodes: verify only this many of them, the most probable; None: all (59 of a dynamic tree).
         tree: "beam", or "dynamic" as EAGLE-2 grows it; None: beam unless ``depth`` or ``top_k`` is given.
         depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each.
@@ -99,6 +99,7 @@ class LongSpecDrafter(Drafter):
             [s.remaining - 1 for s in sequences],
             self._bound.ids,
             self._runner.device,
+            drawn=not sequences[0].greedy,
         )
 
     # Emitted tokens enter the window at the start of the next round, so there is nothing to observe.

@@ -13,6 +13,9 @@ from longdraft.trees.tree import TokenTree
 
 # LongSpec, section 4.1.
 WIDTHS = (4, 16, 16, 16, 16)
+# As many nodes for text that is drawn: what is drawn is often none of a few likeliest tokens, so width tells and depth
+# does not (docs/longspec.md).
+DRAWN_WIDTHS = (32, 24, 8, 4)
 KINDS = ("beam", "dynamic")
 
 
@@ -24,23 +27,30 @@ class TreePlan:
         widths: nodes of each level of a beam tree; None: the tree is dynamic.
         depth, top_k: of a dynamic tree.
         nodes: verify only this many drafted nodes, the most probable; None: all.
+        drawn_widths: of a beam tree where tokens are drawn, not picked greedily; None: ``widths``.
     """
 
     widths: tuple[int, ...] | None
     depth: int
     top_k: int
     nodes: int | None
+    drawn_widths: tuple[int, ...] | None = None
 
     @property
     def max_nodes(self) -> int:
         """Largest number of drafted nodes of a tree."""
-        every = self.top_k + (self.depth - 1) * self.top_k**2 if self.widths is None else sum(self.widths)
+        if self.widths is None:
+            every = self.top_k + (self.depth - 1) * self.top_k**2
+        else:
+            every = max(sum(self.widths), sum(self.drawn_widths or ()))
         return min(every, self.nodes or every)
 
     @property
     def shown(self) -> int:
         """Nodes that the draft is shown in a round, the root not counted."""
-        return (self.depth - 1) * self.top_k if self.widths is None else sum(self.widths[:-1])
+        if self.widths is None:
+            return (self.depth - 1) * self.top_k
+        return max(sum(self.widths[:-1]), sum((self.drawn_widths or ())[:-1]))
 
     def grow(
         self,
@@ -49,12 +59,19 @@ class TreePlan:
         depths: Sequence[int],
         ids: torch.Tensor | None,
         device: torch.device | str,
+        drawn: bool = False,
     ) -> list[TokenTree]:
-        """A tree for each root, of at most these depths; :func:`beam` and :func:`dynamic` say the rest."""
+        """A tree for each root, of at most these depths; :func:`beam` and :func:`dynamic` say the rest.
+
+        Args:
+            drawn: the target's tokens are drawn, not picked greedily.
+        """
         depths = [min(self.depth, d) for d in depths]
         if self.widths is None:
             return dynamic(roots, expand, self.depth, self.top_k, depths, nodes=self.nodes, ids=ids, device=device)
-        return beam(roots, expand, self.widths, depths, nodes=self.nodes, ids=ids, device=device)
+        widths = (drawn and self.drawn_widths) or self.widths
+        depths = [min(len(widths), d) for d in depths]
+        return beam(roots, expand, widths, depths, nodes=self.nodes, ids=ids, device=device)
 
 
 def tree_plan(
@@ -69,7 +86,7 @@ def tree_plan(
 
     Args:
         default: kind of tree where neither ``tree`` nor an option of one kind says which.
-        widths: nodes of each level of a beam tree.
+        widths: nodes of each level of a beam tree; None: the paper's, and others of the same number for drawn text.
         nodes: verify only this many drafted nodes, the root not counted; None: all of a beam tree, 59 of a dynamic one.
         tree: "beam" or "dynamic".
         depth, top_k: of a dynamic tree.
@@ -95,4 +112,4 @@ def tree_plan(
     levels = WIDTHS if widths is None else tuple(widths)
     if not levels or min(levels) < 1:
         raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {levels}")
-    return TreePlan(levels, len(levels), 0, nodes)
+    return TreePlan(levels, len(levels), 0, nodes, None if widths is not None else DRAWN_WIDTHS)
