@@ -21,6 +21,8 @@ from longdraft.attention.reference import merge
 FEW_ROWS = 96
 # Prefix rows from which one product per KV head, threaded inside, beats a batched product over the heads.
 LONG_PREFIX = 1024
+# Scores formed at a time on a long prefix: memory that the allocator keeps, where more is mapped anew each time.
+SCORES_AT_ONCE = 2**21
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -59,11 +61,14 @@ def _few_rows(
             scores[..., n:].masked_fill_(hidden, float("-inf"))
         torch.bmm(torch.softmax(scores, -1), v, out=out)
         return
+    rows = max(1, SCORES_AT_ONCE // k.shape[1])
     for head in range(k.shape[0]):
-        scores = torch.mm(q[head], kt[head])
-        if hidden is not None:
-            scores[:, n:].masked_fill_(hidden, float("-inf"))
-        torch.mm(torch.softmax(scores, -1), v[head], out=out[head])
+        for a in range(0, q.shape[1], rows):
+            part = slice(a, a + rows)
+            scores = torch.mm(q[head, part], kt[head])
+            if hidden is not None:
+                scores[:, n:].masked_fill_(hidden[part], float("-inf"))
+            torch.mm(torch.softmax(scores, -1), v[head], out=out[head, part])
 
 
 def _many_rows(
