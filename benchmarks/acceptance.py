@@ -1,7 +1,8 @@
 """Acceptance of a draft by tree depth and by context length.
 
     python benchmarks/acceptance.py FILE... [--method longspec|eagle3] [--draft DIR] [--context N ...]
-        [--rope-factor 2] [--temperature 1] [--dtype bfloat16] [--nodes N] [--widths 4,16 | --depth 7 --top-k 10]
+        [--rope-factor 2] [--temperature 1] [--dtype bfloat16] [--nodes N]
+        [--widths 4,16 | --depth 7 --top-k 10 | --tree opt --threshold 0.7]
 
 Each FILE is JSONL as `longdraft bench --data` takes it; prompts are cut to each --context. A row of the table:
 mean accepted length (new tokens / verifications, bonus included), and for each depth d the share of rounds in which
@@ -56,15 +57,18 @@ def main() -> None:
     parser.add_argument("--rope-factor", type=float, help="YaRN factor of the target")
     parser.add_argument("--dtype", default="auto", help="of the target")
     parser.add_argument("--widths", help="of a beam tree; the method's own tree by default")
-    parser.add_argument("--depth", type=int, help="of a dynamic tree")
-    parser.add_argument("--top-k", type=int, help="of a dynamic tree")
+    parser.add_argument("--tree", help="beam, dynamic or opt")
+    parser.add_argument("--depth", type=int, help="of a dynamic or opt tree")
+    parser.add_argument("--top-k", type=int, help="of a dynamic or opt tree")
+    parser.add_argument("--threshold", type=float, help="of an opt tree")
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--levels", type=int, default=5, help="depths to show")
     options = parser.parse_args()
     model, tokenizer = longdraft.load(dtype=options.dtype, rope_factor=options.rope_factor)
     widths = tuple(int(w) for w in options.widths.split(",")) if options.widths else None
     given = {
-        "draft": options.draft, "widths": widths, "depth": options.depth, "top_k": options.top_k, "nodes": options.nodes
+        "draft": options.draft, "widths": widths, "tree": options.tree, "depth": options.depth,
+        "top_k": options.top_k, "nodes": options.nodes, "threshold": options.threshold,
     }  # fmt: skip
     drafting = {name: value for name, value in given.items() if value is not None}
     spec = longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, **drafting)

@@ -15,6 +15,7 @@ from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.target.parts import describe
+from tests.tiny import Family, tiny_model
 
 
 def random_block(model: PreTrainedModel, window: int = 8, seed: int = 0, final_norm: bool = False) -> LongSpecBlock:
@@ -127,4 +128,15 @@ def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | Non
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({k: x for k, x in (config | over).items() if x is not None}))
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def small_lm(folder: Path, vocab: int = 11, family: Family = "llama", **over: Any) -> Path:
+    """A small random language model with a target's vocabulary, as transformers saves it.
+
+    Args:
+        over: of :func:`tests.tiny.tiny_model`.
+    """
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "seed": 1}
+    tiny_model(family, vocab=vocab, **(sizes | over)).save_pretrained(folder)
     return folder

@@ -33,6 +33,7 @@ def pair(model, folder, window=None, kept=None, **options):
         {"widths": (4, 5, 3), "nodes": 7},
         {"widths": (1, 1, 1)},
         {"top_k": 2, "kept": [1, 2, 3, 4, 7]},
+        {"tree": "opt", "threshold": 0.1, "nodes": 9},
     ],
     ids=str,
 )

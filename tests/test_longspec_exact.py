@@ -22,7 +22,13 @@ def pair(model, folder, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"widths": (4, 5, 3), "nodes": 7}, {"widths": (1, 1, 1)}, {"widths": (2,), "kept": [1, 2, 3, 4, 7]}],
+    [
+        {},
+        {"widths": (4, 5, 3), "nodes": 7},
+        {"widths": (1, 1, 1)},
+        {"widths": (2,), "kept": [1, 2, 3, 4, 7]},
+        {"tree": "opt", "threshold": 0.1, "depth": 5},
+    ],
     ids=str,
 )
 def test_greedy_gives_the_tokens_of_plain_decoding(tmp_path, family, options):

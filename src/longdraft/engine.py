@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
+
 from longdraft.drafters.base import Drafter
 from longdraft.errors import ContextError, PromptError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.sequence import FinishReason, Sequence, Step, StopRule
-from longdraft.target.runner import TargetRunner
+from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
 from longdraft.verify.sampling import Picker
@@ -79,10 +81,11 @@ class Engine:
     def steps(self, store: KVStore) -> Iterator[Step]:
         """Runs to the end, a step for each sequence and round. Closing the generator leaves the cache usable."""
         self.drafter.bind(self.runner, store)
-        self.schedule.open(self.runner, store, self.sequences, self.drafter.max_nodes)
+        queries = self.drafter.query_layers(self.runner)
+        self.schedule.open(self.runner, store, self.sequences, self.drafter.max_nodes, queries)
         try:
             for s in self.sequences:
-                yield from self._prefill(s, store)
+                yield from self._prefill(s, store, Taps(queries=queries))
             while active := [s for s in self.sequences if s.finish_reason is None]:
                 if self.cancelled():
                     yield from (self._cancel(s) for s in active)
@@ -94,8 +97,8 @@ class Engine:
                 self.cache.remember(s.slot, s.tokens)
                 self.drafter.release(s)
 
-    def _prefill(self, s: Sequence, store: KVStore) -> Iterator[Step]:
-        """Reads the prompt in chunks; its last logits give the first token."""
+    def _prefill(self, s: Sequence, store: KVStore, taps: Taps) -> Iterator[Step]:
+        """Reads the prompt in chunks; its last logits give the first token. ``taps`` are for its last token."""
         while (done := store.lengths[s.slot]) < len(s.prompt):
             if self.cancelled():
                 yield self._cancel(s)
@@ -103,14 +106,18 @@ class Engine:
             start = time.perf_counter()
             tokens = s.prompt[done : done + self.chunk]
             last = done + len(tokens) == len(s.prompt)
-            out = self.runner.forward([tokens], store, [s.slot], logits="last" if last else "none")
+            out = self.runner.forward(
+                [tokens], store, [s.slot], logits="last" if last else "none", taps=taps if last else NO_TAPS
+            )
             store.commit(s.slot, range(len(tokens)))
             emitted: tuple[int, ...] = ()
             if last:
                 assert out.logits is not None
                 root = TokenTree((tokens[-1],), (-1,))
                 emitted = accept(root, out.logits[0], self.pickers[s.index], s.ids, self._emitter(s)).tokens
-                self.drafter.prefill(self.schedule.seen(s))
+                view = self.schedule.seen(s)
+                self.drafter.prefill(view)
+                self._attended(view, {layer: q[0] for layer, q in out.queries.items()}, -1)
             read = done + len(tokens)
             seconds = time.perf_counter() - start
             yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
@@ -132,6 +139,7 @@ class Engine:
             s.drafted += tree.drafted
             s.accepted += settled.accepted
             s.rolled_back += settled.rolled_back
+            self._attended(view, v.queries, accepted.path[-1])
             if settled.refreshed is not None:
                 self.drafter.refreshed(view, settled.refreshed)
             if settled.rolled_back:
@@ -161,6 +169,11 @@ class Engine:
         drafted = zip(going, self.drafter.propose(going) if going else [], strict=True)
         found = {s.index: tree.limited(s.remaining - 1) for s, tree in drafted}
         return [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in seen]
+
+    def _attended(self, view: Sequence, queries: dict[int, torch.Tensor], row: int) -> None:
+        """Tells the drafter one row's queries, if it asked for any."""
+        if queries:
+            self.drafter.attended(view, {layer: q[:, row] for layer, q in queries.items()})
 
     def _emitter(self, s: Sequence) -> Callable[[int], bool]:
         """Appends each emitted token and says whether it was the last."""

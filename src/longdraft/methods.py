@@ -17,6 +17,8 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError, UnsupportedModelError
 from longdraft.kv.partial import PartialLayout
 from longdraft.target.runner import TargetRunner
@@ -131,6 +133,36 @@ METHODS = {
             "eagle3",
         ),
         Method(
+            "small-lm",
+            True,
+            True,
+            "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
+            "a small language model with the model's vocabulary, on all of the text or on a part of it",
+            SmallLMDrafter,
+            SmallLMDraft.load,
+            "small-lm",
+        ),
+        Method(
+            "specextend",
+            True,
+            True,
+            "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+            "a small language model that sees the chunks of a long text which the model attends to",
+            partial(SmallLMDrafter, view="retrieval"),  # and so an OPT-Tree
+            SmallLMDraft.load,
+            "small-lm",
+        ),
+        Method(
+            "specextend-eagle3",
+            True,
+            True,
+            "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+            "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
+            partial(Eagle3Drafter, retrieval=True),  # and so an OPT-Tree
+            Eagle3Draft.load,
+            "eagle3",
+        ),
+        Method(
             "specpv",
             False,
             False,
@@ -154,7 +186,7 @@ METHODS = {
 # comes with the package for this target.
 DEFAULTS = ("longspec", "prompt-lookup")
 # Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
-DRAFTING = ("eagle3", "longspec", "prompt-lookup", "ar")
+DRAFTING = ("eagle3", "longspec", "small-lm", "prompt-lookup", "ar")
 
 
 def method(name: str) -> Method:
@@ -177,7 +209,8 @@ def method_of(folder: Path | str) -> Method:
     Raises:
         CheckpointError: not a draft folder, or one for a method that this version does not have.
     """
-    kind = draft_folder.kind(folder) or "longspec"  # drafts as LongSpec's authors published them do not say
+    # Drafts as LongSpec's authors published them do not say.
+    kind = draft_folder.kind(folder) or ("small-lm" if draft_folder.is_language_model(folder) else "longspec")
     found = METHODS.get(kind)
     if found is None or not found.needs_draft:
         raise CheckpointError(f"{folder} holds a draft for {kind!r}, which this version of longdraft does not know.")

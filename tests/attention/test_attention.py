@@ -43,6 +43,7 @@ def case(
     tree: bool = True,
     transposed: bool = False,
     dtype: torch.dtype = torch.float32,
+    behind: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block, float]:
     """Arguments of an attend function. Slots are shuffled, and everything that no row may see is NaN."""
     generator = torch.Generator().manual_seed(len(lengths) + 7 * size + head_dim)
@@ -51,17 +52,18 @@ def case(
         return torch.randn(*shape, generator=generator)
 
     slots = (torch.randperm(len(lengths) + 1, generator=generator) + 1)[: len(lengths)].tolist()
-    capacity = max(lengths) + size + 3
+    width = behind + size
+    capacity = max(lengths) + width + 3
     q = randn(len(lengths), heads[0], size, head_dim)
     keys, values = (torch.full((len(lengths) + 2, heads[1], capacity, head_dim), math.nan) for _ in range(2))
     for slot, n in zip(slots, lengths, strict=True):
-        keys[slot, :, : n + size] = randn(heads[1], n + size, head_dim)
-        values[slot, :, : n + size] = randn(heads[1], n + size, head_dim)
+        keys[slot, :, : n + width] = randn(heads[1], n + width, head_dim)
+        values[slot, :, : n + width] = randn(heads[1], n + width, head_dim)
     q, keys, values = (t.to(dtype) for t in (q, keys, values))
     if transposed:
         keys = keys.transpose(-1, -2).contiguous().transpose(-1, -2)
-    mask = torch.stack([random_tree(size, generator) for _ in lengths]) if tree else None
-    return q, keys, values, Block.make(slots, lengths, size, mask), 1.3 * head_dim**-0.5
+    mask = torch.stack([random_tree(width, generator)[behind:] for _ in lengths]) if tree else None
+    return q, keys, values, Block.make(slots, lengths, size, mask, behind=behind), 1.3 * head_dim**-0.5
 
 
 def assert_like_reference(attend, q, keys, values, block, scale):
@@ -129,6 +131,15 @@ def test_partial_attention_returns_the_log_sum_exp_of_the_scores():
     torch.testing.assert_close(lse.double(), scores.exp().sum(-1).log(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_rows_behind_which_a_block_lies_are_part_of_its_tree(tree):
+    """The last rows of one block are a block behind the others."""
+    q, keys, values, block, scale = case([0, 5, 13], 9, tree=tree)
+    last = Block.make(block.slots, block.lengths, 4, None if block.mask is None else block.mask[:, 5:], behind=5)
+    got = reference.attend(q[:, :, 5:].contiguous(), keys, values, last, scale)
+    assert torch.equal(got, reference.attend(q, keys, values, block, scale)[:, :, 5:])
+
+
 # --- every path ---
 
 
@@ -151,6 +162,17 @@ def test_path_equals_the_reference_for_any_block_size(path, size, tree):
     assert_like_reference(path, *case([0, 40], size, tree=tree))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(("size", "behind"), [(1, 1), (1, 9), (4, 1), (5, 30), (70, 65)])
+def test_path_equals_the_reference_behind_earlier_levels(path, size, behind, tree, dtype):
+    heads, transposed = GQA[size % 4], behind % 2 == 1
+    lengths = [11, 0, 130, 1]
+    assert_like_reference(
+        path, *case(lengths, size, heads=heads, tree=tree, transposed=transposed, dtype=dtype, behind=behind)
+    )
+
+
 def test_path_leaves_the_cache_alone(path):
     q, keys, values, block, scale = case([3, 0], 4)
     before = keys.clone(), values.clone()
@@ -159,10 +181,11 @@ def test_path_leaves_the_cache_alone(path):
     assert torch.equal(values.nan_to_num(9), before[1].nan_to_num(9))
 
 
+@pytest.mark.parametrize("behind", [0, 6])
 @pytest.mark.parametrize("lengths", [[1000], [1100], [1018]], ids=["below", "above", "at the border"])
 @pytest.mark.parametrize("size", [6, 64, 65])
-def test_cpu_path_equals_the_reference_around_its_real_thresholds(lengths, size):
-    assert_like_reference(cpu.attend, *case(lengths, size, transposed=True))
+def test_cpu_path_equals_the_reference_around_its_real_thresholds(lengths, size, behind):
+    assert_like_reference(cpu.attend, *case(lengths, size, transposed=True, behind=behind))
 
 
 # --- merging by log-sum-exp ---
@@ -238,6 +261,8 @@ def test_merge_is_associative(case):
 def test_a_block_without_a_mask_is_a_causal_chain():
     block = Block.make([0], [4], 3)
     assert torch.equal(block.block_mask(0, torch.device("cpu")), torch.ones(3, 3, dtype=torch.bool).tril())
+    block = Block.make([0], [4], 2, behind=1)
+    assert block.block_mask(0, torch.device("cpu")).tolist() == [[True, True, False], [True, True, True]]
 
 
 def test_a_block_carries_its_numbers_as_device_tensors_too():
@@ -250,3 +275,5 @@ def test_a_block_carries_its_numbers_as_device_tensors_too():
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"\(1, 3, 3\)"):
         Block.make([0], [4], 3, torch.ones(1, 2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"\(1, 3, 5\)"):
+        Block.make([0], [4], 3, torch.ones(1, 3, 3, dtype=torch.bool), behind=2)

@@ -56,17 +56,18 @@ def make(
     mask: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    behind: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block]:
     """q, keys, values and block. Slots are out of order with one unused; behind each block the cache is NaN."""
-    batch, capacity = len(lengths), max(lengths) + size + 3
+    batch, capacity = len(lengths), max(lengths) + behind + size + 3
     slots = torch.randperm(batch + 1, generator=torch.Generator().manual_seed(seed))[:batch].tolist()
     q = randn(batch, heads[0], size, head_dim, dtype=dtype, seed=seed + 1)
     keys = randn(batch + 1, heads[1], capacity, head_dim, dtype=dtype, seed=seed + 2)
     values = randn(batch + 1, heads[1], capacity, head_dim, dtype=dtype, seed=seed + 3)
     for slot, n in zip(slots, lengths, strict=True):
-        keys[slot, :, n + size :] = float("nan")
-        values[slot, :, n + size :] = float("nan")
-    return q, keys, values, Block.make(slots, lengths, size, mask, DEVICE)
+        keys[slot, :, n + behind + size :] = float("nan")
+        values[slot, :, n + behind + size :] = float("nan")
+    return q, keys, values, Block.make(slots, lengths, size, mask, DEVICE, behind)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -94,10 +95,12 @@ def check_prefix(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bloc
 
 def check_masked(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
     scale = q.shape[-1] ** -0.5
-    o, lse = triton_backend.masked_attention(q, keys, values, block.mask, block.slots_t, block.lengths_t, scale)
+    o, lse = triton_backend.masked_attention(
+        q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.behind
+    )
     assert o.dtype == lse.dtype == torch.float32
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        own = slice(n, n + block.size)
+        own = slice(n, n + block.width)
         mask = block.block_mask(b, q.device)
         ref_o, ref_lse = reference.partial_attention(q[b], keys[slot, :, own], values[slot, :, own], scale, mask)
         close(o[b], ref_o, TOLERANCE[q.dtype])
@@ -171,6 +174,15 @@ def test_masked_in_16_bits(dtype: torch.dtype) -> None:
     check_masked(*make([5, 70], 40, (8, 2), 64, random_trees(2, 40), dtype))
 
 
+@pytest.mark.parametrize(("size", "behind"), [(1, 1), (1, 70), (6, 3), (64, 64), (70, 150)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_behind_earlier_levels(size: int, behind: int, tree: bool) -> None:
+    mask = random_trees(2, behind + size)[:, behind:] if tree else None
+    case = make([5, 0], size, (4, 2), 32, mask, behind=behind)
+    check_masked(*case)
+    check_attend(*case)
+
+
 def test_arbitrary_mask_that_is_no_tree() -> None:
     mask = torch.rand(2, 90, 90, generator=torch.Generator().manual_seed(3)) < 0.3
     check_masked(*make([5, 70], 90, mask=mask))
@@ -241,6 +253,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
     head_dim=st.integers(1, 48),
     splits=st.integers(1, 5),
     density=st.floats(0, 1),
+    behind=st.integers(0, 20),
     seed=st.integers(0, 2**16),
 )
 def test_any_shape(
@@ -251,10 +264,11 @@ def test_any_shape(
     head_dim: int,
     splits: int,
     density: float,
+    behind: int,
     seed: int,
 ) -> None:
-    mask = torch.rand(len(lengths), size, size, generator=torch.Generator().manual_seed(seed)) < density
-    case = make(lengths, size, (kv_heads * group, kv_heads), head_dim, mask, seed=seed)
+    mask = torch.rand(len(lengths), size, behind + size, generator=torch.Generator().manual_seed(seed)) < density
+    case = make(lengths, size, (kv_heads * group, kv_heads), head_dim, mask, seed=seed, behind=behind)
     check_prefix(*case, splits)
     check_masked(*case)
     check_attend(*case)

@@ -138,12 +138,14 @@ def test_generate_with_an_eagle3_draft_and_any_tree(generate, draft, eagle3):
         (eagle3, "--widths", "2,2"),
         (eagle3, "-o", "window=9", "-o", "depth=2"),
         (draft, "--tree", "dynamic", "--depth", 3),
+        (eagle3, "--tree", "opt", "--threshold", 0.2, "--nodes", 6),
+        (draft, "--threshold", 0.1, "--depth", 3),
     ):
         found = last(generate("-p", "hello", "-n", 12, "--json", "--draft", folder, *tree))
         assert found["method"] == ("eagle3" if folder is eagle3 else "longspec")
         assert found["token_ids"] == plain["token_ids"]
     for wrong, message in (
-        (["--tree", "bush"], "beam or dynamic"),
+        (["--tree", "bush"], "beam, dynamic or opt"),
         (["--depth", "0"], "depth must be"),
         (["--widths", "2", "--depth", "3"], "widths"),
         (["-o", "window=many"], "window must be"),

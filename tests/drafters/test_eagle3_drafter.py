@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 
@@ -56,10 +57,13 @@ def rope(x, positions, theta, factor=None, length=None):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int], window=None) -> torch.Tensor:
+def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int], window=None, seen=None):
     """The draft's log-probabilities of what follows ``text`` and a path of drafted tokens, nothing cached.
 
     The target has seen all of the text but its last token.
+
+    Args:
+        seen: of the text's rows, these alone are seen, as if they stood together.
     """
     w = {n: t.float() for n, t in draft.contents.tensors.items()}
     shape, settings = draft.shape, draft.contents.rope
@@ -82,10 +86,15 @@ def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int],
                 )
 
             positions = torch.arange(rows)
-            q, k, v = rope(heads("q"), positions, *rotated), rope(heads("k"), positions, *rotated), heads("v")
+            places, unseen = positions.clone(), torch.zeros(rows, dtype=torch.bool)
+            if seen is not None:
+                unseen[: len(text) - 1] = True
+                unseen[seen] = False
+                places[~unseen] = torch.arange(int((~unseen).sum()))
+            q, k, v = rope(heads("q"), places, *rotated), rope(heads("k"), places, *rotated), heads("v")
             k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
             behind = positions[:, None] - positions
-            hidden = (behind < 0) | (behind >= (window or rows))
+            hidden = (behind < 0) | (behind >= (window or rows)) | unseen
             attended = torch.softmax((q @ k.mT / d**0.5).masked_fill(hidden, -math.inf), -1) @ v
             a = (normed if shape.norm_before_residual else g) + F.linear(
                 attended.transpose(0, 1).flatten(1), w["midlayer.self_attn.o_proj.weight"]
@@ -98,7 +107,7 @@ def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int],
         return torch.log_softmax(rms(out[-1], w["norm.weight"], eps) @ w["lm_head.weight"].T, -1)
 
 
-def assert_defined(model, draft, text, tree, window=None, limit=40):
+def assert_defined(model, draft, text, tree, window=None, limit=40, seen=None):
     """A tree's log-probabilities are those of the definition; the first ``limit`` nodes are looked at."""
     assert tree.tokens[0] == text[-1]
     ids = None if draft.ids is None else draft.ids.tolist()
@@ -107,7 +116,7 @@ def assert_defined(model, draft, text, tree, window=None, limit=40):
         parent = tree.parents[node]
         if parent not in expected:
             path = [tree.tokens[i] for i in tree.path(parent)][1:]
-            expected[parent] = plain_log_probs(model, draft, text, path, window)
+            expected[parent] = plain_log_probs(model, draft, text, path, window, seen)
         token = tree.tokens[node] if ids is None else ids.index(tree.tokens[node])
         assert tree.log_probs[node] == pytest.approx(float(expected[parent][token]), abs=3e-4)
 
@@ -186,7 +195,7 @@ class Decoding:
     def __init__(self, model, draft, text: list[int], prompt: int, **options) -> None:
         self.model, self.draft = model, draft
         self.runner = TargetRunner(model)
-        self.drafter = Eagle3Drafter(draft, depth=2, top_k=3, **options)
+        self.drafter = Eagle3Drafter(draft, tree="dynamic", depth=2, top_k=3, **options)
         self.store = self.runner.new_store(1, len(text) + 40, self.drafter.feature_layers(self.runner))
         self.drafter.bind(self.runner, self.store)
         self.s = Sequence(0, text[:prompt], 60)
@@ -205,16 +214,19 @@ class Decoding:
         for token in tokens:
             self.s.append(token)
 
-    def check(self):
+    def check(self, seen=None):
         (tree,) = self.drafter.propose([self.s])
-        assert_defined(self.model, self.draft, self.s.tokens, tree, self.drafter.window)
+        assert_defined(self.model, self.draft, self.s.tokens, tree, self.drafter.window, seen=seen)
 
 
-@pytest.fixture(params=[None, 8, 16], ids="window={}".format)
+@pytest.fixture(params=[None, 8, 16, "covering"], ids="window={}".format)
 def decoding(request, tmp_path):
-    model = six_layers()
-    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=request.param))
-    return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12)
+    """One with retrieval too, whose working cache always holds the whole text."""
+    model, window, options = six_layers(), request.param, {}
+    if window == "covering":
+        window, options = None, {"retrieval": True, "chunk": 2, "chunks": 30, "sink": 2, "recent": 4}
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
+    return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12, **options)
 
 
 def test_many_rows_at_once(decoding, monkeypatch):
@@ -262,6 +274,83 @@ def test_rewound_text(decoding, back):
     decoding.read([s.tokens[-1]])
     decoding.emit([4])
     decoding.check()
+
+
+# --- retrieval ---
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rope_factor": 4.0, "rope_original_length": 16}, {"window": 24}, {"window": 40}], ids=str
+)
+def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
+    """Gathered with an offset, turned by a wrong angle, or one row off, a key would show."""
+    model, options = six_layers(), {"chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
+    settings = dict(settings)
+    draft = Eagle3Draft.load(
+        random_eagle3(tmp_path, model, window=settings.pop("window", None), settings=settings or None)
+    )
+    text = [i % 11 for i in range(0, 120, 2)]
+    decoding = Decoding(model, draft, text, 40, retrieval=True, **options)
+    s, retrieval = decoding.s, decoding.drafter.retrieval
+    decoding.check(retrieval.rows(0, len(s.tokens) - 1).tolist())  # nothing scored: the latest chunks
+    chosen = []
+    for _ in range(3):
+        for _ in range(options["every"]):
+            decoding.drafter.attended(s, {5: 9 * torch.randn(6, 16)})
+        chosen.append(retrieval.selected(0))
+        seen = retrieval.rows(0, len(s.tokens) - 1).tolist()
+        assert len(seen) < len(s.tokens) - 10
+        for token in (3, 1, 4):
+            decoding.check(seen)
+            seen.append(len(s.tokens) - 1)
+            decoding.read([s.tokens[-1]])
+            decoding.emit([token])
+    assert chosen[0] != chosen[1] != chosen[2]
+    # Tokens are taken back, some of them chosen ones.
+    back = 12
+    decoding.store.truncate(0, decoding.store.lengths[0] - back)
+    del s.output[-back:]
+    decoding.drafter.rewind(s)
+    decoding.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
+
+
+def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
+    model = six_layers()
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=22))
+    options = {"chunk": 2, "chunks": 3, "sink": 2, "recent": 4}
+    decoding = Decoding(model, draft, [i % 11 for i in range(0, 80, 2)], 30, retrieval=True, **options)
+    near, sizes = decoding.drafter.cache.near, []
+    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]:
+        decoding.drafter.propose([decoding.s])
+        sizes.append(near.end(0))
+        decoding.read([decoding.s.tokens[-1]])
+        decoding.emit([token])
+    assert max(sizes) == 22 - 2 and any(b < a for a, b in itertools.pairwise(sizes))
+
+
+def test_the_room_of_a_window_decides_how_much_is_retrieved(tmp_path):
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, six_layers(), window=512))
+    assert Eagle3Drafter(draft, retrieval=True).retrieval.chunks == 8
+    assert Eagle3Drafter(draft, retrieval=True, depth=2, sink=0, recent=32, chunk=16).retrieval.chunks == 27
+    with pytest.raises(ValueError, match="give at most 8 chunks"):
+        Eagle3Drafter(draft, retrieval=True, chunks=64)
+    with pytest.raises(ValueError, match="a smaller sink and recent window"):
+        Eagle3Drafter(draft, retrieval=True, recent=512)
+    unbounded = Eagle3Draft.load(random_eagle3(tmp_path, six_layers()))
+    assert Eagle3Drafter(unbounded, retrieval=True).retrieval.chunks == 64
+    with pytest.raises(ValueError, match="give one of them"):
+        Eagle3Drafter(unbounded, retrieval=True, window=64)
+
+
+def test_compact_positions_within_the_trained_length_need_no_word(tmp_path, caplog):
+    model = six_layers()
+    folder = random_eagle3(tmp_path, model, settings={"trained_length": 30, "rope_original_length": 30})
+    small = {"retrieval": True, "chunk": 2, "chunks": 4, "sink": 2, "recent": 4, "depth": 2}
+    with caplog.at_level(logging.WARNING, "longdraft"):
+        Speculator(folder, target=model, **small).generate([[1, 2, 3]], max_new_tokens=40)
+        assert caplog.text == ""
+        Speculator(folder, target=model, **small | {"chunks": 12}).generate([[1, 2, 3]], max_new_tokens=40)
+    assert caplog.text.count("give fewer chunks") == 1
 
 
 # --- memory, options ---

@@ -43,11 +43,12 @@ def softmax_attention(q, k, v, mask):
     return torch.softmax(scores, -1) @ v
 
 
-def plain_log_probs(model, weights, text: list[int], seen: int, window: int) -> torch.Tensor:
+def plain_log_probs(model, weights, text: list[int], seen: int, window: int, rows=None) -> torch.Tensor:
     """The draft's log-probabilities (vocabulary,) of the token after ``text``.
 
     Args:
         seen: the target has verified this many of the text's tokens: cross-attention sees their KV.
+        rows: of these, it sees these alone.
     """
     config = model.config
     heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -70,8 +71,9 @@ def plain_log_probs(model, weights, text: list[int], seen: int, window: int) -> 
         h = x + output("self_attn", softmax_attention(q, k, v, (behind >= 0) & (behind < window)))
         n = rms(h, w["post_self_attention_layernorm.weight"], eps)
         q = rope(project("cross_attn.q_proj", n, heads), theta)
-        everything = torch.ones(len(text), seen, dtype=torch.bool)
-        h = h + output("cross_attn", softmax_attention(q, cache.keys[0], cache.values[0], everything))
+        seeing = torch.zeros(len(text), seen, dtype=torch.bool)
+        seeing[:, slice(None) if rows is None else rows] = True
+        h = h + output("cross_attn", softmax_attention(q, cache.keys[0], cache.values[0], seeing))
         n = rms(h, w["post_cross_attention_layernorm.weight"], eps)
         gate, up = (F.linear(n, w[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
         h = h + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
@@ -136,6 +138,61 @@ def test_a_smaller_vocabulary_takes_the_rows_of_the_head_that_it_needs(tmp_path,
             own = full[kept] - full[kept].logsumexp(0)
             node = 1
             assert tree.log_probs[node] == pytest.approx(float(own[kept.index(tree.tokens[node])]), abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
+    model, options = tiny_model(family, vocab=11), {"chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
+    draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW))
+    weights = {n: t.float() for n, t in draft._state.items()}
+    drafter = LongSpecDrafter(draft, widths=(2, 3), retrieval=True, **options)
+    runner, s = TargetRunner(model), Sequence(0, [t % 11 for t in range(0, 100, 2)], 60)
+    store = runner.new_store(1, 120)
+    drafter.bind(runner, store)
+
+    def read(tokens):
+        runner.forward([tokens], store, [0], logits="none")
+        store.commit(0, range(len(tokens)))
+
+    def check(rows):
+        (tree,) = drafter.propose([s])
+        for node in range(1, tree.size):
+            path = [tree.tokens[i] for i in tree.path(tree.parents[node])][1:]
+            expected = plain_log_probs(model, weights, s.tokens + path, len(s.tokens) - 1, WINDOW, rows)
+            assert tree.log_probs[node] == pytest.approx(float(expected[tree.tokens[node]]), abs=2e-4)
+
+    read(s.prompt)
+    s.append(5)
+    drafter.prefill(s)
+    chosen = []
+    for _ in range(3):
+        for _ in range(options["every"]):
+            drafter.attended(s, {2: 9 * torch.randn(6, 16)})
+        chosen.append(drafter.retrieval.selected(0))
+        rows = drafter.retrieval.rows(0, len(s.tokens) - 1).tolist()
+        assert len(rows) < len(s.tokens) - 10
+        for token in (3, 1, 4):
+            check(rows)
+            rows.append(len(s.tokens) - 1)
+            read([s.tokens[-1]])
+            s.append(token)
+    assert chosen[0] != chosen[1] != chosen[2]
+    # What was gathered from inexact rows is gathered again.
+    keys = store.keys[-1, 0].clone()
+    start = len(s.tokens) - 6
+    store.keys[-1, 0, :, start:] = 7.0
+    drafter.refreshed(s, start)
+    drafter.propose([s])
+    store.keys[-1, 0] = keys
+    read([s.tokens[-1]])
+    s.append(2)
+    drafter.refreshed(s, start)
+    check(drafter.retrieval.rows(0, len(s.tokens) - 1).tolist())
+    # And after tokens were taken back, the rest alone.
+    store.truncate(0, store.lengths[0] - 8)
+    del s.output[-8:]
+    drafter.rewind(s)
+    check(drafter.retrieval.rows(0, len(s.tokens) - 1).tolist())
 
 
 # --- memory and work ---

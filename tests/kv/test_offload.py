@@ -94,6 +94,7 @@ def offloaded(kind, tmp_path, monkeypatch):
 BLOCK = 6
 OPERATIONS = st.one_of(
     st.tuples(st.just("forward"), st.sets(st.integers(0, 2), min_size=1), st.sets(st.integers(0, BLOCK - 1))),
+    st.tuples(st.just("levels"), st.sets(st.integers(0, 2), min_size=1), st.sets(st.integers(0, BLOCK - 1))),
     st.tuples(st.just("truncate"), st.integers(0, 2), st.floats(0, 1)),
     st.tuples(st.just("put"), st.integers(0, 2), st.integers(1, 3)),
     st.tuples(st.just("read"), st.integers(-1, SHAPE.layers - 1), st.just(None)),
@@ -118,18 +119,20 @@ def test_any_sequence_of_operations_leaves_what_a_store_in_memory_holds(
     plain = KVStore(SHAPE, 3, capacity, transposed_keys=transposed)
     other = made(where, 3, capacity, tmp_path_factory.getbasetemp(), transposed_keys=transposed)
     for name, what, more in operations:
-        if name == "forward":
+        if name in ("forward", "levels"):
             slots = sorted(what, reverse=True)
-            block = Block.make(slots, [plain.lengths[s] for s in slots], BLOCK)
-            for layer in range(SHAPE.layers):
-                k, v = torch.randn(2, len(slots), SHAPE.kv_heads, BLOCK, SHAPE.head_dim, dtype=SHAPE.dtype)
-                plain.write(layer, k, v, block), other.write(layer, k, v, block)
-                # What attention sees: prefix and block of the sequences in the forward.
-                for a, b in zip(plain.layer(layer), other.layer(layer), strict=True):
-                    for slot in slots:
-                        end = plain.lengths[slot] + BLOCK
-                        assert torch.equal(a[slot, :, :end], b[slot, :, :end])
-            plain.write_features({}, block), other.write_features({}, block)
+            size = BLOCK if name == "forward" else BLOCK // 3
+            for behind in range(0, BLOCK, size):
+                block = Block.make(slots, [plain.lengths[s] for s in slots], size, behind=behind)
+                for layer in range(SHAPE.layers):
+                    k, v = torch.randn(2, len(slots), SHAPE.kv_heads, size, SHAPE.head_dim, dtype=SHAPE.dtype)
+                    plain.write(layer, k, v, block), other.write(layer, k, v, block)
+                    # What attention sees: prefix and tree of the sequences in the forward.
+                    for a, b in zip(plain.layer(layer), other.layer(layer), strict=True):
+                        for slot in slots:
+                            end = plain.lengths[slot] + block.width
+                            assert torch.equal(a[slot, :, :end], b[slot, :, :end])
+                plain.write_features({}, block), other.write_features({}, block)
             same_rows(plain, other, SHAPE.layers - 1)
             for slot in slots:
                 plain.commit(slot, sorted(more)), other.commit(slot, sorted(more))

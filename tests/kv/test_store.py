@@ -60,14 +60,16 @@ def form(request, monkeypatch):
 
 
 @LAYOUTS
-def test_a_block_lands_behind_each_slots_prefix_and_touches_nothing_else(form, transposed):
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_block_lands_behind_each_slots_prefix_and_touches_nothing_else(form, transposed, behind):
     store = form(filled([5, 0, 9, 2], transposed=transposed))
     expected_k, expected_v = store.keys.clone(), store.values.clone()
-    block = Block.make([2, 0, 1], [9, 5, 0], 4)
+    block = Block.make([2, 0, 1], [9, 5, 0], 4, behind=behind)
     for layer, (k, v) in enumerate(write(store, block)):
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-            expected_k[layer, slot, :, n : n + 4] = k[b]
-            expected_v[layer, slot, :, n : n + 4] = v[b]
+            start = n + behind
+            expected_k[layer, slot, :, start : start + 4] = k[b]
+            expected_v[layer, slot, :, start : start + 4] = v[b]
     assert torch.equal(store.keys, expected_k) and torch.equal(store.values, expected_v)
 
 

@@ -191,6 +191,59 @@ def test_a_block_that_is_not_committed_leaves_no_trace():
     torch.testing.assert_close(got, own_logits(model, tokens)[20:], **CLOSE)
 
 
+@pytest.mark.parametrize("path", ["reference", "cpu", "sdpa"])
+def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(path, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
+    runner = TargetRunner(tiny_model())
+    texts = [text(30), text(17, seed=1)]
+    # Levels of 1, 3, 4 and 2 nodes; parents as places in the tree.
+    parents = [(-1, 0, 0, 0, 1, 1, 3, 3, 7, 4), (-1, 0, 0, 0, 2, 2, 2, 1, 5, 6)]
+    trees = [TokenTree(tuple(text(10, seed=5 + i)), p) for i, p in enumerate(parents)]
+    stores = [runner.new_store(2, 60, feature_layers=(0, 2)) for _ in "ab"]
+    for store in stores:
+        for slot, tokens in enumerate(texts):
+            read(runner, store, slot, tokens)
+    whole = verify(runner, stores[0], [1, 0], trees)
+    mask, rows, start = padded_mask(trees, 10), [], 0
+    for size in (1, 3, 4, 2):
+        own = slice(start, start + size)
+        tokens = torch.tensor([tree.tokens[own] for tree in trees])
+        depths = [tree.depths[own] for tree in trees]
+        out = runner.forward(tokens, stores[1], [1, 0], depths=depths, mask=mask[:, own, : own.stop], behind=start)
+        rows.append(out.logits)
+        start = own.stop
+    torch.testing.assert_close(torch.cat(rows, dim=1), whole, **CLOSE)
+    for store in stores:  # and any path of it can be committed
+        store.commit(1, trees[0].path(8))
+        store.commit(0, trees[1].path(9))
+    for slot, n in enumerate(stores[0].lengths):
+        for name in ("keys", "values"):
+            a, b = (getattr(store, name)[:, slot, :, :n] for store in stores)
+            torch.testing.assert_close(a, b, **CLOSE)
+        torch.testing.assert_close(*(store.features[slot, :n] for store in stores), **CLOSE)
+
+
+def test_a_chain_goes_on_behind_rows_that_are_not_committed():
+    model = tiny_model()
+    runner = TargetRunner(model)
+    tokens = text(30)
+    store = runner.new_store(1, 30)
+    read(runner, store, 0, tokens[:20])
+    runner.forward([tokens[20:24]], store, [0], logits="none")
+    got = runner.forward([tokens[24:]], store, [0], behind=4).logits[0]
+    torch.testing.assert_close(got, own_logits(model, tokens)[24:], **CLOSE)
+    store.commit(0, range(10))
+    assert store.lengths == [30]
+
+
+def test_a_level_that_does_not_fit_the_store_is_refused():
+    runner = TargetRunner(tiny_model())
+    store = runner.new_store(1, 10)
+    read(runner, store, 0, text(6))
+    with pytest.raises(ValueError, match="5 more exceed the capacity 10"):
+        runner.forward([[1, 2]], store, [0], behind=3)
+
+
 def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed():
     runner = TargetRunner(tiny_model())
     store = runner.new_store(1, 10)
@@ -505,6 +558,14 @@ def test_nan_logits_are_an_error_that_says_what_to_do(logits):
     runner = TargetRunner(model)
     with pytest.raises(NumericalError, match="dtype='bfloat16' or 'float32'"):
         runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0], logits=logits)
+
+
+def test_nan_logits_of_a_drafter_are_not_looked_for():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    runner = TargetRunner(model)
+    assert runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0], check=False).logits.isnan().any()
 
 
 def test_a_masked_vocabulary_is_not_an_error():

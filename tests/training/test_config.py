@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from longdraft.errors import ConfigError
-from longdraft.training.config import Eagle3Config, read_config
+from longdraft.training.config import Eagle3Config, LmConfig, read_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "longspec").glob("*.yaml"))
 EAGLE3_CONFIGS = sorted((ROOT / "configs" / "eagle3").glob("**/*.yaml"))
+LM_CONFIGS = sorted((ROOT / "configs" / "lm").glob("**/*.yaml"))
 
 
 def test_words_override_the_file(tmp_path):
@@ -96,3 +97,18 @@ def test_eagle3_settings():
     found = read_config(None, ["feature_layers=[1, 5]", "window=", "ttt=7", "rope_factor=16"], Eagle3Config)
     assert (found.feature_layers, found.window, found.ttt, found.rope_factor) == ((1, 5), None, 7, 16.0)
     assert "window" in found.fields_set and found.distill == 1.0
+
+
+@pytest.mark.parametrize("path", LM_CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_lm_configurations_are_complete(path):
+    found = read_config(path, ["data=x.jsonl"], LmConfig)
+    assert found.out.startswith("drafts/") and (found.max_length, found.distill) == (1024, 0.8)
+
+
+def test_lm_settings():
+    found = read_config(None, ["start_from=[0, 1, 29]", "learn_prompts=false"], LmConfig)
+    assert (found.start_from, found.learn_prompts, found.layers) == ((0, 1, 29), False, 3)
+    assert read_config(None, ["start_from="], LmConfig).start_from is None
+    for word, said in (("noise=3", r"No setting noise\. Settings: .*learn_prompts"), ("layers=0", "must be positive")):
+        with pytest.raises(ConfigError, match=said):
+            read_config(None, [word], LmConfig)

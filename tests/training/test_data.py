@@ -79,6 +79,25 @@ def test_cut_split_and_ordered():
     assert corpus.digest(found.learned) != corpus.digest(found.learned[1:])
 
 
+def test_the_end_of_what_is_too_long():
+    prompts = [Document([*range(10), *range(i, 40)], 32) for i in range(8)]
+    long_answers = [Document(list(range(90, 130)), 9)]
+    found = collect([*prompts, *long_answers, Document(list(range(45)))], keep_end=True)
+    everything = found.learned + found.held_out
+    assert sorted(len(d.tokens) for d in everything) == [5] + 11 * [20]
+    cut = [d for d in everything if d.start > 1]
+    assert sorted((d.start, d.tokens) for d in cut) == sorted((32 - (10 + 40 - i - 20), p.tokens[-20:])
+                                                              for i, p in enumerate(prompts))  # fmt: skip
+    assert Document(list(range(110, 130)), 1) in everything
+    # One passage, different ends of the prompt: all on one side, as where nothing is cut.
+    same = [Document([*range(60), i, *range(30)], 61) for i in range(12)]
+    for seed in range(5):
+        moved = [Document([t + seed for t in d.tokens], d.start) for d in same]
+        others = [Document(list(range(i, i + 20))) for i in range(100, 120)]
+        found = collect([*moved, *others], keep_end=True, max_length=32, held_out=0.5)
+        assert sum(len(d.tokens) == 32 for d in found.learned) in (0, 12)
+
+
 def test_the_vocabulary():
     found = most_frequent([Document([5, 5, 5, 9, 9, 2], 1), Document([7, 7, 7, 1], 3)], 20, 4, always=[19])
     assert found.tolist() == [1, 5, 9, 19] or found.tolist() == [2, 5, 9, 19]

@@ -45,13 +45,16 @@ def shard() -> None:
 def main(settings: str, manner: str = "", step: str = "0") -> None:
     torch.set_num_threads(1)
     from longdraft.training import checkpoints
-    from longdraft.training.config import Eagle3Config, TrainConfig
+    from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
     from longdraft.training.eagle3_recipe import train_eagle3
+    from longdraft.training.lm_recipe import train_lm
     from longdraft.training.recipes import train_longspec
 
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
     if "ttt" in values:
         reports = train_eagle3(Eagle3Config(**values), stop=lambda: bool(stop))
+    elif "learn_prompts" in values:
+        reports = train_lm(LmConfig(**values), stop=lambda: bool(stop))
     else:
         reports = train_longspec(TrainConfig(**values), stop=lambda: bool(stop))
     if manner == "checkpoint":

@@ -14,7 +14,8 @@ from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
 from longdraft.kv.partial import PartialLayout
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
+from longdraft.target.runner import Taps, TargetRunner
+from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Picker, Sampling
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
@@ -277,3 +278,53 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, wi
     if schedule is ExactSpecPV:
         want, _, _ = run(model, Schedule(), NoDrafter(), [PROMPTS[0]])
         assert outputs(got) == outputs(want)
+
+
+class Listening(Drafter):
+    """Drafts the text to come on one branch, and compares the queries that it is told with a plain forward's."""
+
+    max_nodes = 4
+
+    def __init__(self, answers) -> None:
+        self.answers, self.heard = answers, 0
+
+    def query_layers(self, runner):
+        return (1, runner.kv_shape.layers - 1)
+
+    def bind(self, runner, store):
+        self.runner, self.store = runner, store
+
+    def propose(self, sequences):
+        trees = []
+        for s in sequences:
+            right = self.answers[s.index][len(s.output) : len(s.output) + 1 + s.index]
+            parents = (-1, 0, *([0] if right else []), *range(2, 1 + len(right)))
+            trees.append(TokenTree((s.output[-1], (s.output[-1] + 1) % 11, *right), parents))
+        return trees
+
+    def attended(self, sequence, queries):
+        text = sequence.tokens[: self.store.readable(sequence.slot)]
+        assert len(text) == len(sequence.tokens) - 1
+        plain = self.runner.new_store(1, len(text))
+        out = self.runner.forward([text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
+        assert set(queries) == set(out.queries)
+        for layer, query in queries.items():
+            torch.testing.assert_close(query, out.queries[layer][0, :, -1], atol=1e-4, rtol=1e-3)
+        self.heard += 1
+
+
+@pytest.mark.parametrize("kind", [Schedule, Eager, EagerExact, SpecPV, ExactSpecPV])
+def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
+    """In every mode: also where a chain stands before the tree, and where guesses are refuted."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter())
+    listening, inexact = Listening(outputs(want)), kind in (SpecPV, ExactSpecPV)
+    if inexact:  # what a partial verification asks can be compared with nothing
+        compare = listening.attended
+        listening.attended = lambda s, q: None if listening.store.provisional[s.slot] else compare(s, q)
+    schedule = Schedule() if kind is Schedule else kind(layout(8 if inexact else 200))
+    got, steps, _ = run(model, schedule, listening)
+    assert outputs(got) == outputs(want) or kind is SpecPV
+    assert {s.mode for s in steps} >= ({"full"} if kind is Schedule else {"refresh", "partial"})
+    assert listening.heard > 10 and sum(s.accepted for s in steps) > 10
+    assert kind is not ExactSpecPV or sum(s.rolled_back for s in got) > 0

@@ -12,9 +12,11 @@ import torch
 class Block:
     """T new tokens for each of B sequences, against each sequence's own prefix.
 
-    Row i of sequence b sits at cache row ``lengths[b] + i`` of slot ``slots[b]``: directly behind the prefix,
-    in scratch space until the accepted path is committed. Every row sees the whole prefix ``[0, lengths[b])``;
-    inside the block it sees what ``mask`` allows.
+    Row i of sequence b sits at cache row ``lengths[b] + behind + i`` of slot ``slots[b]``: in scratch space, until the
+    accepted path is committed. With ``behind`` = 0 that is directly behind the prefix. A tree that grows level by
+    level writes one block a level: ``behind`` rows of it, written by earlier forwards, then lie between the prefix and
+    this block. Every row sees the whole prefix ``[0, lengths[b])``; of the tree's rows, the block's own the last of
+    them, it sees what ``mask`` allows.
 
     Host integers and device tensors of the same numbers stand side by side: paths that loop over sequences
     read the former, kernels read the latter, and neither has to synchronise.
@@ -23,8 +25,9 @@ class Block:
         slots: cache slot of each sequence, B host integers.
         lengths: committed prefix length of each sequence, B host integers.
         size: T, rows a sequence (shorter trees are padded up to it).
-        mask: (B, T, T) bool, True where row i may see row j; None for a causal chain.
+        mask: (B, T, behind + T) bool, True where row i may see row j of the tree; None for a causal chain.
         slots_t, lengths_t: the same numbers as (B,) int32 tensors on the cache's device.
+        behind: uncommitted rows between the prefix and this block, the same for all sequences.
     """
 
     slots: tuple[int, ...]
@@ -33,6 +36,7 @@ class Block:
     mask: torch.Tensor | None
     slots_t: torch.Tensor
     lengths_t: torch.Tensor
+    behind: int = 0
 
     @classmethod
     def make(
@@ -42,9 +46,10 @@ class Block:
         size: int,
         mask: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
+        behind: int = 0,
     ) -> Block:
-        if mask is not None and mask.shape != (len(slots), size, size):
-            raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, size)}")
+        if mask is not None and mask.shape != (len(slots), size, behind + size):
+            raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, behind + size)}")
         return cls(
             slots=tuple(slots),
             lengths=tuple(lengths),
@@ -52,14 +57,20 @@ class Block:
             mask=None if mask is None else mask.to(device),
             slots_t=torch.tensor(slots, dtype=torch.int32, device=device),
             lengths_t=torch.tensor(lengths, dtype=torch.int32, device=device),
+            behind=behind,
         )
 
     @property
     def batch(self) -> int:
         return len(self.slots)
 
+    @property
+    def width(self) -> int:
+        """Rows of the tree behind the prefix, this block's included."""
+        return self.behind + self.size
+
     def block_mask(self, index: int, device: torch.device) -> torch.Tensor:
-        """(T, T) bool mask of sequence ``index``; the causal triangle for a chain."""
+        """(T, behind + T) bool mask of sequence ``index``; the causal triangle for a chain."""
         if self.mask is not None:
             return self.mask[index]
-        return torch.ones(self.size, self.size, dtype=torch.bool, device=device).tril()
+        return torch.ones(self.size, self.width, dtype=torch.bool, device=device).tril(self.behind)

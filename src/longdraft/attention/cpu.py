@@ -38,11 +38,11 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
         folded = folded * scale
     out = torch.empty_like(folded)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end = n + size
+        end = n + block.width
         if few:
-            tree = None if size == 1 else block.block_mask(b, q.device)
+            tree = None if block.width == 1 else block.block_mask(b, q.device)
             _few_rows(folded[b], keys[slot, :, :end], values[slot, :, :end], n, tree, out[b])
-        elif size == 1:  # the row sees every key: nothing to mask, nothing to merge
+        elif block.width == 1:  # the row sees every key: nothing to mask, nothing to merge
             out[b] = _flash_prefix(folded[b], keys[slot, :, :end], values[slot, :, :end], scale)[0]
         else:
             out[b] = _many_rows(q[b], folded[b], keys[slot, :, :end], values[slot, :, :end], n, block, b, scale)
@@ -52,7 +52,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 def _few_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int, tree: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """q (Hkv, G*T, d), already scaled; k, v (Hkv, n+T, d); tree (T, T) or None when all is seen."""
+    """q (Hkv, G*T, d), already scaled; k, v (Hkv, n+W, d); tree (T, W) or None when all is seen."""
     kt = k.transpose(1, 2)
     hidden = None if tree is None else (~tree).repeat(q.shape[1] // tree.shape[0], 1)
     if k.shape[1] < LONG_PREFIX:
@@ -81,15 +81,16 @@ def _many_rows(
     b: int,
     scale: float,
 ) -> torch.Tensor:
-    """q (Hq, T, d); folded (Hkv, G*T, d); k, v (Hkv, n+T, d) -> (Hkv, G*T, d)."""
+    """q (Hq, T, d); folded (Hkv, G*T, d); k, v (Hkv, n+W, d), W the tree's rows so far -> (Hkv, G*T, d)."""
     heads, size, dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
     own_k, own_v = (x[:, n:].repeat_interleave(group, dim=0)[None].contiguous() for x in (k, v))
-    if block.mask is None:
+    if block.mask is None and not block.behind:  # the kernel aligns its causal mask to the upper left
         own, own_lse = _flash(q[None], own_k, own_v, 0.0, True, scale=scale)
     else:
-        hidden = torch.zeros(size, size, dtype=q.dtype).masked_fill_(~block.mask[b], float("-inf"))
+        seen = block.block_mask(b, q.device)
+        hidden = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
         own, own_lse = _flash(q[None], own_k, own_v, 0.0, False, attn_mask=hidden[None, None], scale=scale)
     own = own.reshape(kv_heads, group * size, dim)
     if n == 0:

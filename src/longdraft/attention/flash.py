@@ -14,7 +14,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 
     out = torch.empty_like(q)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end = n + block.size
+        end = n + block.width
         k, v = keys[slot, :, :end], values[slot, :, :end]
         if block.mask is None:
             # flash-attn aligns its causal mask to the lower right: a chain behind a prefix is one call.

@@ -61,7 +61,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 
     Args:
         q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d); the block's own keys are already written behind each prefix.
+        keys, values: (slots, Hkv, capacity, d); the block's own keys are already written where they belong.
         block: where each sequence's rows lie and what they may see.
         scale: the softmax scale, usually d ** -0.5.
 
@@ -70,7 +70,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     """
     out = torch.empty_like(q)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end = n + block.size
+        end = n + block.width
         seen = torch.cat(
             [
                 torch.ones(block.size, n, dtype=torch.bool, device=q.device),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -47,18 +47,15 @@ class Listener(TargetRunner):
 
     def forward(
         self,
-        tokens: SequenceOf[SequenceOf[int]],
+        tokens: SequenceOf[SequenceOf[int]] | torch.Tensor,
         store: KVStore,
         slots: SequenceOf[int],
         *,
-        bases: SequenceOf[int] | None = None,
-        depths: SequenceOf[SequenceOf[int]] | None = None,
-        mask: torch.Tensor | None = None,
-        logits: Literal["all", "last", "none"] = "all",
         taps: Taps = _NO_TAPS,
+        **options: Any,
     ) -> TargetOutput:
         taps = replace(taps, hidden=tuple({*taps.hidden, *self.layers}))
-        out = super().forward(tokens, store, slots, bases=bases, depths=depths, mask=mask, logits=logits, taps=taps)
+        out = super().forward(tokens, store, slots, taps=taps, **options)
         self.heard = {layer: out.hidden[layer] for layer in self.layers}
         return out
 

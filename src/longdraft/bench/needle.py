@@ -52,11 +52,12 @@ class Haystack:
     """A prompt with a needle in it.
 
     Attributes:
-        depth: where it was asked for. code: the answer.
+        depth: where it was asked for. sentence: the needle. code: the answer, in it.
     """
 
     tokens: tuple[int, ...]
     depth: float
+    sentence: str
     code: str
 
 
@@ -88,9 +89,9 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
         for depth in sorted(set(search.depths), reverse=True):
             draw = random.Random(f"{sample} {depth}")
             colour, code = draw.choice(COLOURS), str(draw.randrange(10000, 100000))
-            document = place(hay, NEEDLE.format(colour=colour, code=code), depth)
-            prompt = chat_prompt(tokenizer, QUESTION.format(colour=colour), document)
-            found.append(Haystack(tuple(prompt), depth, code))
+            sentence = NEEDLE.format(colour=colour, code=code)
+            prompt = chat_prompt(tokenizer, QUESTION.format(colour=colour), place(hay, sentence, depth))
+            found.append(Haystack(tuple(prompt), depth, sentence, code))
     return found
 
 

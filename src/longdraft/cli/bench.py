@@ -36,6 +36,7 @@ def bench(
     tree: options.Tree = None,
     depth: options.Depth = None,
     tree_top_k: options.TreeTopK = None,
+    threshold: options.Threshold = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 64,
     context: Annotated[
@@ -75,7 +76,8 @@ def bench(
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         settings = Settings(
             names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos, cold,
-            draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k), offload=offload,
+            draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold),
+            offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
         )  # fmt: skip
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):

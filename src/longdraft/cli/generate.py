@@ -113,6 +113,7 @@ def generate(
     tree: options.Tree = None,
     depth: options.Depth = None,
     tree_top_k: options.TreeTopK = None,
+    threshold: options.Threshold = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -139,7 +140,7 @@ def generate(
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k)
+        drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
         method_options = options.method_options(method, option or []) | drafting
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
         method_options = Speculator(method, offload=offload, **method_options).options

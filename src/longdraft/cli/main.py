@@ -19,8 +19,9 @@ from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
+from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
-from longdraft.cli.train import data, eagle3, longspec
+from longdraft.cli.train import data, eagle3, lm, longspec
 from longdraft.errors import CapabilityError, LongdraftError
 
 
@@ -63,9 +64,10 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 for verb in (generate, bench, methods, doctor, export):
     app.command()(_interruptible(verb))
 app.command("bench quality")(_interruptible(quality))
+app.command("bench needle")(_interruptible(needle))
 
 training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
-for trainer in (longspec, eagle3, data):
+for trainer in (longspec, eagle3, lm, data):
     training.command()(_interruptible(trainer))
 app.add_typer(training, name="train")
 

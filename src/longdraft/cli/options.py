@@ -90,18 +90,35 @@ Widths = Annotated[
 Nodes = Annotated[
     int | None,
     typer.Option(
-        "--nodes", help="Verify only so many drafted nodes, the best.", show_default="all; 59 of a dynamic tree"
+        "--nodes",
+        help="Verify only so many drafted nodes, the best.",
+        show_default="all; 59 of a dynamic tree, 50 of an opt tree",
     ),
 ]
 Tree = Annotated[
     str | None,
-    typer.Option("--tree", help="What a draft grows: beam or dynamic.", show_default="beam (longspec), else dynamic"),
+    typer.Option(
+        "--tree", help="What a draft grows: beam, dynamic or opt.", show_default="beam (longspec), else dynamic"
+    ),
 ]
-Depth = Annotated[int | None, typer.Option("--depth", help="A dynamic tree: its levels.", show_default="7")]
+Depth = Annotated[
+    int | None,
+    typer.Option("--depth", help="A dynamic or opt tree: its levels, at most.", show_default="7; 10 of an opt tree"),
+]
 TreeTopK = Annotated[
     int | None,
     typer.Option(
-        "--tree-top-k", help="A dynamic tree: nodes of a level that go on, and children of each.", show_default="10"
+        "--tree-top-k",
+        help="A dynamic or opt tree: nodes of a level that go on; of a dynamic one, children of each too.",
+        show_default="10",
+    ),
+]
+Threshold = Annotated[
+    float | None,
+    typer.Option(
+        "--threshold",
+        help="An opt tree: another level only where the last one promised so many more accepted tokens.",
+        show_default="0.7",
     ),
 ]
 
@@ -125,7 +142,7 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
             raise SettingError(f"--option takes name=value, not {pair!r}.")
         name = name.replace("-", "_")
         default = parameters[name].default if name in parameters else inspect.Parameter.empty
-        found[name] = value = _numbers(name, text) if name in _LISTS else _value(text)
+        found[name] = value = whole_numbers(name, text) if name in _LISTS else _value(text)
         kind = type(default)
         if kind in _KINDS and not (type(value) is kind or (kind is float and type(value) is int)):
             raise SettingError(f"--option {name} takes {_KINDS[kind]}, not {text!r}.")
@@ -139,14 +156,18 @@ def draft_options(
     tree: str | None = None,
     depth: int | None = None,
     top_k: int | None = None,
+    threshold: float | None = None,
 ) -> dict[str, Any]:
     """``--draft`` and the tree's options, those that were given, as options of a method.
 
     Raises:
         SettingError: widths that are no numbers.
     """
-    numbers = None if widths is None else _numbers("widths", widths)
-    given = {"draft": draft, "widths": numbers, "nodes": nodes, "tree": tree, "depth": depth, "top_k": top_k}
+    sizes = None if widths is None else whole_numbers("widths", widths)
+    given = {
+        "draft": draft, "widths": sizes, "nodes": nodes, "tree": tree, "depth": depth, "top_k": top_k,
+        "threshold": threshold,
+    }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -155,11 +176,25 @@ _LISTS = {"widths"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
+def words(text: str) -> list[str]:
+    """What stands between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(word) for word in words(text))
     except ValueError:
         raise SettingError(f"{name} takes whole numbers with commas between, not {text!r}.") from None
+
+
+def numbers(name: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
+    try:
+        return tuple(float(word) for word in words(text))
+    except ValueError:
+        raise SettingError(f"{name} takes numbers with commas between, not {text!r}.") from None
 
 
 def _value(text: str) -> Any:

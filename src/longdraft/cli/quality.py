@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from longdraft.bench import data, needle, quality_report
@@ -20,6 +15,7 @@ from longdraft.bench.rouge import rouge_l
 from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
+from longdraft.cli.runs import Runs
 from longdraft.target.loading import load
 
 
@@ -44,6 +40,7 @@ def quality(
     tree: options.Tree = None,
     depth: options.Depth = None,
     tree_top_k: options.TreeTopK = None,
+    threshold: options.Threshold = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
@@ -76,17 +73,17 @@ def quality(
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
     given = options.method_options(METHOD, option or [])
-    given |= options.draft_options(draft, widths, nodes, tree, depth, tree_top_k)
+    given |= options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
     given |= {} if drafter is None else {"drafter": drafter}
     with options.settings_checked():
         settings = Settings(
-            _numbers("budget", budget), _numbers("margin", margin), tuple(_words(selector)), max_tokens, ignore_eos,
-            drift, given,
+            options.whole_numbers("--budget", budget), options.whole_numbers("--margin", margin),
+            tuple(options.words(selector)), max_tokens, ignore_eos, drift, given,
         )  # fmt: skip
         prompting = Prompts(max_tokens=max_tokens, context=context, raw=raw)
         search = None
         if needle_file is not None:
-            depths = tuple(_number("needle-depths", word) for word in _words(needle_depths))
+            depths = options.numbers("--needle-depths", needle_depths)
             search = needle.Search(needle_file, depths, needle_context, needle_samples)
     samples = data.read(data_files or [], limit)
     if samples:
@@ -104,7 +101,7 @@ def quality(
         status("Warming up")
         measuring.wake((*(p.tokens for p in prompts), *(h.tokens for h in haystacks))[0])
     total = len(prompts) * len(measuring.names) + len(haystacks) * len(asked)
-    with _Runs(total) as runs:
+    with Runs(total) as runs:
         compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
         answered = [measuring.search(h, asked, runs.told(f"needle at {h.depth:g}")) for h in haystacks]
     found = quality_report.document(measuring, compared, asked, answered)
@@ -113,82 +110,12 @@ def quality(
         console.line(json.dumps(found))
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in _words(text))
-    except ValueError:
-        raise options.SettingError(f"--{name} takes whole numbers with commas between, not {text!r}.") from None
-
-
-def _number(name: str, word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise options.SettingError(f"--{name} takes numbers with commas between, not {word!r}.") from None
-
-
 def _note_uncut(cut: dict[str, int], prompts: int) -> None:
     for name, count in cut.items():
         if count < prompts:
             console.note(
                 f"{name}: {prompts - count} of {prompts} prompts fit its partial cache whole: full rounds alone."
             )
-
-
-class _Runs:
-    """Counts runs on stderr, with the time that is left: a bar on a terminal, a line now and then elsewhere."""
-
-    EVERY = 15.0  # seconds between two lines
-
-    def __init__(self, total: int) -> None:
-        self._err = console.stderr()
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("runs"),
-            TimeRemainingColumn(),
-            console=self._err,
-            transient=True,
-            # Drawn between the runs only: a thread that draws would take its share of what is measured.
-            auto_refresh=False,
-            disable=not self._err.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=total)
-        self._total, self._begun = total, 0
-        self._started = self._said = time.monotonic()
-
-    def told(self, what: str) -> Callable[[str], None]:
-        """A function to be called before each run with the contender's name."""
-
-        def tick(name: str) -> None:
-            self._bar.update(self._task, completed=self._begun, description=f"{what}: {name}", refresh=True)
-            now = time.monotonic()
-            if not self._err.is_terminal and (not self._begun or now - self._said > self.EVERY):
-                self._said = now
-                self._err.print(Text(f"Run {self._begun + 1} of {self._total}, {what}: {name} ...{self._left(now)}"))
-            self._begun += 1
-
-        return tick
-
-    def _left(self, now: float) -> str:
-        if not self._begun:
-            return ""
-        seconds = (now - self._started) / self._begun * (self._total - self._begun)
-        return f" about {timedelta(seconds=round(seconds))} left"
-
-    def __enter__(self) -> _Runs:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
 
 def _show(found: dict[str, Any]) -> None:

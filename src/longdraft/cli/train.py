@@ -75,6 +75,31 @@ def eagle3(
     _train(config, settings or [], Eagle3Config, recipe, as_json)
 
 
+def lm(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="YAML file of settings, such as configs/lm/1-text.yaml."),
+    ] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a small language model to draft; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
+
+    Settings: docs/training.md, or any wrong one: the error lists them.
+    """
+    from longdraft.training.config import LmConfig
+
+    def recipe() -> Recipe[LmConfig]:
+        from longdraft.training.lm_recipe import train_lm
+
+        return train_lm
+
+    _train(config, settings or [], LmConfig, recipe, as_json)
+
+
 def _train(
     path: Path | None, words: list[str], kind: type[Config], recipe: Callable[[], Recipe[Config]], as_json: bool
 ) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
+
+import torch
 
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -25,6 +28,10 @@ class Drafter(ABC):
         """Decoder layers of the target whose output hidden states it reads from the store's ``features``."""
         return ()
 
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """Decoder layers of the target whose queries it wants to see; :meth:`attended` is told them."""
+        return ()
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
         """Told once a run, before anything else: the target, and where its KV lies (readable rows may be read)."""
 
@@ -34,6 +41,16 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
         """A tree for each sequence, rooted at its last emitted token."""
+
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
+        """Told what the target looked for: after the prefill, and after each verification before all else.
+
+        Not called where :meth:`query_layers` names none. The rows up to the query's own can be read in the store.
+
+        Args:
+            queries: layer -> (query heads, head size), after RoPE, of the prompt's last token or of the deepest
+                accepted node (SpecExtend, section 2.2).
+        """
 
     def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:  # noqa: B027
         """Told after each verification; the emitted tokens are already in the sequence.
@@ -66,7 +83,9 @@ class Draft(Protocol):
 
     kind: str
     folder: Path
-    trained_length: int | None
+
+    @property
+    def trained_length(self) -> int | None: ...
 
     @property
     def parameters(self) -> int:

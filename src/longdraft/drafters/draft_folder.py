@@ -96,6 +96,25 @@ def _kind(config: Mapping[str, Any]) -> str:
     return "eagle3" if "eagle3" in str(config.get("architectures")).lower() else ""
 
 
+def is_language_model(folder: Path | str) -> bool:
+    """Whether a folder holds a model of transformers that drafts as it is, not a part of one.
+
+    LongSpec's authors gave their drafts the configuration of a whole Llama: its tensors tell.
+
+    Raises:
+        CheckpointError: no such folder, no or broken config.json.
+    """
+    config = read_config(folder)
+    if "longdraft_format" in config or not (config.get("model_type") or config.get("architectures")):
+        return False
+    try:
+        with safe_open(Path(folder) / WEIGHTS, framework="pt") as file:
+            return not any("cross_attn" in name for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        # In several files, or of another format: a published LongSpec draft is neither. What is damaged is said later.
+        return (Path(folder) / f"{WEIGHTS}.index.json").is_file() or any(Path(folder).glob("*.bin"))
+
+
 def read_config(folder: Path | str) -> dict[str, Any]:
     """A folder's config.json.
 

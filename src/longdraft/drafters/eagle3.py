@@ -9,6 +9,7 @@ whole layer; then the tree grows level by level, with the draft's own output in 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.levels import LevelAttention
+from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
+from longdraft.drafters.retrieved import RetrievedWindow
 from longdraft.drafters.window import Window
 from longdraft.kv import memory
 from longdraft.kv.store import KVShape, KVStore
@@ -40,12 +43,22 @@ class Eagle3Drafter(Drafter):
         draft: a trained draft.
         widths: nodes of each level of a beam tree.
         nodes: verify only this many drafted nodes, the most probable; None: 59 of a dynamic tree, all of a beam tree.
-        tree: "dynamic" or "beam"; None: dynamic unless ``widths`` are given.
-        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each.
+        tree: "dynamic", "beam" or "opt"; None: dynamic unless ``widths`` or a ``threshold`` are given, and an OPT-Tree
+            with ``retrieval``, as in SpecExtend.
+        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each. Of an
+            OPT-Tree: the levels at most, and the nodes that go on at most.
+        threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
         window: the draft sees so many tokens back and no further; None: as its folder says.
+        retrieval: it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
+            keys of the whole text behind them (SpecExtend, section 2.2); a window that its folder names is then the
+            room that they have.
+        chunk, chunks, every, adaptive, sink, recent: of the retrieval, as
+            :class:`~longdraft.drafters.retrieval.ChunkRetrieval` takes them; None: 32, 64 or as many as fit the
+            window, 8, False.
 
     Raises:
-        ValueError: for sizes that make no tree, or one deeper than the window.
+        ValueError: for sizes that make no tree, one deeper than the window, or no retrieval; ``window`` and
+            ``retrieval`` together.
     """
 
     def __init__(
@@ -57,13 +70,29 @@ class Eagle3Drafter(Drafter):
         depth: int | None = None,
         top_k: int | None = None,
         window: int | None = None,
+        threshold: float | None = None,
+        retrieval: bool = False,
+        chunk: int | None = None,
+        chunks: int | None = None,
+        every: int | None = None,
+        adaptive: bool | None = None,
+        sink: int = 32,
+        recent: int = 128,
     ) -> None:
-        self.plan = tree_plan("dynamic", widths, nodes, tree, depth, top_k)
+        self.plan = tree_plan("opt" if retrieval else "dynamic", widths, nodes, tree, depth, top_k, threshold)
         self.window = draft.window if window is None else window
         if self.window is not None and (type(self.window) is not int or self.plan.depth >= self.window):
             raise ValueError(
                 f"window must be more tokens than the tree has levels ({self.plan.depth}), got {self.window!r}"
             )
+        if retrieval and window is not None:
+            raise ValueError("window and retrieval both say what the draft sees: give one of them")
+        room = None if self.window is None else self.window - self.plan.depth
+        self.retrieval = retrieval_options(
+            retrieval, sink, recent, RETRIEVED, room, chunk=chunk, chunks=chunks, every=every, adaptive=adaptive
+        )
+        if self.retrieval is not None:
+            self.window, self._room = None, room or self.retrieval.most + self.retrieval.recent
         self.max_nodes = self.plan.max_nodes
         self.draft = draft
         self._bound: BoundDraft | None = None
@@ -82,6 +111,10 @@ class Eagle3Drafter(Drafter):
         """Three layers, as a rule; the draft's folder names them."""
         return self.draft.feature_layers(runner)
 
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """The last one, for the retrieval."""
+        return () if self.retrieval is None else (runner.kv_shape.layers - 1,)
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.
 
@@ -96,9 +129,16 @@ class Eagle3Drafter(Drafter):
         own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
         # Without a window, one that no text of this run outgrows.
         rows = max(store.capacity, self.plan.depth + 1) if self.window is None else self.window
-        needed = KVStore.bytes_for(own, store.slots, rows + self.plan.shown)
+        beside = self.plan.shown + (0 if self.retrieval is None else self._room + self.plan.depth)
+        needed = KVStore.bytes_for(own, store.slots, rows + beside)
         memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
-        self.cache = Window(own, store.slots, rows, self.plan.shown, runner.device)
+        if self.retrieval is None:
+            self.cache = Window(own, store.slots, rows, self.plan.shown, runner.device)
+        else:
+            self.cache = RetrievedWindow(
+                own, store.slots, rows, self.plan.shown, runner.device,
+                self.retrieval, self._room, self.plan.depth, self._bound.rotary.turns,
+            )  # fmt: skip
         # For each slot, how many leading rows can no longer change.
         self._settled = [0] * store.slots
 
@@ -106,6 +146,8 @@ class Eagle3Drafter(Drafter):
     def prefill(self, sequence: Sequence) -> None:
         """Reads the prompt's last window: keys and values, no attention."""
         self._warn(sequence)
+        if self.retrieval is not None:
+            self.retrieval.reset(sequence.slot)
         self.cache.forget(sequence.slot, 0)
         self._settled[sequence.slot] = 0
         self._fill(sequence)
@@ -126,6 +168,11 @@ class Eagle3Drafter(Drafter):
             drawn=not sequences[0].greedy,
         )
 
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        """Scores the chunks of the text, when it is time to."""
+        if self.retrieval is not None:
+            self.retrieval.observe(self._store, sequence.slot, *queries.values())
+
     def refreshed(self, sequence: Sequence, start: int) -> None:
         """Reads the rows from ``start`` on again in the next round."""
         self.cache.forget(sequence.slot, start)
@@ -134,6 +181,8 @@ class Eagle3Drafter(Drafter):
     def rewind(self, sequence: Sequence) -> None:
         """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
         slot = sequence.slot
+        if self.retrieval is not None:
+            self.retrieval.truncate(slot, self._store.readable(slot))
         self.cache.forget(slot, 0 if self.cache.wrapped(slot) else min(self._settled[slot], last_row(sequence)))
         self._fill(sequence)
 
@@ -167,13 +216,17 @@ class Eagle3Drafter(Drafter):
     def _warn(self, s: Sequence) -> None:
         """Says once where the text outgrows the draft; a window keeps distances as they were in training."""
         reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
+        what, remedy = "this one has", f"window={reach}"
+        if self.retrieval is not None:
+            length = min(length, self._room + self.plan.depth)
+            what, remedy = "its working cache has", "fewer chunks"
         if self._warned or self.window is not None or reach is None or length <= reach:
             return
         self._warned = True
         logger.warning(
-            "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, acceptance "
-            "will be lower: give window=%d, or load the draft with a rope_factor.",
-            self.draft.folder, reach, length, reach,
+            "The draft in %s was trained for texts of %d tokens; %s up to %d. Output stays exact, acceptance will be "
+            "lower: give %s, or load the draft with a rope_factor.",
+            self.draft.folder, reach, what, length, remedy,
         )  # fmt: skip
 
 

@@ -7,16 +7,20 @@ through the whole block; then the tree grows level by level.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from longdraft.attention import dispatch
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
+from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
+from longdraft.drafters.retrieved import RetrievedKV
 from longdraft.drafters.window import Window
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -33,11 +37,17 @@ class LongSpecDrafter(Drafter):
         draft: a trained draft.
         widths: nodes of each level of a beam tree; by default the paper's, and wider, shallower ones for drawn text.
         nodes: verify only this many of them, the most probable; None: all (59 of a dynamic tree).
-        tree: "beam", or "dynamic" as EAGLE-2 grows it; None: beam unless ``depth`` or ``top_k`` is given.
-        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each.
+        tree: "beam", "dynamic" as EAGLE-2 grows it, or "opt"; None: beam unless an option of another is given.
+        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each. Of an
+            OPT-Tree: the levels at most, and the nodes that go on at most.
+        threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
+        retrieval: cross-attention sees the chunks of the text that the target attends to, at their true positions,
+            instead of all of it (SpecExtend, section 2.2); its time then no longer grows with the context.
+        chunk, chunks, every, adaptive, sink, recent: of the retrieval, as
+            :class:`~longdraft.drafters.retrieval.ChunkRetrieval` takes them; None: 32, 64, 8, False.
 
     Raises:
-        ValueError: for sizes that make no tree, or one deeper than the draft's window.
+        ValueError: for sizes that make no tree, one deeper than the draft's window, or no retrieval.
     """
 
     def __init__(
@@ -48,10 +58,21 @@ class LongSpecDrafter(Drafter):
         tree: str | None = None,
         depth: int | None = None,
         top_k: int | None = None,
+        threshold: float | None = None,
+        retrieval: bool = False,
+        chunk: int | None = None,
+        chunks: int | None = None,
+        every: int | None = None,
+        adaptive: bool | None = None,
+        sink: int = 32,
+        recent: int = 128,
     ) -> None:
-        self.plan = tree_plan("beam", widths, nodes, tree, depth, top_k)
+        self.plan = tree_plan("beam", widths, nodes, tree, depth, top_k, threshold)
         if self.plan.depth >= draft.shape.window:
             raise ValueError(f"{self.plan.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
+        self.retrieval = retrieval_options(
+            retrieval, sink, recent, RETRIEVED, chunk=chunk, chunks=chunks, every=every, adaptive=adaptive
+        )
         self.max_nodes = self.plan.max_nodes
         self.draft = draft
         self._bound: BoundDraft | None = None
@@ -65,20 +86,31 @@ class LongSpecDrafter(Drafter):
         """
         return cls(LongSpecDraft.load(folder), **tree)
 
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """The last one, for the retrieval."""
+        return () if self.retrieval is None else (runner.kv_shape.layers - 1,)
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes the target's parts, and memory for the windows.
+        """Takes the target's parts, and memory for the windows and what is retrieved.
 
         Raises:
             CheckpointError: the draft was made for another target.
             UnsupportedModelError: the target has nothing that a draft could share.
+            MemoryBudgetError: what is retrieved does not fit the memory that is free.
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
         self.window = Window(runner.kv_shape, store.slots, self.draft.shape.window, self.plan.shown, runner.device)
+        self.retrieved: RetrievedKV | None = None
+        if self.retrieval is not None:
+            transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
+            self.retrieved = RetrievedKV(store, self.retrieval, transposed)
 
     @torch.inference_mode()
     def prefill(self, sequence: Sequence) -> None:
         """Reads the prompt's last window: embeddings, keys and values, no attention."""
+        if self.retrieved is not None:
+            self.retrieved.begin(sequence.slot)
         self._fill(sequence.slot, sequence.prompt)
 
     def _fill(self, slot: int, text: list[int]) -> None:
@@ -104,9 +136,30 @@ class LongSpecDrafter(Drafter):
 
     # Emitted tokens enter the window at the start of the next round, so there is nothing to observe.
 
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        """Scores the chunks of the text, when it is time to."""
+        if self.retrieval is not None:
+            self.retrieval.observe(self._store, sequence.slot, *queries.values())
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:
+        """The store's rows are read where they lie; what was gathered of them is gathered again."""
+        if self.retrieved is not None:
+            self.retrieved.forget(sequence.slot, start)
+
+    def context(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (Hkv, n, d) that cross-attention sees: the target's last layer, all of the text or a part."""
+        if self.retrieved is not None:
+            return self.retrieved.read(slot)
+        store = self._store
+        keys, values = store.layer(store.shape.layers - 1)
+        n = store.readable(slot)
+        return keys[slot, :, :n], values[slot, :, :n]
+
     @torch.inference_mode()
     def rewind(self, sequence: Sequence) -> None:
         """Fills the ring anew: it holds tokens that were taken back where older ones stood."""
+        if self.retrieved is not None:
+            self.retrieved.rewind(sequence.slot)
         self._fill(sequence.slot, sequence.tokens[:-1])
 
 
@@ -158,17 +211,15 @@ class _Round:
         return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, width))
 
     def _cross_attend(self, sequences: list[Sequence], width: int) -> CrossAttend:
-        """Every row sees all of its sequence's committed KV of the target's last layer: the text before the root."""
-        store, attend = self._drafter._store, self._drafter._runner.prefix_attend
-        keys, values = store.layer(store.shape.layers - 1)
-        scale = store.shape.head_dim**-0.5
+        """Every row sees the same of its sequence's KV of the target's last layer: the text before the root."""
+        attend = self._drafter._runner.prefix_attend
+        scale = self._drafter._store.shape.head_dim**-0.5
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             outputs = []
             for i, s in enumerate(sequences):
-                n = store.readable(s.slot)
-                rows = q[:, i * width : (i + 1) * width]
-                outputs.append(attend(rows, keys[s.slot, :, :n], values[s.slot, :, :n], scale))
+                keys, values = self._drafter.context(s.slot)
+                outputs.append(attend(q[:, i * width : (i + 1) * width], keys, values, scale))
             return torch.cat(outputs, dim=1)
 
         return cross_attend

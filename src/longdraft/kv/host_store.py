@@ -156,25 +156,31 @@ class HostStore(KVStore):
     # --- on the device: a forward, and drafters that read a layer ---
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
-        places = list(zip(block.slots, block.lengths, strict=True))
+        # Earlier rows of the tree are attended to as the prefix is: they too may have to be fetched.
+        places = [(slot, n + block.behind) for slot, n in zip(block.slots, block.lengths, strict=True)]
         stage = self._current = self._stage(layer)
         self._fill(stage, places)
         self._wait(stage)
-        self._side_copies(stage, k, v, block)
+        self._side_copies(stage, k, v, places)
         # Last, so that it queues behind the few rows that go to the host.
         self._fill(self._stage((layer + 1) % self.shape.layers), places)
         self._written = layer
 
-    def _side_copies(self, stage: _Stage, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
-        """Writes the block's rows into the stage, and has them copied to the host."""
-        for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+    def _side_copies(self, stage: _Stage, k: torch.Tensor, v: torch.Tensor, places: list[tuple[int, int]]) -> None:
+        """Writes a block's rows into the stage, and has them copied to the host.
+
+        Args:
+            places: slot and first row of each sequence's.
+        """
+        size = k.shape[2]
+        for b, (slot, start) in enumerate(places):
             for staged, new in zip(stage.tensors, (k, v), strict=True):
-                staged[slot, n : n + block.size] = new[b].transpose(0, 1)
-            stage.valid[slot] = n + block.size
+                staged[slot, start : start + size] = new[b].transpose(0, 1)
+            stage.valid[slot] = start + size
         self._side.begin()
-        for slot, n in zip(block.slots, block.lengths, strict=True):
+        for slot, start in places:
             for host, staged in zip(self._host, stage.tensors, strict=True):
-                rows = slice(n, n + block.size)
+                rows = slice(start, start + size)
                 self._side.copy(host[stage.layer, slot, rows], staged[slot, rows])
         # Whoever writes there next has to wait until they are copied.
         stage.mark = self._side.mark()

@@ -118,7 +118,7 @@ class KVStore:
         return [slice(None)]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
-        """Writes a block's rows behind each sequence's prefix, uncommitted.
+        """Writes a block's rows where they belong behind each sequence's prefix, uncommitted.
 
         Args:
             k, v: (B, kv_heads, T, head_dim), keys after RoPE.
@@ -126,17 +126,18 @@ class KVStore:
         keys, values = self.layer(layer)
         if self.device.type == "cpu":
             for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-                keys[slot, :, n : n + block.size] = k[b]
-                values[slot, :, n : n + block.size] = v[b]
+                own = slice(n + block.behind, n + block.width)
+                keys[slot, :, own] = k[b]
+                values[slot, :, own] = v[b]
             return
         # Device tensors alone, static shapes: this form can be captured in a CUDA graph.
-        rows = block.lengths_t[:, None] + torch.arange(block.size, device=self.device)
+        rows = block.lengths_t[:, None] + torch.arange(block.behind, block.width, device=self.device)
         slots = block.slots_t[:, None].expand_as(rows)
         keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
         values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)
 
     def write_features(self, hidden: Mapping[int, torch.Tensor], block: Block) -> None:
-        """Writes a block's hidden states behind each sequence's prefix, uncommitted.
+        """Writes a block's hidden states where its rows lie, uncommitted.
 
         Args:
             hidden: layer -> (B, T, feature_size), all of ``feature_layers`` among them.
@@ -145,7 +146,7 @@ class KVStore:
             return
         rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-            self.features[slot, n : n + block.size] = rows[b]
+            self.features[slot, n + block.behind : n + block.width] = rows[b]
 
     def put_rows(
         self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
@@ -185,8 +186,8 @@ class KVStore:
         """Keeps the block rows of the accepted path, in path order, and drops the rest.
 
         Args:
-            path: indices into the block last written, strictly increasing (a root-to-node path of a tree
-                whose parents come before their children).
+            path: indices into the rows behind the prefix, those of one block or of several, strictly increasing (a
+                root-to-node path of a tree whose parents come before their children).
         """
         n = self.lengths[slot]
         if any(b <= a for a, b in itertools.pairwise(path)) or (path and path[0] < 0):

@@ -34,6 +34,7 @@ Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and bars are process-wide switches: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
 
@@ -105,6 +106,19 @@ def _load_named(name: str, dtype: DType, rope_factor: float | None, say: Progres
     )
 
 
+def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model without its tokenizer, ready to run: a folder in Hugging Face layout, else a hub id.
+
+    Raises CheckpointError (cannot be read, or incomplete).
+    """
+    folder = Path(name).expanduser()
+    source: dict[str, Any] = {}
+    if folder.is_dir():
+        source = {"use_safetensors": check_folder(folder), "local_files_only": True}
+    model, _ = _read(str(folder) if source else name, dtype, None, tokenizer=False, **source)
+    return model.to(device).eval().requires_grad_(False)
+
+
 def _load_folder(folder: Path, dtype: DType, rope_factor: float | None, say: Progress) -> LoadedModel:
     safe = check_folder(folder)
     say(f"Loading the weights in {folder}")
@@ -142,7 +156,7 @@ def read_checkpoint(
     rope_factor: float | None,
     *,
     failure: str | None = None,
-    remedy: str = "Fetch the folder again, or save it again with `save_pretrained`.",
+    remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
     **source: Any,
 ) -> LoadedModel:
@@ -150,13 +164,34 @@ def read_checkpoint(
 
     failure and remedy frame the CheckpointError's message; source goes to each ``from_pretrained``.
     """
+    model, tokenizer = _read(
+        name, dtype, rope_factor, failure=failure, remedy=remedy, use_safetensors=use_safetensors, **source
+    )
+    assert tokenizer is not None
+    return LoadedModel(model, tokenizer)
+
+
+def _read(
+    name: str,
+    dtype: DType,
+    rope_factor: float | None,
+    *,
+    failure: str | None = None,
+    remedy: str = _REMEDY,
+    use_safetensors: bool | None = None,
+    tokenizer: bool = True,
+    **source: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """As :func:`read_checkpoint`; the tokenizer may be left out."""
+    words: PreTrainedTokenizerBase | None = None
     failure = failure or f"The model in {name} cannot be read"
-    with _quiet():
+    with quiet():
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
             if rope_factor is not None:
                 stretch_rope(config.get_text_config(), rope_factor)
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+            if tokenizer:
+                words = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
             model, info = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -177,7 +212,7 @@ def read_checkpoint(
                 reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
             raise CheckpointError(f"{failure}: {reason}. {remedy}") from error
     _refuse_gaps(info, name)
-    return LoadedModel(model, tokenizer)
+    return model, words
 
 
 def _refuse_gaps(info: dict[str, Any], name: str) -> None:
@@ -278,7 +313,7 @@ def _dtype(dtype: DType, device: torch.device) -> DType:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the bars, log lines and warnings of transformers and the hub client, then restore them."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     with _SWITCHES, warnings.catch_warnings():

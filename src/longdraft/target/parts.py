@@ -49,7 +49,7 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
         UnsupportedModelError: where one of them is not as drafts need it.
     """
     config = hosting.decoder_config(model)
-    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
+    rotary = rotary_module(model)
     if rotary is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary embedding that a draft could share, so it takes no trained drafts."
@@ -67,6 +67,11 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
         description=describe(model),
         _rotary=rotary,
     )
+
+
+def rotary_module(model: PreTrainedModel) -> nn.Module | None:
+    """The rotary embedding that all layers share; None for a model that has none of its own."""
+    return next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:

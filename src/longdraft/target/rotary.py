@@ -77,3 +77,12 @@ class Rotary:
         """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
         cos, sin = self._module(self._like, positions[None])
         return cos[0], sin[0]
+
+    def turns(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (T, head_dim), float32, of the rotation that moves a key or a query on by (T,) positions.
+
+        Rotations compose, so it does for what has been rotated already. YaRN's attention factor is no part of it.
+        """
+        angles = offsets[:, None].float() * self._module.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()

@@ -128,42 +128,47 @@ class TargetRunner:
     @torch.inference_mode()
     def forward(
         self,
-        tokens: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]] | torch.Tensor,
         store: KVStore,
         slots: Sequence[int],
         *,
         bases: Sequence[int] | None = None,
         depths: Sequence[Sequence[int]] | None = None,
         mask: torch.Tensor | None = None,
+        behind: int = 0,
         logits: Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
+        check: bool = True,
     ) -> TargetOutput:
         """One forward. Writes the block's KV, and the features that the store keeps, behind each slot's prefix.
 
         Nothing of it is committed.
 
         Args:
-            tokens: B rows of T token ids.
+            tokens: B rows of T token ids; a tensor (B, T) need not come from the device.
             slots: each row's slot; its prefix length is the slot's committed length.
             bases: position of each sequence's first row; None: its prefix length. They differ where a store holds a
                 selection of the text's KV (SpecPV, section 3.2).
             depths: B rows of T depths in the tree; a node's position is its sequence's base + depth. None: a chain.
-            mask: (B, T, T) bool, the tree's ancestor mask. None: a chain.
+            mask: (B, T, behind + T) bool, the tree's ancestor mask. None: a chain.
+            behind: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
+                them. A tree can so be fed level by level, each node once.
             logits: which rows' logits to compute.
+            check: look for NaN. A drafter's logits may be anything, and need not be waited for.
 
         Raises:
             NumericalError: when a computed logit is NaN.
         """
         size = len(tokens[0])
-        store.check_room(slots, size)
+        store.check_room(slots, behind + size)
         lengths = [store.lengths[slot] for slot in slots]
-        block = Block.make(slots, lengths, size, mask, self.device)
-        chain = range(size)
+        block = Block.make(slots, lengths, size, mask, self.device, behind)
+        chain = range(behind, behind + size)
         starts = lengths if bases is None else bases
         positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(starts)]
         hosted = hosting.Hosted(store, block, self._attend, frozenset(taps.queries))
         inputs = {
-            "input_ids": torch.tensor(tokens, device=self.device),
+            "input_ids": torch.as_tensor(tokens, device=self.device),
             "position_ids": torch.tensor(positions, device=self.device),
             "use_cache": False,
             "longdraft_hosted": hosted,
@@ -188,7 +193,7 @@ class TargetRunner:
         store.write_features(hidden, block)
         out.queries, out.hidden = hosted.queries, {layer: hidden[layer] for layer in taps.hidden}
         # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
-        if out.logits is not None and bool(torch.isnan(out.logits.amax())):
+        if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
             raise NumericalError(
                 "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
                 "load the model with dtype='bfloat16' or 'float32', or check its files."

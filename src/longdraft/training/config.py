@@ -40,6 +40,7 @@ class RunConfig:
         cache: folder for the target's features; None runs the target in every epoch.
         epochs: passes over the data; a fraction stops part of the way.
         target_dtype: "auto", "float32", "bfloat16" or "float16".
+        target_rope_factor: YaRN's factor of the target, for texts longer than its context; None leaves it as it is.
         precision: of the draft's matrix products, "bf16" or "no" (float32); its weights are always float32.
         rows: learned tokens in a batch (packed documents); accumulate: batches a step and process.
         lr, warmup, min_lr: peak, share of the steps spent rising to it, share of it left at the end (cosine between).
@@ -66,6 +67,7 @@ class RunConfig:
     top: int = 8
     cache: str | None = None
     target_dtype: str = "auto"
+    target_rope_factor: float | None = None
     precision: str = "bf16"
     epochs: float = 1.0
     rows: int = 4096
@@ -172,6 +174,40 @@ class Eagle3Config(RunConfig):
         if self.window is not None and self.window <= max(self.ttt, DEPTH):
             raise ConfigError(
                 f"window {self.window} leaves nothing beside the {max(self.ttt, DEPTH)} steps of drafting: give more."
+            )
+
+
+@dataclass(frozen=True)
+class LmConfig(RunConfig):
+    """A run that distils a small language model. The target's heads and their size are the draft's.
+
+    Attributes:
+        layers: of the decoder. A draft in ``init`` brings its own, as it does its sizes and its rotary base.
+        start_from: layers of the target, as many, whose weights a new draft starts from (0 is the first); None:
+            random weights.
+        learn_prompts: learn the prompt of an answer too, where both together are shorter than ``max_length``.
+        rope_theta: base of the draft's rotary embedding.
+        max_length: here, also the longest stretch of text that the draft will see while drafting. Of a prompt and an
+            answer that are longer together, the last tokens are kept.
+        distill: here, most of the loss follows the target by default.
+    """
+
+    layers: int = 3
+    start_from: tuple[int, ...] | None = None
+    learn_prompts: bool = True
+    rope_theta: float = 10000.0
+    distill: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("layers", "rope_theta")
+        if self.anchor_offset:
+            raise ConfigError("anchor_offset is for drafts that read the target: leave it out.")
+        if self.start_from is not None and self.init is not None:
+            raise ConfigError("start_from begins a new draft and init goes on with one: give one of the two.")
+        if self.start_from is not None and len(self.start_from) != self.layers:
+            raise ConfigError(
+                f"start_from names {len(self.start_from)} layers for a draft of {self.layers}: name as many."
             )
 
 

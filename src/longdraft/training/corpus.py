@@ -37,11 +37,12 @@ def collect(
     shortest_learned: int,
     held_out: float,
     sample: float = 1.0,
+    keep_end: bool = False,
 ) -> Corpus:
     """Cuts, filters and splits.
 
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out
-    where nothing learned would be left.
+    where nothing learned would be left; with ``keep_end`` it is cut at its beginning.
 
     Args:
         max_length, min_length: tokens.
@@ -52,29 +53,32 @@ def collect(
     Raises:
         PromptError: when nothing is left to train on.
     """
-    kept: list[Document] = []
+    kept: list[tuple[Document, bool]] = []
     for document in documents:
         pieces = [document]
         if document.start == 1:
             cuts = range(0, len(document.tokens), max_length)
             pieces = [Document(t) for at in cuts if len(t := document.tokens[at : at + max_length]) > 1]
+        elif len(document.tokens) > max_length and keep_end:
+            cut = len(document.tokens) - max_length
+            pieces = [Document(document.tokens[cut:], max(1, document.start - cut))]
         elif len(document.tokens) > max_length:
             pieces = [Document(document.tokens[:max_length], document.start)] if document.start < max_length else []
             if not pieces:
                 skipped.add("with a prompt longer than max_length")
         for piece in pieces:
-            if _share(piece, "sample") >= sample:
+            # What is cut off its beginning still tells which passage it is about.
+            whole = piece if document.start == 1 else document
+            if _share(whole, "sample") >= sample:
                 continue
             if len(piece.tokens) < min_length or len(piece.tokens) - piece.start <= shortest_learned:
                 skipped.add("too short")
             else:
-                kept.append(piece)
+                kept.append((piece, _share(whole, "held out") < held_out))
     # In order of their tokens: those that begin alike lie together, and the target reads the beginning once.
-    kept.sort(key=lambda d: d.tokens)
-    learned: list[Document] = []
-    measured: list[Document] = []
-    for document in kept:
-        (measured if _share(document, "held out") < held_out else learned).append(document)
+    kept.sort(key=lambda pair: pair[0].tokens)
+    learned = [d for d, is_held_out in kept if not is_held_out]
+    measured = [d for d, is_held_out in kept if is_held_out]
     if not learned:
         raise PromptError(
             f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "

@@ -1,6 +1,7 @@
 """What a draft needs of its target, token by token: what the draft reads, and the target's likeliest next tokens.
 
-A LongSpec draft reads the last layer's keys and values, an EAGLE-3 draft the hidden states of a few layers.
+A LongSpec draft reads the last layer's keys and values, an EAGLE-3 draft the hidden states of a few layers, a language
+model nothing but the text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Features:
         offset: its anchor-offset, 0 for plain positions.
         rows: what the draft reads, by name, (L, ...) each: ``keys`` and ``values`` (L, Hkv, d) of the target's last
             layer, keys after RoPE at the document's positions; or ``hidden`` (L, layers * hidden), the layers' output
-            hidden states side by side.
+            hidden states side by side; or nothing.
         top_ids, top_log_probs: (L - start, K), what the target says in place of tokens[start:].
     """
 
@@ -71,7 +72,10 @@ class FeatureReader:
         top: how many of the target's likeliest tokens are kept.
         dtype: of what the draft reads.
         layers: decoder layers whose output hidden states the draft reads (0 is the first); none: it reads the last
-            layer's keys and values.
+            layer's keys and values; None: it reads nothing of the target.
+
+    Attributes:
+        names: of what the draft reads, as :class:`Features` has it.
     """
 
     def __init__(
@@ -79,9 +83,10 @@ class FeatureReader:
         runner: TargetRunner,
         top: int,
         dtype: torch.dtype = torch.bfloat16,
-        layers: tuple[int, ...] = (),
+        layers: tuple[int, ...] | None = (),
     ) -> None:
-        self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers
+        self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers or ()
+        self.names: tuple[str, ...] = () if layers is None else ("hidden",) if layers else ("keys", "values")
         self._store: KVStore | None = None
         self._seen: list[int] = []
         self._offset = 0
@@ -89,6 +94,8 @@ class FeatureReader:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of what the draft reads of one token."""
+        if not self.names:
+            return 0
         kv = self.runner.kv_shape
         numbers = len(self.layers) * self.runner.parts.hidden_size if self.layers else 2 * kv.kv_heads * kv.head_dim
         return numbers * self.dtype.itemsize
@@ -140,6 +147,8 @@ class FeatureReader:
 
     def _rows(self, store: KVStore, length: int) -> dict[str, torch.Tensor]:
         """Copies: the store is written again for the next document."""
+        if not self.names:
+            return {}
         if store.features is not None:
             return {"hidden": store.features[0, :length].to(self.dtype, copy=True)}
         keys, values = (x[0, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))

@@ -2,8 +2,8 @@
 
 On text that the target wrote greedily, drafting with the true tokens as the path is what happens up to the first
 wrong one. So the ranks of the next token at every level (LongSpec: shift j = 1, 2, ...; EAGLE-3: a step of the
-training-time test) tell, for every position, how far a tree of given widths would have come: a level counts when the
-true token is among its first choices.
+training-time test; a language model: the same at all levels) tell, for every position, how far a tree of given widths
+would have come: a level counts when the true token is among its first choices.
 
 Rounds follow each other as in decoding: the first root is the first learned token (a prefill has given it), a round
 emits what it accepts and one token more, and that token is the next root.
@@ -62,6 +62,15 @@ def by_step(trainee: Callable[..., StepOutput], document: Features, levels: int)
     assert out.ranks is not None
     for i in range(levels):
         ranks[i, document.start + i :] = out.ranks[out.depths == i + 1].cpu()
+    return ranks
+
+
+def by_text(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
+    """A language model's ranks: it reads the text itself, so a level says what any other would."""
+    ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
+    out = trainee([document], [1])
+    assert out.ranks is not None
+    ranks[:, document.start - 1 :] = out.ranks.cpu()
     return ranks
 
 

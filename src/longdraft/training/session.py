@@ -84,8 +84,8 @@ class Session:
             counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def reader(self, layers: tuple[int, ...] = ()) -> FeatureReader:
-        """Reads what the draft reads: hidden states of ``layers``, or the last layer's keys and values."""
+    def reader(self, layers: tuple[int, ...] | None = ()) -> FeatureReader:
+        """Reads what the draft reads: hidden states of ``layers``, the last layer's KV, or nothing (None)."""
         dtype = torch.bfloat16 if self.half else self.runner.kv_shape.dtype
         return FeatureReader(self.runner, self.config.top, dtype, layers)
 
@@ -96,11 +96,13 @@ class Session:
         if config.cache is None:
             return LiveFeatures(reader, learned, shifts)
         identity: dict[str, Any] = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
-        names: tuple[str, ...] = ("keys", "values")
+        if config.target_rope_factor is not None:
+            identity["rope_factor"] = config.target_rope_factor  # no part of the description: drafts fit either way
         if reader.layers:
             identity["layers"] = list(reader.layers)
-            names = ("hidden",)
-        cache = FeatureCache(Path(config.cache), learned, shifts, identity, reader.top, names)
+        if not reader.names:
+            identity["reads"] = "text"
+        cache = FeatureCache(Path(config.cache), learned, shifts, identity, reader.top, reader.names)
         if accelerator.is_main_process:
             cache.prepare(reader.bytes_per_token)
         accelerator.wait_for_everyone()
@@ -119,11 +121,14 @@ class Session:
         return [reader.read(d).on_host() for d in chosen]
 
 
-def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:
+def begin(
+    config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool], keep_end: bool = False
+) -> Session:
     """Sets torch and accelerate up, loads the target, and reads the documents.
 
     Args:
         shortest_learned: a document must have more learned tokens than this.
+        keep_end: of a prompt and its answer that are too long together, keep the last tokens, not the first.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -138,7 +143,11 @@ def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Ca
     device = accelerator.device if accelerator.num_processes > 1 or not asked else asked
     with accelerator.main_process_first():  # the first to come converts the embedded model, or downloads
         model, tokenizer = load(
-            config.target, dtype=config.target_dtype, device=device, progress=lambda line: progress(line, 0, 0)
+            config.target,
+            dtype=config.target_dtype,
+            device=device,
+            rope_factor=config.target_rope_factor,
+            progress=lambda line: progress(line, 0, 0),
         )
     runner = TargetRunner(model)
     skipped = Skipped()
@@ -150,6 +159,7 @@ def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Ca
         shortest_learned=shortest_learned,
         held_out=config.held_out,
         sample=config.sample,
+        keep_end=keep_end,
     )
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -27,6 +27,8 @@ class Verified:
         logits: (at least tree.size, vocabulary), the target's.
         picker: picks the walk's tokens.
         mode: what the logits were computed on.
+        queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE; the layers that
+            :meth:`Schedule.open` was told.
     """
 
     sequence: Sequence
@@ -34,6 +36,7 @@ class Verified:
     logits: torch.Tensor
     picker: Picker
     mode: Mode = "full"
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,24 @@ class Schedule:
         """Rows that a slot needs behind prompt, output and tree."""
         return 0
 
-    def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
+    def open(
+        self,
+        runner: TargetRunner,
+        store: KVStore,
+        sequences: list[Sequence],
+        max_nodes: int,
+        query_layers: tuple[int, ...] = (),
+    ) -> None:
         """Told once a run, before anything else.
 
         Args:
             max_nodes: most drafted nodes of a tree.
+            query_layers: layers of the target whose queries every :class:`Verified` shall bring.
 
         Raises:
             MemoryBudgetError: what it needs beside the store does not fit.
         """
-        self.runner, self.store = runner, store
+        self.runner, self.store, self.query_layers = runner, store, query_layers
 
     def seen(self, sequence: Sequence) -> Sequence:
         """The sequence as its drafter sees it."""
@@ -83,9 +94,16 @@ class Schedule:
             trees: rooted at the last token of :meth:`seen`.
             pickers: the sequences' own.
         """
-        logits = self.forward(trees, sequences).logits
-        assert logits is not None
-        return [Verified(*each) for each in zip(sequences, trees, logits, pickers, strict=True)]
+        out = self.forward(trees, sequences, Taps(queries=self.query_layers))
+        assert out.logits is not None
+        return [
+            Verified(s, tree, out.logits[b], picker, queries=self.queries(out, b))
+            for b, (s, tree, picker) in enumerate(zip(sequences, trees, pickers, strict=True))
+        ]
+
+    def queries(self, out: TargetOutput, b: int, start: int = 0) -> dict[int, torch.Tensor]:
+        """The queries of sequence b that were asked for, from row ``start`` of its block on: views."""
+        return {layer: out.queries[layer][b, :, start:] for layer in self.query_layers}
 
     def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
         """One full forward of a batch of trees, padded to the largest."""

@@ -44,8 +44,15 @@ class SpecPV(Schedule):
         # A refresh appends the tokens in waiting too; the shorter of a batch are padded to the longest.
         return self.layout.margin + max_nodes + 1
 
-    def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
-        super().open(runner, store, sequences, max_nodes)
+    def open(
+        self,
+        runner: TargetRunner,
+        store: KVStore,
+        sequences: list[Sequence],
+        max_nodes: int,
+        query_layers: tuple[int, ...] = (),
+    ) -> None:
+        super().open(runner, store, sequences, max_nodes, query_layers)
 
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, store.feature_layers, resident=True)
@@ -90,17 +97,19 @@ class SpecPV(Schedule):
         found = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
             self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
-            found.append(self._walk(s, tree, longer[b], out.logits[b], pickers[b]))
+            verified = self._walk(s, tree, longer[b], out.logits[b], pickers[b])
+            verified.queries = self.queries(out, b, longer[b].size - verified.tree.size)
+            found.append(verified)
         return found
 
     def _partial(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
         slots = [s.slot for s in sequences]
         bases = [self.store.lengths[slot] + self.partial.waiting(slot) for slot in slots]
-        out = verify_trees(self.runner, self.partial.store, slots, trees, bases)
+        out = verify_trees(self.runner, self.partial.store, slots, trees, bases, Taps(queries=self.query_layers))
         assert out.logits is not None
         return [
-            Verified(self.seen(s), tree, logits, self._guessing(s, picker))
-            for s, tree, logits, picker in zip(sequences, trees, out.logits, pickers, strict=True)
+            Verified(self.seen(s), tree, out.logits[b], self._guessing(s, picker), queries=self.queries(out, b))
+            for b, (s, tree, picker) in enumerate(zip(sequences, trees, pickers, strict=True))
         ]
 
     def waiting(self, sequence: Sequence) -> list[int]:
@@ -154,8 +163,15 @@ class ExactSpecPV(SpecPV):
     layout's margin, when all were right; as many as were right when not.
     """
 
-    def open(self, runner: TargetRunner, store: KVStore, sequences: list[Sequence], max_nodes: int) -> None:
-        super().open(runner, store, sequences, max_nodes)
+    def open(
+        self,
+        runner: TargetRunner,
+        store: KVStore,
+        sequences: list[Sequence],
+        max_nodes: int,
+        query_layers: tuple[int, ...] = (),
+    ) -> None:
+        super().open(runner, store, sequences, max_nodes, query_layers)
         # The sequences with what was guessed behind what is certain, and how the guesses are picked.
         self._guesses: dict[int, Sequence] = {}
         self._pickers: dict[int, Picker] = {}

@@ -1,0 +1,287 @@
+"""How well drafters foresee a needle, by what they see of the text (SpecExtend, section 2.2 and table 1).
+
+The needle is fed token by token, as if the target had answered with it, so that all views are asked for the same tokens
+after the same text. For each but the first (the prefill's) the drafter proposes as in decoding; what counts is the
+probability that it gives to the true token. The engine does all else: the target reads that token in a forward of its
+own, and whoever retrieves by the target's attention is told of it as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+
+from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
+from longdraft.bench.self_draft import Heard, SelfDrafter
+from longdraft.drafters.base import Draft, Drafter, NoDrafter
+from longdraft.engine import Engine
+from longdraft.errors import ContextError
+from longdraft.kv.prompt_cache import PromptCache, common_prefix
+from longdraft.methods import Recipe, asked_for, method, recipe
+from longdraft.sequence import FinishReason
+from longdraft.sequence import Sequence as Text
+from longdraft.target.chat import encode
+from longdraft.target.loading import LoadedModel
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.beam import Expand, Level
+from longdraft.trees.plan import TreePlan
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.schedule import Schedule, Verified
+
+# The target on all of its KV: what a drafter could foresee at best. Always measured.
+TARGET = "target"
+# The target on the KV that it retrieves.
+RETRIEVED = "target-retrieval"
+# Short names for the views of a small language model.
+SMALL = {view: ("small-lm", {"view": view}) for view in ("full", "streaming", "retrieval")}
+_TREES = frozenset({"widths", "nodes", "tree", "depth", "top_k", "threshold"})
+
+
+@dataclass(frozen=True)
+class View:
+    """A drafter with its options, or the target.
+
+    Attributes:
+        name: as the user wrote it. method: whose drafter; None for the target.
+    """
+
+    name: str
+    method: str | None
+    options: Mapping[str, Any]
+
+
+def view(name: str, options: Mapping[str, Any]) -> View:
+    """A view from its name, :data:`RETRIEVED`, one of :data:`SMALL` or a method's, and further options.
+
+    Raises:
+        UnknownMethodError: no such view or method.
+        ValueError: a method that drafts without probabilities, or an option that it does not have.
+    """
+    written = ":".join([name, *(f"{key}={value}" for key, value in options.items())])
+    if name == RETRIEVED:
+        try:
+            SelfDrafter(**options)
+        except TypeError:
+            raise ValueError(f"{RETRIEVED} has the options budget, block, sink, recent, every and selector") from None
+        return View(written, None, options)
+    named, own = SMALL.get(name, (name, {}))
+    known = method(named)
+    if not known.needs_draft:
+        raise ValueError(
+            f"{name} is no view: name {', '.join(SMALL)}, {RETRIEVED}, or a method with a trained draft, such as "
+            "longspec, longspec:retrieval=true or eagle3"
+        )
+    known.check_names(options)
+    if shapes := sorted(_TREES & set(options)):
+        raise ValueError(f"{', '.join(shapes)}: only first choices are looked at here, whatever the tree")
+    return View(written, named, {**own, **options})
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """One token of a needle, as a view saw it coming.
+
+    Attributes:
+        right: it was the view's first choice.
+        log_prob: what the view gave it; None where the view's vocabulary lacks the token.
+        code: it belongs to the code, which the rest of the sentence does not give away.
+    """
+
+    right: bool
+    log_prob: float | None
+    code: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One haystack.
+
+    Attributes:
+        context: tokens that were asked for. tokens: the needle's but the first, by view.
+    """
+
+    haystack: Haystack
+    context: int
+    tokens: dict[str, list[Foreseen]]
+
+
+class NeedleDrafts:
+    """The measurement on one loaded model.
+
+    Args:
+        views: whom to ask, beside the target.
+        drafts: trained drafts by kind; one that is missing is looked for in the package.
+
+    Raises:
+        CapabilityError: a view's draft is missing.
+        CheckpointError: a draft was made for another target.
+        ValueError: a value that a drafter cannot use.
+    """
+
+    def __init__(self, loaded: LoadedModel, views: Sequence[View], drafts: Mapping[str, Draft]) -> None:
+        self.runner = TargetRunner(loaded.model)
+        self._tokenizer = loaded.tokenizer
+        self._views = {each.name: each for each in (View(TARGET, None, {}), *views)}
+        self._recipes: dict[str, Recipe] = {}
+        read = dict(drafts)
+        for name, each in self._views.items():
+            if each.method is None:
+                continue
+            kind = method(each.method).draft_kind or ""
+            given = {"draft": read[kind]} if kind in read else {}
+            # Nothing is verified, so the first choice is all the tree that is needed.
+            options = {**given, **each.options, "widths": (1,)}
+            self._recipes[name] = recipe(*asked_for(each.method, options), self.runner)
+            read[kind] = self._recipes[name].options["draft"]  # once read, it is not read again
+        self._cache = PromptCache()
+
+    @property
+    def names(self) -> list[str]:
+        """The views, the target first."""
+        return list(self._views)
+
+    def contexts(self, asked: Sequence[int]) -> list[int]:
+        """Tokens of the haystacks, so that they and a needle fit the target's context.
+
+        Raises:
+            ContextError: more is asked for than the context holds.
+        """
+        limit = self.runner.context_length
+        if (longest := max(asked)) > limit:
+            raise ContextError(
+                f"A haystack of {longest:,} tokens is longer than the model's context of {limit:,}: lower "
+                "--needle-context, or stretch the context with --rope-factor (YaRN)."
+            )
+        room = max(len(encode(self._tokenizer, NEEDLE.format(colour=c, code=10**5))) for c in COLOURS) + 2
+        return list(dict.fromkeys(min(length, limit - room) for length in asked))
+
+    def measure(self, haystack: Haystack, context: int, tick: Callable[[str], None] = lambda name: None) -> Measured:
+        """Asks every view for a haystack's needle.
+
+        Args:
+            context: the length that was asked for. tick: called with each view's name before it is asked.
+
+        Raises:
+            ContextError: haystack and needle exceed the target's context.
+        """
+        answer, code = self.answer(haystack)
+        asked = {name: self._drafter(name, len(answer)) for name in self.names}
+        self._make_room(haystack, len(answer), [drafter for drafter, _ in asked.values()])
+        tokens: dict[str, list[Foreseen]] = {}
+        for name, (drafter, heard) in asked.items():
+            tick(name)
+            told = _Told(answer)
+            self._decode(haystack, drafter, told)
+            rows = told.heard[1:] if name == TARGET else heard
+            judged = zip(rows, answer[1:], range(1, len(answer)), strict=True)
+            tokens[name] = [_judged(*row, token, at >= code) for row, token, at in judged]
+        return Measured(haystack, context, tokens)
+
+    def answer(self, haystack: Haystack) -> tuple[list[int], int]:
+        """The needle as an answer, without its full stop, and which of its tokens is the code's first."""
+        sentence = haystack.sentence.rstrip(".")
+        tokens = encode(self._tokenizer, sentence)
+        # A token may hold the code's beginning and the space before it: what both texts share comes before that.
+        return tokens, common_prefix(tokens, encode(self._tokenizer, sentence.removesuffix(haystack.code)))
+
+    def _drafter(self, name: str, tokens: int) -> tuple[Drafter, list[Heard]]:
+        """A fresh drafter, and where it will be written what it gives each token."""
+        if name == TARGET:
+            return NoDrafter(), []
+        if name not in self._recipes:
+            own = SelfDrafter(**self._views[name].options, _tokens=tokens)
+            return own, own.heard
+        drafter, listening = self._recipes[name].drafter(), _Listening()
+        cast(_Planned, drafter).plan = listening
+        return drafter, listening.heard
+
+    def _make_room(self, haystack: Haystack, tokens: int, drafters: Sequence[Drafter]) -> None:
+        """Takes memory for the largest run once, with the hidden states that any drafter reads."""
+        kept = [layers for drafter in drafters if (layers := drafter.feature_layers(self.runner))]
+        layers = kept[0] if kept else ()
+        nodes = max(drafter.max_nodes for drafter in drafters)
+        new_store = partial(self.runner.new_store, feature_layers=layers)
+        self._cache.open(new_store, [list(haystack.tokens)], len(haystack.tokens) + tokens + 1 + nodes, layers)
+
+    def _decode(self, haystack: Haystack, drafter: Drafter, told: _Told) -> None:
+        # One more than is emitted, or nothing would be drafted for the last one.
+        sequence = Text(0, list(haystack.tokens), len(told.answer) + 1, self.runner.device)
+        engine = Engine(
+            self.runner, drafter, [sequence], [told], [told.over], cache=self._cache, schedule=_RootsAlone()
+        )
+        for _ in engine.steps(engine.open()):
+            pass
+
+
+class _Told(Picker):
+    """Picks what it was told, and writes down what the target would have picked from."""
+
+    def __init__(self, answer: list[int]) -> None:
+        super().__init__(False, Sampling().processors())
+        self.answer = answer
+        self.heard: list[Heard] = []
+
+    def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+        self.heard.append((logits, None))
+        return self.answer[len(self.heard) - 1]
+
+    def over(self, sequence: Text) -> FinishReason | None:
+        """A rule: the answer is complete."""
+        return "length" if len(sequence.output) == len(self.answer) else None
+
+
+class _RootsAlone(Schedule):
+    """Verifies no draft: every token is one that a drafter is asked for."""
+
+    def verify(self, sequences: list[Text], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+        return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees], pickers)
+
+
+class _Planned(Protocol):
+    """What every trained drafter has."""
+
+    plan: TreePlan
+
+
+@dataclass(frozen=True)
+class _Listening(TreePlan):
+    """A tree of the first choice alone, which writes down what the choice was made from."""
+
+    widths: tuple[int, ...] | None = (1,)
+    depth: int = 1
+    top_k: int = 0
+    nodes: int | None = None
+    heard: list[Heard] = field(default_factory=list)
+
+    def grow(
+        self,
+        roots: Sequence[int],
+        expand: Expand,
+        depths: Sequence[int],
+        ids: torch.Tensor | None,
+        device: torch.device | str,
+        drawn: bool = False,
+    ) -> list[TokenTree]:
+        def overheard(level: Level) -> torch.Tensor:
+            logits = expand(level)
+            self.heard.extend((row, ids) for row in logits[:, 0])
+            return logits
+
+        return super().grow(roots, overheard, depths, ids, device, drawn)
+
+
+def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bool) -> Foreseen:
+    """What logits over a vocabulary, whose target ids are ``ids``, say about a target's token."""
+    at = [token] if ids is None else (ids == token).nonzero().flatten().tolist()
+    if not at or at[0] >= len(logits):
+        return Foreseen(False, None, code)
+    log_probs = torch.log_softmax(logits.float(), -1)
+    log_prob = float(log_probs[at[0]])
+    # A draft that has overflowed foresees nothing.
+    return Foreseen(int(log_probs.argmax()) == at[0], log_prob if math.isfinite(log_prob) else None, code)

@@ -1,0 +1,108 @@
+"""From needles that were foreseen, or not, to the rows of a report, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from longdraft.bench import machine
+from longdraft.bench.needle_drafts import TARGET, Foreseen, Measured
+
+DEFINITIONS = (
+    "accuracy: tokens of the needle, the first excepted, that are the view's first choice given all before them.",
+    "perplexity: exp of the mean negative log-likelihood the view gives them, but for those that its vocabulary lacks.",
+    f"code: the same of the code's tokens alone. {TARGET}: the target on its full KV, which drafts nothing.",
+)
+
+
+def document(measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
+    """The report as one JSON object, with the keys that docs/figures.md defines.
+
+    Args:
+        names: the views, in the order of the rows.
+    """
+    contexts = dict.fromkeys(m.context for m in measured)
+    groups = [[m for m in measured if m.context == context] for context in contexts]
+    return {
+        "rows": [_row(name, own) for own in groups for name in names],
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+    }
+
+
+def _row(name: str, own: Sequence[Measured]) -> dict[str, Any]:
+    tokens = [token for m in own for token in m.tokens[name]]
+    at: dict[float, list[Foreseen]] = {}
+    for m in sorted(own, key=lambda m: m.haystack.depth):
+        at.setdefault(m.haystack.depth, []).extend(m.tokens[name])
+    code = [token for token in tokens if token.code]
+    return {
+        "view": name,
+        "context": own[0].context,
+        "context_tokens": round(median(len(m.haystack.tokens) for m in own)),
+        "haystacks": len(own),
+        "tokens": len(tokens),
+        "accuracy": _accuracy(tokens),
+        "perplexity": _perplexity(tokens),
+        "code_tokens": len(code),
+        "code_accuracy": _accuracy(code),
+        "code_perplexity": _perplexity(code),
+        "lacking": sum(token.log_prob is None for token in tokens),
+        "by_depth": [{"depth": depth, "accuracy": _accuracy(found)} for depth, found in at.items()],
+    }
+
+
+def _accuracy(tokens: Sequence[Foreseen]) -> float | None:
+    return sum(token.right for token in tokens) / len(tokens) if tokens else None
+
+
+def _perplexity(tokens: Sequence[Foreseen]) -> float | None:
+    """None where there is no token to judge by, or the number has no end."""
+    known = [token.log_prob for token in tokens if token.log_prob is not None]
+    if not known:
+        return None
+    try:
+        return math.exp(-sum(known) / len(known))
+    except OverflowError:
+        return None
+
+
+def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
+    """For people: a title and a table for each length."""
+    found = []
+    for context in dict.fromkeys(row["context"] for row in report["rows"]):
+        own = [row for row in report["rows"] if row["context"] == context]
+        haystacks = f"{own[0]['haystacks']} haystack" + ("s" if own[0]["haystacks"] > 1 else "")
+        title = f"{haystacks} of {own[0]['context_tokens']:,} tokens, {own[0]['tokens']} tokens of needles"
+        found.append((title, _table(own)))
+    return found
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    made.add_column("view", no_wrap=True)
+    lacking = any(row["lacking"] for row in rows)
+    for head in ("accuracy", "perplexity", "code accuracy", "code perplexity", *(["not in vocabulary"] * lacking)):
+        made.add_column(head, justify="right", no_wrap=True)
+    depths = [each["depth"] for each in rows[0]["by_depth"]]
+    for depth in depths if len(depths) > 1 else ():
+        made.add_column(f"at {depth:g}", justify="right", no_wrap=True)
+    for row in rows:
+        made.add_row(
+            Text(row["view"]),
+            *(_figure(row[key]) for key in ("accuracy", "perplexity", "code_accuracy", "code_perplexity")),
+            *([str(row["lacking"])] * lacking),
+            *(_figure(each["accuracy"]) for each in row["by_depth"] if len(depths) > 1),
+        )
+    return made
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"

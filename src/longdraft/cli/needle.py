@@ -1,0 +1,153 @@
+"""``longdraft bench needle``: how well drafters foresee a needle, by what they see of the text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from longdraft.bench import needle as needles
+from longdraft.bench import needle_report
+from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
+from longdraft.cli import console, options
+from longdraft.cli.runs import Runs
+from longdraft.drafters.base import Draft
+from longdraft.methods import METHODS, method_of
+from longdraft.target.loading import load
+
+# What fits a context of 8K; one that is shorter takes those that fit it.
+CONTEXTS = (1024, 2048, 4096, 8192)
+
+
+def needle(
+    haystack: Annotated[Path, typer.Option(help="The long text that needles are put in: plain text or JSONL.")],
+    views: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Drafters, with commas between: {', '.join(SMALL)} (of a small language model), {RETRIEVED}, or a "
+            "method with options, such as longspec:retrieval=true.",
+            show_default=f"the drafts', with and without retrieval, and {RETRIEVED}",
+        ),
+    ] = None,
+    draft: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draft folder, or a small language model; repeatable.", show_default="those that come along"),
+    ] = None,
+    needle_context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a haystack, one or several with commas between.",
+            show_default=f"{','.join(map(str, CONTEXTS))}, as far as they fit the model",
+        ),
+    ] = None,
+    needle_depths: Annotated[
+        str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
+    ] = "0.1,0.3,0.5,0.7,0.9",
+    needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
+    model: options.Model = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    rope_factor: options.RopeFactor = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
+    asked = None if needle_context is None else options.whole_numbers("--needle-context", needle_context)
+    if asked is not None and (not asked or min(asked) < 1):
+        raise options.SettingError(f"--needle-context takes numbers of tokens, not {needle_context!r}.")
+    depths = options.numbers("--needle-depths", needle_depths)
+    with options.settings_checked():
+        needles.Search(haystack, depths, samples=needle_samples)  # a wrong value is refused before anything is loaded
+        drafts = _drafts(draft or [])
+        wanted = _default(drafts) if views is None else [_view(word) for word in options.words(views)]
+    if not wanted:
+        raise options.SettingError("--views names none.")
+    with console.status() as status:
+        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        status("Reading drafts")
+        with options.settings_checked():
+            measuring = NeedleDrafts(loaded, wanted, drafts)
+        status("Encoding")
+        limit = measuring.runner.context_length
+        lengths = measuring.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
+        found = {
+            length: needles.haystacks(needles.Search(haystack, depths, length, needle_samples), loaded.tokenizer)
+            for length in lengths
+        }
+    with _said_once(), Runs(sum(map(len, found.values())) * len(measuring.names)) as runs:
+        measured = [
+            measuring.measure(hay, length, runs.told(f"{length:,} tokens, needle at {hay.depth:g}"))
+            for length, own in found.items()
+            for hay in own
+        ]
+    report = needle_report.document(measured, measuring.names)
+    _show(report)
+    if as_json:
+        console.line(json.dumps(report))
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Every run has a fresh drafter, and each would warn anew that the text outgrows its draft."""
+    said: set[object] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        told = record.msg in said
+        said.add(record.msg)
+        return not told
+
+    logger = logging.getLogger("longdraft")
+    logger.addFilter(new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(new)
+
+
+def _drafts(folders: list[Path]) -> dict[str, Draft]:
+    """Drafts by kind, read before the model is."""
+    found: dict[str, Draft] = {}
+    for folder in folders:
+        # What is no folder may be a model's name on the hub.
+        method = method_of(folder) if folder.is_dir() else METHODS[SMALL["full"][0]]
+        assert method.load_draft is not None
+        draft = method.load_draft(folder)
+        if draft.kind in found:
+            raise ValueError(f"{folder} and {found[draft.kind].folder} are both drafts for {draft.kind}: give one")
+        found[draft.kind] = draft
+    return found
+
+
+def _default(drafts: dict[str, Draft]) -> list[View]:
+    """Every view of the drafts that are given, of a small language model where none is."""
+    views = []
+    for kind in list(drafts) or [SMALL["full"][0]]:
+        if kind == SMALL["full"][0]:
+            views += [view(name, {}) for name in SMALL]
+        else:
+            views += [view(kind, {})]
+            views += [view(kind, {"retrieval": True})] if "retrieval" in METHODS[kind].options else []
+    return [*views, view(RETRIEVED, {})]
+
+
+def _view(word: str) -> View:
+    """``longspec:retrieval=true`` -> a view."""
+    name, *pairs = word.split(":")
+    named = name if name in METHODS else SMALL[name][0] if name in SMALL else None
+    return view(name, options.method_options(named, pairs))
+
+
+def _show(report: dict[str, Any]) -> None:
+    out = console.stdout()
+    for title, table in needle_report.tables(report):
+        out.print(Text(title, style="bold"))
+        console.show(out, table)
+        out.print()
+    for line in needle_report.DEFINITIONS:
+        out.print(Text(line, style="dim"))

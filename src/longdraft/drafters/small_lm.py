@@ -1,0 +1,325 @@
+"""A small language model as a drafter: hosted as the target is, with a KV cache of its own.
+
+A round: the tokens emitted since the last one are fed as a chain, whose last row gives the root's children; then the
+tree grows level by level, each level's rows behind those of the levels before, under a mask of ancestors. Emitted
+tokens are committed to the draft's cache, a tree never is.
+
+What it sees of a long text is its view. "full": all of it, at true positions, which is plain speculative decoding with
+a draft model. "streaming": the first and the last tokens. "retrieval": these, and the chunks that the target attends
+to (Cha et al. 2025, SpecExtend, section 2.2). In the latter two its positions stay those of its training and a round
+costs the same at any length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.retrieval import ChunkRetrieval
+from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming, TextCache, fresh_room
+from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
+from longdraft.errors import CapabilityError
+from longdraft.kv.prompt_cache import common_prefix
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.parts import rotary_module
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.beam import Level
+from longdraft.trees.plan import tree_plan
+from longdraft.trees.tree import TokenTree
+
+VIEWS = ("full", "streaming", "retrieval")
+# SpecExtend, appendix E.1: chunks of 32 positions, the 32 best of them, every 4 verifications; a working cache of
+# about 1K tokens is best for a draft of 68M parameters.
+CHUNK, CHUNKS, EVERY = 32, 32, 4
+STREAMED, RECENT = 1024, 128
+
+logger = logging.getLogger("longdraft")
+
+
+class SmallLMDrafter(Drafter):
+    """Drafts trees with a small language model.
+
+    Args:
+        draft: the model.
+        widths: nodes of each level of a beam tree.
+        nodes: verify only this many drafted nodes, the most probable; None: 59 of a dynamic tree, 50 of an OPT-Tree,
+            all of a beam tree.
+        tree: "dynamic", "opt" or "beam"; None: what the options given are of, else an OPT-Tree with view="retrieval",
+            which is SpecExtend, and a dynamic tree without.
+        depth, top_k: of a dynamic tree or an OPT-Tree: its levels; the nodes of each that go on.
+        threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
+        view: what the draft sees: "full", "streaming" or "retrieval".
+        sink, recent: first and last tokens that it sees, unless the view is full. None: 128 tokens beside retrieved
+            chunks, else 1024, or as many as it was trained for.
+        chunk, chunks, every, adaptive: of the retrieval: tokens that are retrieved together, and how many times so
+            many; verifications from one choice to the next; whether to choose earlier when acceptance falls. None: 32,
+            32 or as many as the draft was trained for, 4, False.
+
+    Raises:
+        ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
+    """
+
+    def __init__(
+        self,
+        draft: SmallLMDraft,
+        widths: SequenceOf[int] | None = None,
+        nodes: int | None = None,
+        tree: str | None = None,
+        depth: int | None = None,
+        top_k: int | None = None,
+        threshold: float | None = None,
+        view: str = "full",
+        sink: int = 32,
+        recent: int | None = None,
+        chunk: int | None = None,
+        chunks: int | None = None,
+        every: int | None = None,
+        adaptive: bool | None = None,
+    ) -> None:
+        if view not in VIEWS:
+            raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
+        retrieving = {"chunk": chunk, "chunks": chunks, "every": every, "adaptive": adaptive}
+        given = {name: value for name, value in retrieving.items() if value is not None}
+        if given and view != "retrieval":
+            raise ValueError(f"{', '.join(given)} shape the retrieval of chunks: give view=retrieval too")
+        default = "opt" if view == "retrieval" else "dynamic"
+        self.plan = tree_plan(default, widths, nodes, tree, depth, top_k, threshold)
+        self.max_nodes = self.plan.max_nodes
+        self.draft, self.view = draft, view
+        # sink and recent mean nothing in full view: schedules have options of these names too.
+        self.retrieval: ChunkRetrieval | None = None
+        self.layout: CompactLayout | None = None
+        room = draft.trained_length - self.plan.depth - fresh_room(self.plan.depth)
+        if view == "streaming":
+            self.layout = _streaming(sink, recent, room, self.plan.depth, draft.trained_length)
+        elif view == "retrieval":
+            self.retrieval = _retrieval(sink, recent, room, given)
+            self.layout = CompactLayout(
+                sink, self.retrieval.recent, self.retrieval.most, self.plan.depth, draft.trained_length
+            )
+        self._bound: BoundLM | None = None
+        self._warned = False
+
+    @classmethod
+    def load(cls, folder: Path | str, **options: Any) -> SmallLMDrafter:
+        """From a folder or hub id of a model, with the options of the drafter.
+
+        Raises:
+            CheckpointError: when it cannot be read.
+        """
+        return cls(SmallLMDraft.load(folder), **options)
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """The last one, for the retrieval."""
+        return () if self.retrieval is None else (runner.kv_shape.layers - 1,)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Hosts the model, and takes memory for its keys and values.
+
+        Raises:
+            CheckpointError: its vocabulary is not the target's, or its weights cannot be read.
+            UnsupportedModelError: it cannot be hosted, or its keys cannot be moved, which the full view need not do.
+            MemoryBudgetError: they do not fit the memory that is free.
+        """
+        self._bound = bound = self.draft.bound(runner)
+        self._store = store
+        # A text has no more tokens than the target's store has rows.
+        if self.layout is None:
+            self.cache: TextCache = FullCache(bound.runner, store.slots, store.capacity, self.plan.shown)
+        else:
+            selection = self.retrieval or Streaming(self.layout.sink, self.layout.recent)
+            self.cache = CompactCache(
+                bound.runner, store.slots, store.capacity, self.plan.shown, selection, self.layout
+            )
+        # What was fed of each slot's text, token by token.
+        self._fed: list[list[int]] = [[] for _ in range(store.slots)]
+
+    @torch.inference_mode()
+    def prefill(self, sequence: Sequence) -> None:
+        """Reads the prompt.
+
+        Raises:
+            CapabilityError: the text is longer than the table of positions that the model has, in full view.
+        """
+        self._check_length(sequence)
+        self._begin(sequence.slot)
+        self._read(sequence.slot, sequence.prompt)
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+        assert self._bound is not None
+        return self.plan.grow(
+            [s.output[-1] for s in sequences],
+            _Round(self, self._bound.runner, sequences).expand,
+            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
+            [s.remaining - 1 for s in sequences],
+            self._bound.ids,
+            self._bound.runner.device,
+            drawn=not sequences[0].greedy,
+        )
+
+    # Emitted tokens are fed at the start of the next round, so there is nothing to observe.
+
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        """Scores the chunks of the text, when it is time to."""
+        if self.retrieval is not None:
+            self.retrieval.observe(self._store, sequence.slot, *queries.values())
+
+    @torch.inference_mode()
+    def rewind(self, sequence: Sequence) -> None:
+        """Keeps what the texts before and now have in common."""
+        slot = sequence.slot
+        self._cut(slot, common_prefix(self._fed[slot], sequence.tokens[:-1]))
+
+    def release(self, sequence: Sequence) -> None:
+        self._begin(sequence.slot)
+
+    def new_tokens(self, sequence: Sequence) -> list[int]:
+        """The tokens that the draft has not seen, the root the last of them, ready to be fed at once."""
+        slot, text = sequence.slot, sequence.tokens
+        if len(self._fed[slot]) >= len(text):
+            self._cut(slot, len(text) - 1)
+        new = text[len(self._fed[slot]) :]
+        if len(new) > self.cache.fresh:
+            self._read(slot, new[:-1])
+            new = new[-1:]
+        self.cache.ready(slot, len(new))
+        return new
+
+    def fed(self, slot: int, tokens: list[int]) -> None:
+        """Commits tokens that were fed: the first rows of the slot's block."""
+        self.cache.store.commit(slot, range(len(tokens)))
+        self._fed[slot] += tokens
+
+    def _begin(self, slot: int) -> None:
+        self.cache.begin(slot)
+        self._fed[slot] = []
+
+    def _cut(self, slot: int, length: int) -> None:
+        self.cache.cut(slot, length)
+        del self._fed[slot][length:]
+
+    def _read(self, slot: int, tokens: list[int]) -> None:
+        """Feeds tokens that nothing is drafted from, in pieces."""
+        assert self._bound is not None
+        while tokens:
+            count = self.cache.reading(slot, len(tokens))
+            piece, tokens = tokens[:count], tokens[count:]
+            self._bound.runner.forward([piece], self.cache.store, [slot], logits="none")
+            self.fed(slot, piece)
+
+    def _check_length(self, s: Sequence) -> None:
+        """In full view: refuses a text without positions, and says once where one outgrows the draft."""
+        assert self._bound is not None
+        trained, length = self.draft.trained_length, len(s.prompt) + s.max_new_tokens
+        if self.layout is not None or length <= trained:
+            return
+        positions = self._bound.runner.context_length
+        if length > positions and rotary_module(self._bound.runner.model) is None:
+            raise CapabilityError(
+                f"The text has up to {length} tokens, and the draft {self.draft.folder} has positions for {positions} "
+                "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
+                "acceptance will be lower: use view=retrieval (method specextend) or view=streaming.",
+                self.draft.folder, trained, length,
+            )  # fmt: skip
+
+
+def _streaming(sink: int, recent: int | None, room: int, depth: int, trained: int) -> CompactLayout:
+    if recent is None:
+        recent = max(1, min(STREAMED, room - sink)) if type(sink) is int else STREAMED
+    for name, size, least in (("sink", sink, 0), ("recent", recent, 1)):
+        if type(size) is not int or size < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+    return CompactLayout(sink, recent, sink + recent, depth, trained)
+
+
+def _retrieval(sink: int, recent: int | None, room: int, given: dict[str, Any]) -> ChunkRetrieval:
+    """Given sizes, and for others those of the paper; no more chunks than the room has, unless they were asked for."""
+    options = {"chunk": CHUNK, "chunks": CHUNKS, "every": EVERY, "adaptive": False, **given}
+    options |= {"sink": sink, "recent": RECENT if recent is None else recent}
+    found = ChunkRetrieval(**options)
+    if "chunks" in given or found.most <= room:
+        return found
+    fit = found.chunks - -(-(found.most - room) // found.chunk)
+    if fit * found.chunk < found.sink + found.recent:
+        raise ValueError(
+            f"the draft was trained for {room} tokens beside those of a round, which have no room for sink + recent "
+            f"({found.sink + found.recent} tokens) and as many retrieved ones: give a smaller sink and recent window"
+        )
+    return ChunkRetrieval(**options | {"chunks": fit})
+
+
+class _Round:
+    """One round of a batch, whose forwards take all sequences together."""
+
+    def __init__(self, drafter: SmallLMDrafter, runner: TargetRunner, sequences: list[Sequence]) -> None:
+        self._drafter, self._runner, self._sequences = drafter, runner, sequences
+        self._store = drafter.cache.store
+        # The sequences of the last level, and (B', W, behind) which of the nodes fed so far its nodes descend from.
+        self._rows: tuple[int, ...] = ()
+        self._ancestors = torch.empty(0)
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """Logits (B', W, draft vocabulary) of what follows each node."""
+        slots = [self._sequences[row].slot for row in level.rows]
+        return self._roots(level, slots) if level.depth == 0 else self._nodes(level, slots)
+
+    def _roots(self, level: Level, slots: list[int]) -> torch.Tensor:
+        """Feeds the tokens that the draft has not seen; the roots are the last of them."""
+        chains = [self._drafter.new_tokens(self._sequences[row]) for row in level.rows]
+        size = max(map(len, chains))
+        ragged = any(len(chain) != size for chain in chains)
+        out = self._runner.forward(
+            # Padding comes last, so under a chain's causal mask nobody sees it.
+            [chain + chain[-1:] * (size - len(chain)) for chain in chains],
+            self._store,
+            slots,
+            # It has positions that are there.
+            depths=[[*range(len(chain)), *[0] * (size - len(chain))] for chain in chains] if ragged else None,
+            logits="all" if ragged else "last",
+            check=False,
+        )
+        assert out.logits is not None
+        for slot, chain in zip(slots, chains, strict=True):
+            self._drafter.fed(slot, chain)
+        if not ragged:
+            return out.logits
+        return torch.stack([out.logits[i, len(chain) - 1] for i, chain in enumerate(chains)])[:, None]
+
+    def _nodes(self, level: Level, slots: list[int]) -> torch.Tensor:
+        """Feeds one level of the tree, behind the levels before; a node's position is its root's + its depth."""
+        batch, width = level.tokens.shape
+        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
+        seen = itself
+        if level.depth > 1:
+            above = self._ancestors
+            if level.rows != self._rows:
+                above = torch.stack([above[self._rows.index(row)] for row in level.rows])
+            inherited = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
+            seen = torch.cat([inherited, itself], dim=2)
+        self._rows, self._ancestors = level.rows, seen
+        out = self._runner.forward(
+            level.tokens,
+            self._store,
+            slots,
+            bases=[self._store.lengths[slot] - 1 for slot in slots],
+            depths=[[level.depth] * width] * batch,
+            mask=seen,
+            behind=seen.shape[2] - width,
+            logits="all",
+            check=False,
+        )
+        assert out.logits is not None
+        return out.logits

@@ -1,0 +1,340 @@
+"""Needles foreseen, on tiny models: what each view is asked, and what it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from longdraft import LoadedModel
+from longdraft.bench import needle_report
+from longdraft.bench.needle import Search, haystacks
+from longdraft.bench.needle_drafts import RETRIEVED, TARGET, NeedleDrafts, view
+from longdraft.cli import needle, options
+from longdraft.cli.main import main
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.retrieval import ChunkRetrieval
+from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.errors import ContextError, UnknownMethodError
+from longdraft.target.runner import TargetRunner
+from tests.drafts import random_draft, random_eagle3
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SIZES = {"budget": 32, "sink": 8, "recent": 8, "block": 8}
+ALL = {**SIZES, "budget": 512}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return LoadedModel(tiny_model(layers=6, dtype=torch.float64), tiny_tokenizer(chat=True))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "hay.txt"
+    path.write_text("the cat sat on the mat. " * 60)
+    return path
+
+
+@pytest.fixture(scope="module")
+def drafts(loaded, tmp_path_factory):
+    made = tmp_path_factory.mktemp("drafts")
+    random_draft(made / "longspec", loaded.model)
+    random_eagle3(made / "eagle3", loaded.model, kept=list(range(5, 50)))
+    return {"longspec": LongSpecDraft.load(made / "longspec"), "eagle3": Eagle3Draft.load(made / "eagle3")}
+
+
+def hay(loaded, text, depth=0.4, context=300):
+    (found,) = haystacks(Search(text, (depth,), context, 1), loaded.tokenizer)
+    return found
+
+
+def measured(loaded, text, views, drafts=None, **where):
+    found = NeedleDrafts(loaded, views, drafts or {})
+    return found, found.measure(hay(loaded, text, **where), 300)
+
+
+def test_the_target_is_asked_for_each_token_but_the_first(loaded, text):
+    """Against transformers' own forward over prompt and needle."""
+    asking, found = measured(loaded, text, [])
+    answer, code = asking.answer(found.haystack)
+    assert loaded.tokenizer.decode(answer) + "." == found.haystack.sentence.lower()
+    assert loaded.tokenizer.decode(answer[code:]) == found.haystack.code
+    ids = [*found.haystack.tokens, *answer]
+    with torch.inference_mode():
+        logits = loaded.model(torch.tensor([ids])).logits[0].float()
+    start = len(found.haystack.tokens)
+    expected = [torch.log_softmax(logits[i - 1], -1) for i in range(start + 1, len(ids))]
+    got = found.tokens[TARGET]
+    assert [t.log_prob for t in got] == pytest.approx([x[t].item() for x, t in zip(expected, answer[1:], strict=True)])
+    assert [t.right for t in got] == [int(x.argmax()) == t for x, t in zip(expected, answer[1:], strict=True)]
+    assert [t.code for t in got] == [False] * (code - 1) + [True] * 5
+
+
+def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch):
+    trees = []
+    propose = LongSpecDrafter.propose
+
+    def noted(self, sequences):
+        trees.extend(found := propose(self, sequences))
+        return found
+
+    monkeypatch.setattr(LongSpecDrafter, "propose", noted)
+    asking, found = measured(loaded, text, [view("longspec", {})], drafts)
+    answer, _ = asking.answer(found.haystack)
+    got = found.tokens["longspec"]
+    assert len(trees) == len(got) == len(answer) - 1
+    for tree, token, true, root in zip(trees, got, answer[1:], answer, strict=False):
+        assert tree.tokens[0] == root and tree.drafted == 1
+        assert token.right == (tree.tokens[1] == true)
+        assert token.log_prob is not None and token.log_prob <= tree.log_probs[1] + 1e-6
+        assert not token.right or token.log_prob == pytest.approx(tree.log_probs[1], abs=1e-5)
+
+
+def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
+    """The target itself, as a draft: with all of the text in view, it foresees what the target does."""
+    loaded.model.save_pretrained(tmp_path)
+    drafts = {"small-lm": SmallLMDraft.load(tmp_path)}
+    sizes = {"sink": 8, "recent": 16, "chunk": 8}
+    views = [
+        view("full", {}),
+        view("streaming", {"sink": 8, "recent": 350}),
+        view("retrieval", {**sizes, "chunks": 40}),
+        view("streaming", {"sink": 8, "recent": 40}),
+        view("retrieval", {**sizes, "chunks": 4, "every": 1}),
+        view("specextend", {**sizes, "chunks": 4, "every": 1}),
+    ]
+    _, found = measured(loaded, text, views, drafts)
+    target, *rows = ([t.log_prob for t in own] for own in found.tokens.values())
+    for own in rows[:3]:
+        assert own == pytest.approx(target, abs=1e-5)
+    for own in rows[3:]:
+        assert own != pytest.approx(target, abs=1e-2)
+    assert rows[4] == rows[5] and rows[3] != rows[4]
+
+
+@pytest.mark.parametrize("name", ["longspec", "eagle3", "retrieval"])
+def test_who_retrieves_is_told_of_every_token(loaded, text, drafts, tmp_path, monkeypatch, name):
+    loaded.model.save_pretrained(tmp_path)
+    told = []
+    monkeypatch.setattr(ChunkRetrieval, "observe", lambda self, store, slot, query: told.append(store.lengths[slot]))
+    options = {} if name == "retrieval" else {"retrieval": True}
+    one = view(name, {**options, "sink": 8, "recent": 16, "chunk": 8, "chunks": 4})
+    asking, found = measured(loaded, text, [one], {**drafts, "small-lm": SmallLMDraft.load(tmp_path)})
+    answer, _ = asking.answer(found.haystack)
+    start = len(found.haystack.tokens)
+    assert told == list(range(start, start + len(answer)))  # the prompt, and each token but the last, which has no KV
+
+
+@pytest.mark.parametrize("every", [0, 1, 4])
+def test_a_target_that_retrieves_everything_foresees_what_the_target_does(loaded, text, every):
+    views = [view(RETRIEVED, {**ALL, "every": every}), view(RETRIEVED, {**SIZES, "every": every})]
+    _, found = measured(loaded, text, views)
+    target, whole, part = found.tokens.values()
+    assert [t.log_prob for t in whole] == pytest.approx([t.log_prob for t in target])
+    assert [t.log_prob for t in part] != pytest.approx([t.log_prob for t in target])
+
+
+def test_a_small_budget_holds_what_it_should(loaded, text):
+    """The text before the needle's code reads on: sink, chosen blocks, window, and the answer's rows, exact ones."""
+    asking = NeedleDrafts(loaded, [view(RETRIEVED, {**SIZES, "every": 0})], {})
+    one = hay(loaded, text)
+    answer, _ = asking.answer(one)
+    kept = []
+    released = type(asking._drafter(asking.names[1], 1)[0]).release
+
+    def looked(self, sequence):
+        store, full, slot = self.partial.store, self._store, sequence.slot
+        n = len(answer) - 1
+        end = store.lengths[slot]
+        for own, all_ in zip((store.keys, store.values), (full.keys, full.values), strict=True):
+            rows = full.lengths[slot]
+            assert torch.equal(own[:, slot, :, end - n : end], all_[:, slot, :, rows - n : rows])
+        kept.append(end - n)
+        released(self, sequence)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longdraft.bench.self_draft.SelfDrafter.release", looked)
+        asking.measure(one, 300)
+    assert kept and 48 <= kept[0] < 48 + 8
+
+
+def test_tokens_that_a_draft_does_not_know(loaded, text, drafts):
+    """The tiny EAGLE draft's vocabulary ends before some of the digits."""
+    asking, found = measured(loaded, text, [view("eagle3", {})], drafts)
+    answer, _ = asking.answer(found.haystack)
+    known = set(range(5, 50))
+    assert [t.log_prob is None for t in found.tokens["eagle3"]] == [t not in known for t in answer[1:]]
+    row = needle_report.document([found], asking.names)["rows"][1]
+    lacking = sum(t not in known for t in answer[1:])
+    assert row["lacking"] == lacking and row["view"] == "eagle3"
+    assert row["perplexity"] == pytest.approx(
+        math.exp(-sum(t.log_prob or 0.0 for t in found.tokens["eagle3"]) / (row["tokens"] - lacking))
+    )
+
+
+def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, monkeypatch):
+    sizes: list[int] = []
+    forward = TargetRunner.forward
+
+    def counted(self, tokens, *arguments, **options):
+        sizes.append(len(tokens[0]))
+        return forward(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", counted)
+    views = [view("longspec", {}), view("eagle3", {}), view(RETRIEVED, SIZES)]
+    _, found = measured(loaded, text, views, drafts)
+    assert sum(size > 100 for size in sizes) == 1 and all(size == 1 for size in sizes[1:])
+    # Alone, each says the same.
+    for each in views:
+        _, own = measured(loaded, text, [each], drafts)
+        alone, beside = own.tokens[each.name], found.tokens[each.name]
+        assert [t.right for t in alone] == [t.right for t in beside]
+        assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
+
+
+def test_contexts(loaded):
+    asking = NeedleDrafts(loaded, [], {})
+    limit = loaded.model.config.max_position_embeddings
+    room = len("the secret code of the yellow door is 100000.") + 2
+    assert asking.contexts([200, limit, limit - 1]) == [200, limit - room]
+    with pytest.raises(ContextError, match=r"longer than the model's context of 512: lower --needle-context"):
+        asking.contexts([200, limit + 1])
+
+
+def test_up_to_the_end_of_the_context(loaded, text):
+    asking = NeedleDrafts(loaded, [view(RETRIEVED, SIZES)], {})
+    (longest,) = asking.contexts([512])
+    (one,) = haystacks(Search(text, (0.9,), longest, 1), loaded.tokenizer)
+    assert asking.measure(one, longest).tokens[TARGET]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kind", "says"),
+    [
+        ("everything", {}, UnknownMethodError, "no method 'everything'"),
+        ("prompt-lookup", {}, ValueError, "is no view: name full, streaming, retrieval, target-retrieval"),
+        ("specpv", {}, ValueError, "is no view"),
+        ("longspec", {"colour": 1}, ValueError, "no option colour"),
+        ("retrieval", {"depth": 2}, ValueError, "depth: only first choices"),
+        (RETRIEVED, {"colour": 1}, ValueError, "has the options budget"),
+        (RETRIEVED, {"budget": 12}, ValueError, "multiple of block"),
+        (RETRIEVED, {"every": -1}, ValueError, "every must be"),
+        (RETRIEVED, {"selector": "best"}, ValueError, "selector must be one of"),
+    ],
+    ids=str,
+)
+def test_views_that_are_none(name, given, kind, says):
+    with pytest.raises(kind, match=says):
+        view(name, given)
+
+
+def test_a_text_within_the_sink(loaded, text):
+    asking = NeedleDrafts(loaded, [view(RETRIEVED, {"sink": 256, "recent": 8, "budget": 512})], {})
+    with pytest.raises(ContextError, match="the sink holds 256"):
+        asking.measure(hay(loaded, text, context=200), 200)
+
+
+def test_a_report_of_several_lengths(loaded, text, drafts):
+    asking = NeedleDrafts(loaded, [view("longspec", {})], drafts)
+    found = [
+        asking.measure(hay(loaded, text, depth, context), context) for context in (250, 400) for depth in (0.8, 0.2)
+    ]
+    report = needle_report.document(found, asking.names)
+    assert [(r["context"], r["view"], r["haystacks"]) for r in report["rows"]] == [
+        (250, TARGET, 2), (250, "longspec", 2), (400, TARGET, 2), (400, "longspec", 2),
+    ]  # fmt: skip
+    for row in report["rows"]:
+        assert [each["depth"] for each in row["by_depth"]] == [0.2, 0.8]
+        assert row["code_tokens"] == 10 and row["accuracy"] is not None and row["perplexity"] > 1
+    assert [title.split(" tokens")[0] for title, _ in needle_report.tables(report)] == [
+        f"2 haystacks of {report['rows'][i]['context_tokens']}" for i in (0, 2)
+    ]
+
+
+# --- the command ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tiny")
+    model = tiny_model(context=512, layers=6)
+    model.save_pretrained(made / "model")
+    tiny_tokenizer(chat=True).save_pretrained(made / "model")
+    random_draft(made / "longspec", model)
+    random_eagle3(made / "eagle3", model)
+    (made / "hay.txt").write_text("the cat sat on the mat. " * 40)
+    return made
+
+
+@pytest.fixture
+def command(folder, capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        words = ["bench", "needle", "--haystack", folder / "hay.txt", "--model", folder / "model", *arguments]
+        return main([str(word) for word in words]), *capsys.readouterr()
+
+    yield run
+    options.reset_debug()
+
+
+def test_the_command(command, folder):
+    own = f"{RETRIEVED}:budget=32:sink=8:recent=8"
+    code, out, err = command(
+        "--draft", folder / "longspec", "--draft", folder / "eagle3", "--views", f"longspec,eagle3:window=9,{own}",
+        "--needle-context", "200,400", "--needle-depths", "0.2,0.8", "--needle-samples", 1, "--json",
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads(out.splitlines()[-1])
+    assert [row["view"] for row in report["rows"]] == [TARGET, "longspec", "eagle3:window=9", own] * 2
+    assert list(report) == ["rows", "hardware", "versions"]
+    assert list(report["rows"][0]) == [
+        "view", "context", "context_tokens", "haystacks", "tokens", "accuracy", "perplexity", "code_tokens",
+        "code_accuracy", "code_perplexity", "lacking", "by_depth",
+    ]  # fmt: skip
+    assert "code accuracy" in out and "at 0.8" in out and "Run 1 of 16" in err
+
+
+def test_small_language_models_by_default_and_one_warning(command, tmp_path, caplog):
+    tiny_model(context=256, layers=1).save_pretrained(tmp_path)
+    code, out, _ = command(
+        "--draft", tmp_path, "--needle-context", 300, "--needle-depths", "0.2,0.8", "--needle-samples", 1, "--views",
+        "full,streaming:sink=8:recent=32,retrieval:sink=8:recent=8:chunk=8:chunks=8",
+    )  # fmt: skip
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[2:6]] == [
+        TARGET, "full", "streaming:sink=8:recent=32", "retrieval:sink=8:recent=8:chunk=8:chunks=8",
+    ]  # fmt: skip
+    assert [r.levelname for r in caplog.records if "trained for texts of" in r.message] == ["WARNING"]
+
+
+def test_what_is_measured_where_nobody_names_views(drafts):
+    assert [each.name for each in needle._default({})] == ["full", "streaming", "retrieval", RETRIEVED]
+    assert [each.name for each in needle._default(drafts)] == [
+        "longspec", "longspec:retrieval=True", "eagle3", "eagle3:retrieval=True", RETRIEVED,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--views", "blurred"], "no method 'blurred'"),
+        (["--views", ","], "--views names none"),
+        (["--views", "longspec:nodes"], "--option takes name=value"),
+        (["--needle-context", "long"], "--needle-context takes whole numbers"),
+        (["--needle-context", "0"], "takes numbers of tokens"),
+        (["--needle-depths", "2"], "between 0 and 1"),
+        (["--needle-samples", "0"], "needle-samples must be at least 1"),
+        (["--draft", "FOLDER", "--draft", "FOLDER"], "are both drafts for longspec: give one"),
+        (["--views", "longspec", "--draft", "FOLDER", "--needle-context", "9000"], "longer than the model's context"),
+        (["--views", "longspec", "--draft", "FOLDER", "--needle-context", "60"], "raise --needle-context"),
+        (["--views", "longspec"], "needs a draft"),
+    ],
+    ids=str,
+)
+def test_what_the_command_refuses(command, folder, arguments, says):
+    code, _, err = command(*(folder / "longspec" if word == "FOLDER" else word for word in arguments))
+    assert code == 2 and says in err.splitlines()[-1]

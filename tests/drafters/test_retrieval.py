@@ -1,0 +1,252 @@
+"""Which chunks are retrieved: scores against plain attention, and what any sequence of events must leave true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.drafters.retrieval import ChunkRetrieval, retrieval_options
+from longdraft.drafters.retrieved import RetrievedKV, WorkingSets
+from longdraft.kv.store import KVShape, KVStore
+
+SHAPE = KVShape(2, 2, 8, torch.float32)
+SMALL = {"chunk": 4, "chunks": 3, "every": 3, "sink": 4, "recent": 8}
+
+
+def filled(length: int, slots: int = 1, shape: KVShape = SHAPE, transposed: bool = False) -> KVStore:
+    store = KVStore(shape, slots, 200, transposed_keys=transposed)
+    store.keys.copy_(torch.randn(store.keys.shape))
+    store.values.copy_(torch.randn(store.values.shape))
+    store.lengths = [length] * slots
+    return store
+
+
+def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Tensor:
+    """A query for whose attention these chunks stand out, the first one most."""
+    query = torch.randn(4, store.shape.head_dim)
+    for rank, c in enumerate(chunks):
+        keys = query.view(2, 2, -1).sum(1) * (20 - 2 * rank) / 8
+        store.keys[-1, slot, :, c * chunk : (c + 1) * chunk] = keys[:, None]
+    return query
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 6), (8, 1)], ids=str)
+@pytest.mark.parametrize("n", [1, 4, 7, 32, 61])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_the_mean_mass_of_plain_attention(heads, n, dtype):
+    q_heads, kv_heads = heads
+    query, keys = torch.randn(q_heads, 8).to(dtype), (3 * torch.randn(kv_heads, n, 8)).to(dtype)
+    masses = []
+    for head in range(q_heads):
+        k = keys[head // (q_heads // kv_heads)].double()
+        masses.append(torch.softmax(k @ query[head].double() / 8**0.5, 0))
+    mass = sum(masses) / q_heads
+    expected = torch.stack([part.mean() for part in mass.split(4)])
+    scores = ChunkRetrieval.score(keys, query, 4)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_small_masses_of_a_long_text_do_not_vanish():
+    """Where 1 / n is not a number of half precision's sums any more, two chunks still differ."""
+    keys = torch.zeros(1, 32768, 8, dtype=torch.float16)
+    keys[:, 320:352] = 0.01
+    scores = ChunkRetrieval.score(keys, torch.ones(2, 8, dtype=torch.float16))
+    assert scores.argmax() == 10 and scores[10] > scores[11]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_best_chunks_between_sink_and_recent_window_are_chosen(transposed):
+    store, retrieval = filled(80, transposed=transposed), ChunkRetrieval(**SMALL)
+    # Chunk 0 is the sink, and 18 and 19 are recent: they are there anyway.
+    retrieval.observe(store, 0, peaked(store, 0, 0, 19, 13, 2, 18, 9))
+    assert retrieval.selected(0) == [8, 36, 52]
+    rows = retrieval.rows(0, 80).tolist()
+    assert rows == [*range(4), *range(8, 12), *range(36, 40), *range(52, 56), *range(72, 80)]
+
+
+# --- when ---
+
+
+def test_every_few_verifications_are_scored():
+    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
+    assert retrieval.wanted(0) and retrieval.selected(0) is None
+    versions = []
+    for chunk in (2, 3, 4, 5, 6, 7):
+        retrieval.observe(store, 0, peaked(store, 0, chunk))
+        versions.append((retrieval.version(0), chunk * 4 in retrieval.selected(0)))
+        assert retrieval.wanted(0) is False
+    first = versions[0][0]
+    assert [v for v, _ in versions[:3]] == [first] * 3 and versions[0][1]
+    assert [v for v, _ in versions[3:]] == [first + 1] * 3 and versions[3][1]
+
+
+def test_the_same_choice_is_no_new_version():
+    store, retrieval = filled(80), ChunkRetrieval(**SMALL | {"every": 1})
+    query = peaked(store, 0, 3, 7, 8)
+    retrieval.observe(store, 0, query)
+    version = retrieval.version(0)
+    retrieval.observe(store, 0, query)
+    assert retrieval.version(0) == version
+
+
+@pytest.mark.parametrize(("adaptive", "scored"), [(False, [0, 10]), (True, [0, 6, 10])])
+def test_a_fall_of_acceptance_brings_the_next_scoring_forward(adaptive, scored):
+    """Accepted are 4 drafted tokens each time, then none: six verifications later the last two have half the mean."""
+    store, retrieval = filled(60), ChunkRetrieval(**SMALL | {"every": 10, "adaptive": adaptive})
+    found = []
+    for i, accepted in enumerate([0, 4, 4, 4, 4, 0, 0, 3, 3, 3, 3]):
+        before = retrieval.version(0)
+        store.lengths[0] += accepted + 1
+        retrieval.observe(store, 0, peaked(store, 0, 1 + i))
+        if retrieval.version(0) != before:
+            found.append(i)
+    assert found == (scored if not adaptive else scored[:2])
+
+
+def test_slots_do_not_know_of_each_other():
+    store, retrieval = filled(80, slots=2), ChunkRetrieval(**SMALL)
+    retrieval.observe(store, 0, peaked(store, 0, 3))
+    assert retrieval.selected(1) is None and retrieval.wanted(1) and not retrieval.wanted(0)
+    retrieval.observe(store, 1, peaked(store, 1, 9))
+    assert 36 in retrieval.selected(1) and 12 in retrieval.selected(0)
+    version = retrieval.version(1)
+    retrieval.reset(0)
+    assert retrieval.selected(0) is None and retrieval.selected(1) and retrieval.version(1) == version
+
+
+def test_a_reset_is_a_new_version():
+    """Also when as many choices have been made after it as before."""
+    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
+    seen = set()
+    for _ in range(3):
+        retrieval.observe(store, 0, peaked(store, 0, 3))
+        assert retrieval.version(0) not in seen
+        seen.add(retrieval.version(0))
+        retrieval.reset(0)
+
+
+# --- properties ---
+
+sizes = st.fixed_dictionaries(
+    {"chunk": st.integers(1, 5), "chunks": st.integers(1, 8), "sink": st.integers(0, 2), "recent": st.integers(1, 3)}
+).filter(lambda s: s["chunks"] >= s["sink"] + s["recent"])
+# How a text's length changes: tokens are read, or taken back.
+changes = st.lists(st.tuples(st.sampled_from(["read", "back", "look", "reset"]), st.integers(1, 9)), max_size=25)
+
+
+@given(sizes, st.integers(1, 60), changes, st.booleans())
+def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, adaptive):
+    chunk = given_sizes["chunk"]
+    sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
+    torch.manual_seed(0)
+    retrieval = ChunkRetrieval(chunk, given_sizes["chunks"], 2, adaptive, sink, recent)
+    store = filled(length)
+    for event, n in [("look", 1), *events]:
+        length = store.lengths[0]
+        if event == "read":
+            store.lengths[0] = min(length + n, 150)
+        elif event == "back":
+            store.lengths[0] = max(length - n, 1)
+            retrieval.truncate(0, store.lengths[0])
+        elif event == "reset":
+            retrieval.reset(0)
+        else:
+            retrieval.observe(store, 0, torch.randn(4, 8))
+        length = store.lengths[0]
+        rows = retrieval.rows(0, length).tolist()
+        assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] == length - 1
+        assert set(range(min(sink, length))) <= set(rows) and set(range(max(0, length - recent), length)) <= set(rows)
+        assert len(rows) <= retrieval.most
+        chosen = retrieval.selected(0)
+        for start in chosen or ():
+            assert set(range(start, start + chunk)) <= set(rows)
+        if length <= sink + recent + given_sizes["chunks"] * chunk:
+            assert rows == list(range(length))
+        elif chosen is None:
+            assert rows[sink:] == list(range(length - len(rows) + sink, length))  # the latest
+            assert len(rows) >= sink + recent + given_sizes["chunks"] * chunk
+
+
+@given(sizes, st.integers(1, 60), changes, st.booleans())
+def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, transposed):
+    """Gathered and appended to in any order, it holds sink, choice and all since then, and no stale row."""
+    chunk = given_sizes["chunk"]
+    sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
+    torch.manual_seed(0)
+    retrieval = ChunkRetrieval(chunk, given_sizes["chunks"], 2, False, sink, recent)
+    store = filled(length, transposed=transposed)
+    store.values.copy_(torch.arange(200.0)[:, None])  # a value says which row it is of
+    working = RetrievedKV(store, retrieval, transposed)
+    retrieval.observe(store, 0, torch.randn(4, 8))
+    for event, n in events:
+        if event == "read":
+            store.lengths[0] = min(store.lengths[0] + n, 150)
+        elif event == "back":
+            store.truncate(0, max(store.lengths[0] - n, 1))
+            # What follows is another text.
+            store.keys[:, :, :, store.lengths[0] :] = torch.randn(2, 1, 2, 200 - store.lengths[0], 8)
+            working.rewind(0)
+        elif event == "reset":
+            store.keys.copy_(torch.randn(store.keys.shape))
+            working.begin(0)
+        else:
+            retrieval.observe(store, 0, torch.randn(4, 8))
+        keys, values = working.read(0)
+        whole = store.keys[-1, 0, :, : store.lengths[0]]
+        rows = values[0, :, 0].long().tolist()
+        assert torch.equal(keys, whole[:, rows])
+        assert rows == sorted(set(rows)) and rows[-1] == store.lengths[0] - 1
+        fresh = retrieval.rows(0, store.lengths[0]).tolist()
+        for start in retrieval.selected(0) or ():
+            assert set(range(start, start + chunk)) <= set(rows)
+        assert set(range(min(sink, rows[-1] + 1))) <= set(rows) and set(fresh[-recent:]) <= set(rows)
+
+
+def test_a_working_set_is_gathered_when_it_must_be_and_appended_to_otherwise():
+    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
+    sets = WorkingSets(retrieval, 1, retrieval.most + 8, "cpu")
+    retrieval.observe(store, 0, peaked(store, 0, 3))
+    kept, rows = sets.take(0, 80)
+    size = len(rows)
+    assert (kept, rows.tolist()) == (0, retrieval.rows(0, 80).tolist()) and sets.shift(0) == size - 80
+    assert [x if isinstance(x, int) else x.tolist() for x in sets.take(0, 80)] == [size, []]
+    assert [x if isinstance(x, int) else x.tolist() for x in sets.take(0, 83)] == [size, [80, 81, 82]]
+    assert sets.shift(0) == size - 80  # what is appended moves with the rest
+    sets.forget(0, 83)
+    assert sets.take(0, 83)[0] == size + 3
+    sets.forget(0, 82)
+    assert sets.take(0, 83)[0] == 0
+    assert sets.take(0, 140)[0] == 0  # no room for so many more
+    assert sets.take(0, 130)[0] == 0  # a shorter text
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("given_options", "word"),
+    [
+        ({"chunk": 0}, "chunk must be"), ({"chunks": 0}, "chunks must be"), ({"every": 0}, "every must be"),
+        ({"chunk": 2.0}, "chunk must be"), ({"sink": -32}, "sink must be"), ({"recent": 0}, "recent must be"),
+        ({"sink": 40}, "sink must be a multiple of chunk"), ({"recent": 100}, "recent must be a multiple of chunk"),
+        ({"chunks": 4}, "at least sink \\+ recent"), ({"adaptive": 1}, "adaptive must be"), ({"chunk": True}, "chunk"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_make_no_working_cache_are_refused(given_options, word):
+    with pytest.raises(ValueError, match=word):
+        ChunkRetrieval(**given_options)
+
+
+def test_options_without_retrieval_are_refused_and_sizes_of_schedules_are_not():
+    assert retrieval_options(False, 4, 4, {}, chunk=None) is None
+    with pytest.raises(ValueError, match=r"chunks, every shape the retrieval .* give retrieval=True"):
+        retrieval_options(False, 32, 128, {}, chunks=3, every=2, chunk=None)
+    with pytest.raises(ValueError, match="retrieval must be True or False"):
+        retrieval_options("yes", 32, 128, {})

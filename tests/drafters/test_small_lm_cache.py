@@ -1,0 +1,219 @@
+"""The working cache of a small language model: what lies in it after any sequence of events."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.drafters import small_lm_cache
+from longdraft.drafters.retrieval import ChunkRetrieval
+from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming
+from longdraft.target.rotation import KeyRotation
+from longdraft.target.runner import TargetRunner
+from tests.tiny import tiny_model
+
+TRAINED, SLOTS = 60, 2
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch):
+    monkeypatch.setattr(small_lm_cache, "FRESH", 6)
+    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+
+
+# One layer: keys and values depend on token and position alone, whatever was attended to.
+RUNNER = TargetRunner(tiny_model(layers=1, vocab=61))
+
+
+def read(cache, slot: int, tokens: list[int]) -> None:
+    """Feeds tokens as a prompt."""
+    while tokens:
+        count = cache.reading(slot, len(tokens))
+        assert 1 <= count <= len(tokens)
+        feed(cache, slot, tokens[:count])
+        tokens = tokens[count:]
+
+
+def feed(cache, slot: int, tokens: list[int]) -> None:
+    RUNNER.forward([tokens], cache.store, [slot], logits="none")
+    cache.store.commit(slot, range(len(tokens)))
+
+
+def computed(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (Hkv, n, d) of these tokens at positions 0, 1, 2, ..., as the model computes them."""
+    store = RUNNER.new_store(1, len(tokens))
+    RUNNER.forward([tokens], store, [0], logits="none")
+    return store.keys[0, 0], store.values[0, 0]
+
+
+def assert_holds(cache, slot: int, tokens: list[int]) -> None:
+    n = cache.store.lengths[slot]
+    assert n == len(tokens)
+    if n:
+        got = cache.store.keys[0, slot, :, :n], cache.store.values[0, slot, :, :n]
+        for a, b in zip(got, computed(tokens), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+class Chosen:
+    """A selection that a test makes: sink, some rows, recent."""
+
+    def __init__(self) -> None:
+        self.rows_of: list[set[int]] = [set() for _ in range(SLOTS)]
+        self.versions = [0] * SLOTS
+
+    def choose(self, slot: int, rows: set[int]) -> None:
+        self.rows_of[slot] = rows
+        self.versions[slot] += 1
+
+    def rows(self, slot: int, length: int) -> torch.Tensor:
+        ends = [*range(min(3, length)), *range(max(0, length - 5), length)]
+        return torch.tensor(sorted({*ends, *(r for r in self.rows_of[slot] if r < length)}), dtype=torch.long)
+
+    def version(self, slot: int) -> int:
+        return self.versions[slot]
+
+    def reset(self, slot: int) -> None:
+        self.choose(slot, set())
+
+    def truncate(self, slot: int, length: int) -> None:
+        self.choose(slot, {r for r in self.rows_of[slot] if r < length})
+
+
+LAYOUT = {"sink": 3, "recent": 5, "most": 3 + 8 + 5, "depth": 3, "trained": TRAINED}
+slots = st.integers(0, SLOTS - 1)
+EVENTS = st.one_of(
+    st.tuples(st.just("read"), slots, st.integers(1, 90)),
+    st.tuples(st.just("feed"), slots, st.integers(1, 6)),
+    st.tuples(st.just("choose"), slots, st.sets(st.integers(3, 120), min_size=8, max_size=8)),
+    st.tuples(st.just("cut"), slots, st.floats(0, 1)),
+    st.tuples(st.just("begin"), slots, st.none()),
+)
+
+
+@given(st.lists(EVENTS, max_size=14))
+def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
+    """Rows of the selection and all that was fed since, at compact positions; keys as if they were computed there."""
+    chosen = Chosen()
+    cache = CompactCache(RUNNER, SLOTS, 1000, 4, chosen, CompactLayout(**LAYOUT))
+    texts: list[list[int]] = [[], []]
+    for name, slot, what in events:
+        text = texts[slot]
+        if name == "read":
+            new = torch.randint(61, (what,)).tolist()
+            read(cache, slot, new)
+            text += new
+        elif name == "feed":
+            new = torch.randint(61, (what,)).tolist()
+            before = len(text)
+            cache.ready(slot, what)
+            rows = cache.store.lengths[slot]
+            assert rows + what <= cache.layout.limit
+            if not cache.whole(slot):
+                # The selection as it was when it was gathered, and behind it what has been fed since.
+                at = rows - cache._copied[slot]
+                selected = chosen.rows(slot, before - at).tolist()
+                assert_holds(cache, slot, [text[r] for r in selected] + text[before - at :])
+            else:
+                assert_holds(cache, slot, text)
+            feed(cache, slot, new)
+            text += new
+        elif name == "choose":
+            chosen.choose(slot, what)
+        elif name == "cut":
+            length = int(what * len(text))
+            cache.cut(slot, length)
+            del text[length:]
+        else:
+            cache.begin(slot)
+            text.clear()
+        for s, own in enumerate(texts):
+            assert cache.length(s) == len(own)
+            assert cache.store.lengths[s] <= cache.layout.reach
+            kept = cache.full.lengths[s]
+            if kept:
+                keys, values = computed(own[:kept])
+                assert torch.allclose(cache.full.values[0, s, :, :kept], values, atol=2e-5)
+                # What is kept has no position: turned to where it came from, it is what the model computes there.
+                far = KeyRotation(RUNNER, max(kept, 8))
+                assert torch.allclose(far.turn(cache.full.keys[0, s, :, :kept], torch.arange(kept)), keys, atol=1e-4)
+
+
+def test_a_text_that_fits_is_never_gathered():
+    cache = CompactCache(RUNNER, 1, 100, 4, Streaming(3, 5), CompactLayout(3, 5, 30, 3, TRAINED))
+    text = list(range(20))
+    read(cache, 0, text)
+    for token in range(30, 45):
+        cache.ready(0, 1)
+        feed(cache, 0, [token])
+        text.append(token)
+    assert cache.whole(0) and cache.full.lengths == [0]
+    assert_holds(cache, 0, text)
+
+
+def test_a_prompt_is_read_behind_a_sliding_window():
+    """No position beyond those of training, and no piece that sees less than sink and recent tokens."""
+    cache = CompactCache(RUNNER, 1, 400, 4, Streaming(3, 5), CompactLayout(3, 5, 8, 3, 40))
+    seen: list[tuple[int, int]] = []
+    text = [i % 61 for i in range(300)]
+    at = 0
+    while at < len(text):
+        count = cache.reading(0, len(text) - at)
+        seen.append((cache.store.lengths[0], count))
+        feed(cache, 0, text[at : at + count])
+        at += count
+    assert all(n + count <= cache.layout.reach <= 40 for n, count in seen)
+    assert all(n >= 8 for n, _ in seen[1:])
+    assert len(seen) == 300 / cache.layout.piece
+    cache.ready(0, 1)
+    assert_holds(cache, 0, text[:3] + text[-5:])
+
+
+def test_recent_rows_slide_on():
+    cache = CompactCache(RUNNER, 1, 400, 4, Streaming(2, 6), CompactLayout(2, 6, 8, 3, 40))
+    text = [i % 61 for i in range(50)]
+    read(cache, 0, text)
+    for token in range(40):
+        cache.ready(0, 1)
+        feed(cache, 0, [token])
+        text.append(token)
+        n = cache.store.lengths[0]
+        assert 9 <= n <= cache.layout.limit
+        assert_holds(cache, 0, text[:2] + text[-(n - 2) :])
+
+
+def test_a_retrievals_choice_is_gathered():
+    retrieval = ChunkRetrieval(4, 3, 1, False, 4, 8)
+    cache = CompactCache(RUNNER, 1, 400, 4, retrieval, CompactLayout(4, 8, retrieval.most, 3, TRAINED))
+    text = [(i * i) % 61 for i in range(99)]
+    read(cache, 0, text)
+    cache.ready(0, 1)
+    assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
+    target = RUNNER.new_store(1, 120)
+    RUNNER.forward([text], target, [0], logits="none")
+    target.commit(0, range(99))
+    retrieval.observe(target, 0, torch.randn(6, 16))
+    assert retrieval.selected(0) is not None
+    cache.ready(0, 1)
+    assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
+
+
+def test_all_of_a_text_at_true_positions():
+    cache = FullCache(RUNNER, 2, 50, 4)
+    for slot in (0, 1):
+        read(cache, slot, list(range(40)))
+        cache.ready(slot, 5)
+        feed(cache, slot, [1, 2, 3])
+    cache.cut(1, 20)
+    assert_holds(cache, 0, [*range(40), 1, 2, 3])
+    assert_holds(cache, 1, list(range(20)))
+    cache.begin(0)
+    assert cache.store.lengths == [0, 20]
+
+
+def test_a_working_cache_that_was_not_trained_for_is_refused():
+    assert CompactLayout(3, 5, 30, 3, 39).limit == 36
+    with pytest.raises(ValueError, match="more than the 38 tokens that the draft was trained for: lower sink, recent"):
+        CompactLayout(3, 5, 30, 3, 38)

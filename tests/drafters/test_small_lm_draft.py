@@ -1,0 +1,208 @@
+"""Small language models that draft: our folders, transformers' folders, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longdraft.drafters import draft_folder
+from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft, TrainedLM
+from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.target import small_models
+from longdraft.target.loading import load
+from longdraft.target.runner import TargetRunner
+from tests.tiny import tiny_model, tiny_tokenizer
+
+KEPT = [0, 3, 7, 20, 41, 60]
+
+
+def trained(folder, model, kept=None, length=64):
+    """A draft folder of ours with random weights."""
+    runner = TargetRunner(model)
+    sizes = small_models.sizes_for(runner, 2, 80, 1e4, length)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(t.shape, generator=generator) * 0.2 + (t.ndim == 1)
+        for name, t in small_models.decoder(sizes).state_dict().items()
+    }
+    if kept is not None:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+    config = {"model": sizes, "draft_vocab_size": kept and len(kept), "trained_length": length}
+    draft_folder.save(folder, DraftFolder("small-lm", config, tensors, runner.parts.description))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return trained(tmp_path / "draft", tiny_model())
+
+
+def edit(folder, tensors=lambda t: t, **config):
+    found = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(found))
+    save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+def logits(bound, tokens):
+    store = bound.runner.new_store(1, 64)
+    return bound.runner.forward([tokens], store, [0]).logits[0]
+
+
+@pytest.mark.parametrize("kept", [None, KEPT])
+def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
+    model = tiny_model()
+    runner = TargetRunner(model)
+    draft = SmallLMDraft.load(trained(tmp_path / "draft", model, kept))
+    assert isinstance(draft, TrainedLM) and (draft.kind, draft.trained_length) == ("small-lm", 64)
+    assert draft.vocabulary == (kept and len(kept))
+    bound = draft.bound(runner)
+    assert draft.bound(runner) is bound and bound.trained_length == 64
+    inner = bound.runner.model
+    assert inner.get_input_embeddings() is model.get_input_embeddings()
+    own = {n: p for n, p in inner.named_parameters() if "embed" not in n and "lm_head" not in n}
+    assert draft.parameters == sum(p.numel() for p in own.values())
+    if kept is None:
+        assert inner.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr() and bound.ids is None
+    else:
+        assert bound.ids.tolist() == kept
+    assert bound.runner.vocab_size == len(kept or range(61)) and bound.runner.context_length == 64
+    with torch.no_grad():
+        expected = inner(torch.tensor([[5, 60, 7, 1]])).logits[0]
+    torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_it_takes_the_targets_dtype(folder, dtype):
+    bound = SmallLMDraft.load(folder).bound(TargetRunner(tiny_model(dtype=dtype)))
+    assert {p.dtype for p in bound.runner.model.parameters()} == {dtype}
+    assert bound.runner.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert logits(bound, [1, 2, 3]).isfinite().all()
+
+
+def published(folder, model, tokenizer=None):
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def shifted_tokenizer():
+    """The same characters, numbered otherwise."""
+    tokenizer = tiny_tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    words = list(vocabulary)
+    state["model"]["vocab"] = dict(zip(words, [*range(5), *range(6, 61), 5], strict=True))
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+    return tokenizer
+
+
+def test_a_model_of_transformers(tmp_path):
+    small = tiny_model("qwen3", layers=1, hidden=32, heads=2, context=128, seed=3)
+    draft = SmallLMDraft.load(published(tmp_path / "small", small))
+    assert isinstance(draft, PublishedLM) and draft.vocabulary is None and draft.trained_length == 128
+    assert draft.parameters == sum(p.numel() for p in small.parameters())
+    runner = TargetRunner(tiny_model(dtype=torch.float64))
+    bound = draft.bound(runner)
+    assert draft.bound(runner) is bound and bound.ids is None and bound.trained_length == 128
+    assert bound.runner.kv_shape.dtype == torch.float64
+    with torch.no_grad():
+        expected = small.double()(torch.tensor([[5, 60, 7, 1]])).logits[0].float()
+    torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    small = published(tmp_path / "small", tiny_model(layers=1, vocab=70))
+    with pytest.raises(CheckpointError, match=r"does not have the target's vocabulary \(it has 70 tokens, not 61\)"):
+        SmallLMDraft.load(small).bound(TargetRunner(tiny_model()))
+    target = load(published(tmp_path / "target", tiny_model(), tiny_tokenizer())).model
+    other = published(tmp_path / "other", tiny_model(layers=1), shifted_tokenizer())
+    with pytest.raises(CheckpointError, match="its tokenizer numbers tokens otherwise"):
+        SmallLMDraft.load(other).check(TargetRunner(target))
+
+
+@pytest.mark.parametrize("size", [64, 80])
+def test_heads_that_are_padded_to_other_sizes(tmp_path, size):
+    """Allowed where the tokenizers are the same; nothing that the target does not know is proposed."""
+    model = tiny_model(vocab=72)
+    target = load(published(tmp_path / "target", model, tiny_tokenizer())).model
+    small = tiny_model(layers=1, vocab=size, tie=size == 80, seed=5)
+    draft = SmallLMDraft.load(published(tmp_path / "small", small, tiny_tokenizer()))
+    bound = draft.bound(TargetRunner(target))
+    found = logits(bound, [3, 4, 5, 60])
+    assert found.shape == (4, min(size, 72)) and bound.runner.vocab_size == min(size, 72)
+    with torch.no_grad():
+        expected = small(torch.tensor([[3, 4, 5, 60]])).logits[0, :, :72]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert logits(bound, [71, 3]).isfinite().all()  # an id that the small model never had
+    with pytest.raises(CheckpointError, match="vocabulary"):  # a target whose origin is not known
+        draft.check(TargetRunner(model))
+
+
+def test_other_targets_are_refused(folder, tmp_path):
+    draft = SmallLMDraft.load(folder)
+    with pytest.raises(CheckpointError, match=r"vocab_size 61 \(this target: 60\)"):
+        draft.bound(TargetRunner(tiny_model(vocab=60)))
+    with pytest.raises(CheckpointError, match=r"hidden_size 48 \(this target: 96\)"):
+        draft.bound(TargetRunner(tiny_model(hidden=96)))
+    outside = edit(trained(tmp_path / "b", tiny_model(), KEPT), lambda t: t | {"d2t": torch.arange(6) * 50})
+    with pytest.raises(CheckpointError, match="d2t"):
+        SmallLMDraft.load(outside).bound(TargetRunner(tiny_model()))
+
+
+def test_other_weights_of_the_same_architecture_are_allowed(folder, caplog):
+    SmallLMDraft.load(folder).bound(TargetRunner(tiny_model(seed=1)))
+    assert [r.message.count("acceptance may be lower") for r in caplog.records] == [1]
+
+
+def test_damaged_folders(folder, tmp_path):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        SmallLMDraft.load(folder)
+    path.write_bytes(whole)
+    edit(folder, lambda t: {n: x for n, x in t.items() if n != "norm.weight"} | {"extra": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"missing: norm.weight; unexpected: extra"):
+        SmallLMDraft.load(folder)
+    for change, said in (
+        ({"model": None}, "lacks model or trained_length"),
+        ({"trained_length": 0}, "lacks model or trained_length"),
+        ({"drafter": "longspec"}, "holds a draft for longspec, not for small-lm"),
+    ):
+        broken = trained(tmp_path / str(len(said)), tiny_model())
+        with pytest.raises(CheckpointError, match=said):
+            SmallLMDraft.load(edit(broken, **change))
+    broken = trained(tmp_path / "sizes", tiny_model())
+    sizes = json.loads((broken / "config.json").read_text())["model"]
+    with pytest.raises(CheckpointError, match="No small language model can be built"):
+        SmallLMDraft.load(edit(broken, model=sizes | {"num_attention_heads": "six"}))
+    with pytest.raises(CheckpointError, match=r"missing: layers\.2"):
+        SmallLMDraft.load(edit(trained(tmp_path / "layers", tiny_model()), model=sizes | {"num_hidden_layers": 3}))
+
+
+def test_models_that_are_none(tmp_path):
+    with pytest.raises(CheckpointError, match="is not the folder or hub id of a causal language model"):
+        SmallLMDraft.load(tmp_path / "none")
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(CheckpointError, match="is not the folder or hub id of a causal language model"):
+        SmallLMDraft.load(tmp_path)
+
+
+def test_damaged_weights_of_a_published_model(tmp_path):
+    path = published(tmp_path / "small", tiny_model(layers=1)) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))
+
+
+def test_a_model_that_cannot_be_hosted(tmp_path):
+    windowed = tiny_model("mistral", layers=1, sliding_window=8)
+    published(tmp_path / "small", windowed)
+    with pytest.raises(UnsupportedModelError, match="sliding_attention"):
+        SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))

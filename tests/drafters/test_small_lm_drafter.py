@@ -1,0 +1,313 @@
+"""The drafter's rounds against the small model's own forward over what it is to see; its options and refusals."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from longdraft import Speculator
+from longdraft.drafters import small_lm_cache
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from tests.drafts import small_lm
+from tests.tiny import FAMILIES, tiny_model
+
+STREAMING = {"view": "streaming", "sink": 4, "recent": 12}
+RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}
+# Shorter than the working caches, about as long, several times as long.
+PROMPTS = [[1, 2, 3], [t % 11 for t in range(30)], [(3 * t * t) % 11 for t in range(120)], [8]]
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch):
+    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
+    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Every tree that is proposed, with the drafter's model and the tokens that it saw, the root the last of them."""
+    found: list[tuple[object, list[int], object]] = []
+    propose = SmallLMDrafter.propose
+
+    def recorded(self, sequences):
+        trees = propose(self, sequences)
+        for s, tree in zip(sequences, trees, strict=True):
+            if s.remaining > 1:
+                found.append((self._bound.runner.model, seen(self, s), tree))
+        return trees
+
+    monkeypatch.setattr(SmallLMDrafter, "propose", recorded)
+    return found
+
+
+def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
+    """The tokens that lie in a drafter's cache, in its order."""
+    cache, text = drafter.cache, s.tokens
+    assert drafter._fed[s.slot] == text
+    if drafter.view == "full" or cache.whole(s.slot):
+        return text
+    kept = cache.full.lengths[s.slot]
+    return [text[r] for r in cache.selection.rows(s.slot, kept)] + text[kept:]
+
+
+def assert_defined(model, tokens, tree, limit=14):
+    """A tree's log-probabilities are the model's own after ``tokens`` at positions 0, 1, 2, ... and each path."""
+    assert tree.tokens[0] == tokens[-1]
+    for node in range(1, min(tree.size, limit)):
+        path = [tree.tokens[i] for i in tree.path(tree.parents[node])][1:]
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens + path]), use_cache=False).logits[0, -1]
+        expected = torch.log_softmax(logits.float(), -1)[tree.tokens[node]]
+        assert tree.log_probs[node] == pytest.approx(float(expected), abs=3e-4)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"depth": 3, "top_k": 3, "nodes": 12}, {"widths": (3, 4, 4)}, {"tree": "opt", "nodes": 10, "threshold": 0.1}],
+    ids=str,
+)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rounds_are_the_models_own_forward(tmp_path, rounds, tree, layers):
+    folder = small_lm(tmp_path, layers=layers)
+    spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=folder, **tree)
+    results = spec.generate(PROMPTS, max_new_tokens=16)
+    for each in rounds[:8] + rounds[-8:]:
+        assert_defined(*each)
+    assert sum(r.accepted for r in results) > 0 and max(max(tree.depths) for *_, tree in rounds) >= 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("view", [{}, STREAMING, RETRIEVAL], ids=str)
+def test_families_and_views(tmp_path, rounds, family, view):
+    """With one layer, keys and values are those of token and position: what is seen is all there is to know."""
+    spec = Speculator(
+        "small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path, family=family, layers=1), **view
+    )
+    spec.generate(PROMPTS, max_new_tokens=20)
+    for each in rounds[-12:] + rounds[3:8]:
+        assert_defined(*each, limit=6)
+    lengths = [len(tokens) for _, tokens, _ in rounds]
+    assert (max(lengths) > 100) == (not view)
+
+
+@pytest.mark.parametrize("view", [STREAMING | {"recent": 256}, RETRIEVAL | {"chunks": 64}], ids=str)
+def test_a_working_cache_of_the_whole_text_proposes_what_the_full_view_does(tmp_path, rounds, view):
+    model, folder = tiny_model(vocab=11, dtype=torch.float64), small_lm(tmp_path, layers=3)
+    found = []
+    for options in ({}, view):
+        rounds.clear()
+        spec = Speculator("small-lm", target=model, draft=folder, depth=3, top_k=3, tree="dynamic", **options)
+        results = spec.generate(PROMPTS, max_new_tokens=24)
+        found.append(([(tokens, tree) for _, tokens, tree in rounds], [r.accepted for r in results]))
+    (full, accepted), (working, also) = found
+    assert accepted == also and len(full) == len(working) > 20
+    for (text, a), (tokens, b) in zip(full, working, strict=True):
+        assert text == tokens and (a.tokens, a.parents) == (b.tokens, b.parents)
+        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-6)
+
+
+def test_what_the_target_attends_to_is_seen(tmp_path, rounds):
+    """Under retrieval, rows between sink and recent window come and go; nothing before the prefill's own scores."""
+    spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path), **RETRIEVAL)
+    spec.generate([PROMPTS[2]], max_new_tokens=40)
+    middles = {tuple(tokens[4:20]) for _, tokens, _ in rounds}
+    assert len(middles) > 1 and tuple(PROMPTS[2][4:20]) not in middles
+
+
+def test_the_draft_meets_trained_positions_only(tmp_path, monkeypatch):
+    model, folder = tiny_model(vocab=11), small_lm(tmp_path, layers=1, context=48)
+    highest = []
+    forward = TargetRunner.forward
+
+    def watched(self, tokens, store, slots, **options):
+        if self.context_length == 48:
+            bases = options.get("bases") or [store.lengths[slot] for slot in slots]
+            depths = options.get("depths") or [range(len(tokens[0]))] * len(bases)
+            highest.append(max(base + max(d) for base, d in zip(bases, depths, strict=True)))
+        return forward(self, tokens, store, slots, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", watched)
+    for view in (STREAMING, RETRIEVAL | {"depth": 4}):
+        highest.clear()
+        Speculator("small-lm", target=model, draft=folder, **view).generate(PROMPTS, max_new_tokens=50)
+        assert 30 < max(highest) < 48
+
+
+# --- what the engine may tell it ---
+
+
+class Decoding:
+    """A drafter and a sequence, driven by hand; the target's store is only as long as it has to be."""
+
+    def __init__(self, folder, text: list[int], prompt: int, **options) -> None:
+        self.runner = TargetRunner(tiny_model(vocab=11))
+        self.drafter = SmallLMDrafter(SmallLMDraft.load(folder), depth=3, top_k=3, **options)
+        self.drafter.bind(self.runner, self.runner.new_store(1, len(text) + 60))
+        self.s = Sequence(0, text[:prompt], 80)
+        self.emit(text[prompt : prompt + 1])
+        self.drafter.prefill(self.s)
+        self.emit(text[prompt + 1 :])
+
+    def emit(self, tokens):
+        for token in tokens:
+            self.s.append(token)
+
+    def check(self):
+        (tree,) = self.drafter.propose([self.s])
+        assert_defined(self.drafter._bound.runner.model, seen(self.drafter, self.s), tree)
+
+
+@pytest.fixture(params=[{}, STREAMING, RETRIEVAL | {"tree": "dynamic"}], ids=str)
+def decoding(request, tmp_path):
+    return Decoding(small_lm(tmp_path, layers=1), [i % 11 for i in range(0, 130, 2)], 40, **request.param)
+
+
+def test_many_tokens_at_once(decoding):
+    decoding.check()
+    decoding.emit([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 7, 7, 1])
+    decoding.check()
+
+
+@pytest.mark.parametrize("back", [1, 3, 9, 20])
+def test_rewound_text(decoding, back):
+    """Tokens are taken back, and others stand in their place."""
+    decoding.check()
+    s = decoding.s
+    del s.output[-back:]
+    s.output[-3:] = [(token + 5) % 11 for token in s.output[-3:]]
+    decoding.drafter.rewind(s)
+    decoding.check()
+    decoding.emit([4])
+    decoding.check()
+
+
+def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
+    """A tree is no deeper than its sequence may still grow; the others' trees do not notice."""
+    drafter = SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path)), widths=(3, 4, 4, 4))
+    runner = TargetRunner(tiny_model(vocab=11))
+    drafter.bind(runner, runner.new_store(4, 80))
+    sequences = [Sequence(i, PROMPTS[1][i:], budget) for i, budget in enumerate((5, 60, 2, 3))]
+    for s in sequences:
+        s.append(s.index)
+        drafter.prefill(s)
+    trees = drafter.propose(sequences)
+    assert [max(tree.depths) for tree in trees] == [3, 4, 0, 1]
+    for s, tree in zip(sequences, trees, strict=True):
+        assert_defined(drafter._bound.runner.model, s.tokens, tree, limit=16)
+
+
+def test_a_text_that_only_became_shorter(decoding):
+    decoding.check()
+    del decoding.s.output[-3:]
+    decoding.drafter.rewind(decoding.s)
+    decoding.check()
+    decoding.check()  # and is asked for twice
+
+
+def test_a_slot_is_used_again(decoding):
+    decoding.check()
+    decoding.drafter.release(decoding.s)
+    decoding.s = Sequence(0, [5, 4, 3], 80)
+    decoding.emit([1])
+    decoding.drafter.prefill(decoding.s)
+    decoding.check()
+
+
+# --- options, refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"view": "some"}, "view must be full, streaming or retrieval"),
+        ({"chunk": 8}, "chunk shape the retrieval of chunks: give view=retrieval"),
+        ({"view": "streaming", "every": 2}, "give view=retrieval"),
+        ({"view": "streaming", "sink": -1}, "sink must be a whole number of at least 0"),
+        ({"view": "streaming", "recent": 0}, "recent must be a whole number of at least 1"),
+        ({"view": "streaming", "sink": "four"}, "sink must be a whole number"),
+        ({"view": "streaming", "recent": 500}, "were trained|was trained for"),
+        (RETRIEVAL | {"sink": 6}, "sink must be a multiple of chunk"),
+        (RETRIEVAL | {"recent": 7}, "recent must be a multiple of chunk"),
+        (RETRIEVAL | {"chunks": 2}, "at least sink \\+ recent"),
+        (RETRIEVAL | {"chunks": 500}, "was trained for"),
+        (RETRIEVAL | {"recent": 256, "chunks": None}, "at least sink \\+ recent|smaller sink and recent"),
+        (STREAMING | {"depth": 500}, "the tree's depth"),
+        ({"depth": 0}, "depth"),
+        ({"widths": ()}, "widths"),
+        ({"tree": "magic"}, "tree must be"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path)), **options)
+
+
+def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_lm_cache, "FRESH", 64)
+    long = SmallLMDraft.load(small_lm(tmp_path / "long", context=2048))
+    short = SmallLMDraft.load(small_lm(tmp_path / "short", context=512))
+    for draft, chunks, recent in ((long, 32, 1024), (short, 7, 409)):
+        drafter = SmallLMDrafter(draft, view="retrieval")
+        assert (drafter.retrieval.chunk, drafter.retrieval.chunks, drafter.retrieval.every) == (32, chunks, 4)
+        assert (drafter.max_nodes, drafter.plan.depth) == (50, 10)  # OPT-Tree
+        assert SmallLMDrafter(draft, view="streaming").layout.recent == recent
+    assert SmallLMDrafter(long).max_nodes == 59  # a dynamic tree
+    # A schedule's sizes of the same names mean nothing in full view.
+    assert SmallLMDrafter(long, sink=5, recent=3).layout is None
+
+
+def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):
+    model, folder = tiny_model(vocab=11), small_lm(tmp_path, context=40)
+    with caplog.at_level(logging.WARNING, "longdraft"):
+        Speculator(folder, target=model).generate([[1, 2, 3]], max_new_tokens=37)
+        Speculator("small-lm", target=model, draft=folder, **STREAMING, depth=2).generate(
+            [[1, 2, 3]], max_new_tokens=50
+        )
+        assert caplog.text == ""
+        Speculator(folder, target=model).generate([[1, 2, 3], [4] * 5], max_new_tokens=38)
+    assert caplog.text.count("was trained for texts of 40 tokens; this one has up to 41") == 1
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """A draft with a table of 40 positions."""
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 11, "n_positions": 40}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_learned_positions_draft_as_far_as_they_go(gpt2):
+    model = tiny_model(vocab=11)
+    spec = Speculator(gpt2, target=model, widths=(2, 2))
+    prompts = [[1, 2, 3], [4] * 10]
+    expected = Speculator("ar", target=model).generate(prompts, max_new_tokens=30)
+    assert [r.token_ids for r in spec.generate(prompts, max_new_tokens=30)] == [r.token_ids for r in expected]
+    with pytest.raises(CapabilityError, match=r"up to 41 tokens, and the draft .*gpt2 has positions for 40"):
+        spec.generate(prompts, max_new_tokens=31)
+
+
+def test_padding_has_no_position_beyond_the_last(gpt2):
+    drafter = SmallLMDrafter(SmallLMDraft.load(gpt2), widths=(2,))
+    runner = TargetRunner(tiny_model(vocab=11))
+    drafter.bind(runner, runner.new_store(2, 60))
+    sequences = [Sequence(0, [5] * 37, 3), Sequence(1, [1, 2], 30)]
+    for s, new in zip(sequences, (1, 8), strict=True):
+        drafter.prefill(s)
+        for token in range(new):
+            s.append(token)
+    for s, tree in zip(sequences, drafter.propose(sequences), strict=True):
+        assert_defined(drafter._bound.runner.model, s.tokens, tree)
+
+
+def test_learned_positions_have_no_other_view(gpt2):
+    spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=gpt2, view="streaming", sink=1, recent=4, depth=2)
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel cannot draft on a part of a text.*view=full"):
+        spec.generate([[1, 2, 3]], max_new_tokens=5)
