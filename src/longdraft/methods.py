@@ -59,7 +59,8 @@ class Method:
         if self.drafter is not None:
             return self.drafter_options
         inner = {name: p for each in DRAFTING for name, p in METHODS[each].drafter_options.items()}
-        return self.schedule_options | {"drafter": _DRAFTER} | inner
+        # Of options that both have, such as `recent`, the schedule's defaults are the method's.
+        return self.schedule_options | {"drafter": _DRAFTER} | inner | self.schedule_options
 
     @property
     def drafter_options(self) -> dict[str, inspect.Parameter]:
