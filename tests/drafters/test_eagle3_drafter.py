@@ -311,6 +311,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
     decoding.store.truncate(0, decoding.store.lengths[0] - back)
     del s.output[-back:]
     decoding.drafter.rewind(s)
+    assert retrieval._states[0].length == len(s.tokens) - 1
     decoding.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
 
 

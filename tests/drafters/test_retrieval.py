@@ -131,6 +131,17 @@ def test_a_reset_is_a_new_version():
         retrieval.reset(0)
 
 
+def test_what_follows_a_cut_has_not_been_scored():
+    """Chunks chosen behind the cut are gone for good, and those of the new text may fill their places."""
+    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
+    retrieval.observe(store, 0, peaked(store, 0, 3, 13, 14))
+    assert retrieval.selected(0) == [12, 52, 56]
+    version = retrieval.version(0)
+    retrieval.truncate(0, 48)
+    assert retrieval.selected(0) == [12] and retrieval.version(0) > version
+    assert retrieval.rows(0, 80).tolist() == [*range(4), *range(12, 16), *range(64, 80)]
+
+
 # --- properties ---
 
 sizes = st.fixed_dictionaries(
