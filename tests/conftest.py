@@ -37,3 +37,5 @@ def _fixed_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     torch.set_num_threads(THREADS if real else 1)
     torch.manual_seed(0)
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
+    # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.
+    monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")

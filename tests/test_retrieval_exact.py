@@ -112,8 +112,8 @@ def proposals(drafter, model, prompts, n=24, sampling=None):
     """Every tree that is proposed in a run."""
     found, propose = [], type(drafter).propose
 
-    def recorded(sequences):
-        trees = propose(drafter, sequences)
+    def recorded(sequences, budget=None):
+        trees = propose(drafter, sequences, budget)
         found.extend((s.index, len(s.output), tree) for s, tree in zip(sequences, trees, strict=True))
         return trees
 

@@ -16,6 +16,7 @@ from longdraft.drafters.base import Drafter
 from longdraft.errors import ContextError, PromptError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
+from longdraft.planning.planner import Plan, Planner
 from longdraft.sequence import FinishReason, Sequence, Step, StopRule
 from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
@@ -41,6 +42,7 @@ class Engine:
         cache: where the KV lives, and what of it is already there.
         cancelled: asked between forwards; True ends all sequences with "cancelled".
         chunk: prompt tokens a prefill forward.
+        planner: says how much to draft and to verify; None: the trees are the drafter's own.
     """
 
     runner: TargetRunner
@@ -52,6 +54,13 @@ class Engine:
     schedule: Schedule = field(default_factory=Schedule)
     cancelled: Callable[[], bool] = lambda: False
     chunk: int = PREFILL_CHUNK
+    planner: Planner | None = None
+
+    def __post_init__(self) -> None:
+        self._plan: Plan | None = None
+        if self.planner is not None:
+            self.drafter.follow_budget()
+            self._plan = self.planner.start(self.sequences[0].greedy)
 
     def open(self) -> KVStore:
         """Checks that everything fits and takes the memory, before any work.
@@ -126,11 +135,15 @@ class Engine:
         """One verification of every active sequence."""
         start = time.perf_counter()
         seen = [self.schedule.seen(s) for s in active]
+        forwards = self.drafter.forwards
         trees = self._trees(seen)
+        drafted = time.perf_counter()
         verified = self.schedule.verify(active, trees, [self.pickers[s.index] for s in active])
         steps: list[Step] = []
+        paths: list[tuple[int, ...]] = []
         for s, view, tree, v in zip(active, seen, trees, verified, strict=True):
             accepted = accept(v.tree, v.logits, v.picker, v.sequence.ids, self._emitter(v.sequence))
+            paths.append(accepted.path)
             settled = self.schedule.settle(s, tree, v, accepted)
             s.rounds += 1
             if v.mode == "partial":
@@ -159,16 +172,26 @@ class Engine:
                     finish_reason=s.finish_reason,
                 )
             )
-        steps[0] = replace(steps[0], seconds=time.perf_counter() - start)
+        end = time.perf_counter()
+        steps[0] = replace(steps[0], seconds=end - start)
+        if self._plan is not None:
+            tokens = sum(len(step.token_ids) for step in steps)
+            forwards = self.drafter.forwards - forwards
+            self._plan.saw(trees, paths, tokens, forwards, drafted - start, end - drafted)
         return steps
 
     def _trees(self, seen: list[Sequence]) -> list[TokenTree]:
-        """What is drafted; nothing where a sequence is over as far as its drafter can see."""
+        """What is drafted; nothing where a sequence is over as far as its drafter can see, or where it does not pay."""
         going = [s for s in seen if s.finish_reason is None]
-        # A path of depth k emits k + 1 tokens: deeper nodes than the budget allows are not worth verifying.
-        drafted = zip(going, self.drafter.propose(going) if going else [], strict=True)
+        budget = None
+        if self._plan is not None:
+            budget = self._plan.budget(seen)
+            going = going if budget else []
+        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
+        drafted = zip(going, self.drafter.propose(going, budget) if going else [], strict=True)
         found = {s.index: tree.limited(s.remaining - 1) for s, tree in drafted}
-        return [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in seen]
+        trees = [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in seen]
+        return trees if self._plan is None else self._plan.worthwhile(trees)
 
     def _attended(self, view: Sequence, queries: dict[int, torch.Tensor], row: int) -> None:
         """Tells the drafter one row's queries, if it asked for any."""

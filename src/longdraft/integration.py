@@ -15,6 +15,7 @@ from longdraft.drafters.base import Drafter
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError
 from longdraft.kv.prompt_cache import PromptCache
+from longdraft.planning.planner import Planner
 from longdraft.sequence import FinishReason, Sequence, StopRule
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker
@@ -25,6 +26,7 @@ def decode(
     runner: TargetRunner,
     drafter: Drafter,
     schedule: Schedule,
+    planner: Planner | None,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -61,6 +63,7 @@ def decode(
         [_criteria_rule(stopping_criteria, eos)],
         PromptCache(),
         schedule,
+        planner=planner,
     )
     for _ in engine.steps(engine.open()):
         pass

@@ -240,6 +240,11 @@ class Recipe:
         """What verifies, for one run."""
         return self.method.schedule(**self._of(self.method.schedule_options))
 
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether trees of any size do: something drafts, and every verification is a full one."""
+        return self.drafting.drafter is not NoDrafter and self.method.schedule is Schedule
+
     def _of(self, known: Iterable[str]) -> dict[str, Any]:
         return {name: self.options[name] for name in known if name in self.options}
 

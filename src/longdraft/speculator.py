@@ -11,12 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longdraft import integration
+from longdraft.drafters.base import Draft
 from longdraft.engine import Engine, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError
 from longdraft.kv import memory
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import Method, Recipe, asked_for, recipe
+from longdraft.planning.choice import checked, planned, planner_for
+from longdraft.planning.planner import Planner
 from longdraft.sequence import Result, Sequence, Step, StopRule
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.runner import TargetRunner
@@ -115,6 +118,10 @@ class Speculator:
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
         offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
             GPU), ``"disk"`` (a temporary file, for a CPU) or a folder for that file. Slower, and the same output.
+        plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
+            decodes plainly where that is faster; the first run with a model measures the costs, for up to half a
+            minute, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
+            tree, else what LONGDRAFT_PLAN says, else auto. The output is the same.
         options: the method's own, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
@@ -132,13 +139,16 @@ class Speculator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         offload: str | Path | None = None,
+        plan: str | None = None,
         **options: Any,
     ) -> None:
         self._named, self.options = asked_for(method, options)  # a wrong option is refused now
         self.offload = offloading.parse(offload)
+        self._plan = checked(plan)
         self.tokenizer = tokenizer
         self._runners: list[TargetRunner] = []
         self._recipes: WeakKeyDictionary[TargetRunner, Recipe] = WeakKeyDictionary()
+        self._planners: WeakKeyDictionary[TargetRunner, Planner | None] = WeakKeyDictionary()
         if target is not None:
             self._recipe(self.runner(target))  # and so is a draft that does not fit
 
@@ -168,6 +178,21 @@ class Speculator:
             self._recipes[runner] = recipe(self._named, self.options, runner)
         return self._recipes[runner]
 
+    def planner(self, progress: Callable[[str], None] | None = None) -> Planner | None:
+        """What plans the rounds; None with fixed trees. The first call may measure what verifications cost.
+
+        Args:
+            progress: called with a line of text before anything is measured.
+        """
+        return self._planner(self.runner(), progress)
+
+    def _planner(self, runner: TargetRunner, progress: Callable[[str], None] | None = None) -> Planner | None:
+        if runner not in self._planners:
+            chosen = self._recipe(runner)
+            wanted = planned(self._plan, self.options) and self.offload is None and chosen.can_be_planned
+            self._planners[runner] = planner_for(runner, progress) if wanted else None
+        return self._planners[runner]
+
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
         """The hosted target; made once a model."""
         if target is None:
@@ -185,6 +210,11 @@ class Speculator:
         """Layers whose hidden states its drafter reads; see :class:`~longdraft.kv.prompt_cache.PromptCache`."""
         runner = self.runner()
         return self._recipe(runner).drafter().feature_layers(runner)
+
+    def draft(self) -> Draft | None:
+        """The draft that it decodes its target with; None for a method that needs none."""
+        found: Draft | None = self._recipe(self.runner()).options.get("draft")
+        return found
 
     def decode(self, tokens: list[int]) -> str:
         """Token ids to text, special tokens left out."""
@@ -263,6 +293,7 @@ class Speculator:
             cache if cache is not None else PromptCache(),
             schedule=chosen.schedule(),
             cancelled=cancelled,
+            planner=self._planner(runner),
         )
         return Generation(self, chosen.method, engine, tuple(stop))
 
@@ -291,6 +322,7 @@ class Speculator:
             runner,
             chosen.drafter(),
             chosen.schedule(),
+            self._planner(runner),
             input_ids,
             logits_processor,
             stopping_criteria,

@@ -79,8 +79,8 @@ def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch
     trees = []
     propose = LongSpecDrafter.propose
 
-    def noted(self, sequences):
-        trees.extend(found := propose(self, sequences))
+    def noted(self, sequences, budget=None):
+        trees.extend(found := propose(self, sequences, budget))
         return found
 
     monkeypatch.setattr(LongSpecDrafter, "propose", noted)

@@ -11,7 +11,7 @@ from longdraft import LoadedModel, Sampling
 from longdraft.bench import report
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.data import Sample
-from longdraft.bench.run import Bench, Settings, batches, prepare
+from longdraft.bench.run import Bench, Settings, batches, grid, prepare
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.target.runner import TargetRunner
 from tests.drafts import random_eagle3
@@ -36,13 +36,14 @@ def settings(**over) -> Settings:
 
 def measured(loaded, wanted: Settings, samples=SAMPLES, extra=()):
     prompts = prepare(samples, loaded, wanted)
-    groups, _ = batches(prompts, wanted.batch)
+    groups, _ = grid(prompts, wanted)
     bench = Bench(loaded, wanted, extra)
     return bench, [bench.measure(group) for group in groups]
 
 
 def rows(*arguments, **options):
-    return report.rows(*measured(*arguments, **options))
+    bench, found = measured(*arguments, **options)
+    return report.rows(bench.names, found)
 
 
 @dataclass
@@ -52,6 +53,11 @@ class Altered:
     bench: Bench
     alter: dict[int, int] = field(default_factory=dict)
     name = "altered"
+    note = ""
+    draft = None
+
+    def comparable(self, greedy: bool, batch: int) -> bool:
+        return True
 
     def cold(self, job: Job) -> Run:
         return self._altered(self.bench._contenders["ar"].cold(job))
@@ -74,7 +80,7 @@ def with_altered(loaded, alter):
     return bench, found
 
 
-@pytest.mark.parametrize("wanted", [settings(), settings(batch=2), settings(sampling=Sampling(1.0), seed=3)])
+@pytest.mark.parametrize("wanted", [settings(), settings(batches=(2,)), settings(sampling=Sampling(1.0), seed=3)])
 def test_methods_and_generate_agree_with_ar(loaded, wanted):
     found = rows(loaded, replace(wanted, methods=("prompt-lookup", "hf", "ar")))
     assert {row["method"] for row in found} == {"ar", "prompt-lookup", "hf"}
@@ -89,7 +95,7 @@ def test_generate_agrees_with_processors_too(loaded):
 
 
 def test_batches_of_generate_draw_otherwise(loaded):
-    found = rows(loaded, settings(methods=("prompt-lookup", "hf"), sampling=Sampling(1.0), batch=2))
+    found = rows(loaded, settings(methods=("prompt-lookup", "hf"), sampling=Sampling(1.0), batches=(2,)))
     assert [row["mismatches"] for row in found if row["method"] != "hf"] == [0, 0]
     assert [row["mismatches"] for row in found if row["method"] == "hf"] == [None]
 
@@ -105,9 +111,55 @@ def test_rows_count_samples_and_tokens(loaded):
     assert found[0]["speedup_vs_hf"] is None
 
 
+def test_every_context_and_batch_is_a_row_of_its_own(loaded):
+    wanted = settings(methods=("prompt-lookup",), contexts=(30, 18), batches=(1, 2), max_tokens=4)
+    _, left = grid(prepare(SAMPLES[1:], loaded, wanted), wanted)
+    assert left == {1: 0, 2: 2}
+    found = rows(loaded, wanted, samples=SAMPLES[1:])
+    assert [(r["dataset"], r["context"], r["batch"], r["samples"]) for r in found[::2]] == [
+        ("a", 30, 1, 2), ("a", 30, 2, 2), ("a", 18, 1, 2), ("a", 18, 2, 2), ("b", 30, 1, 1), ("b", 18, 1, 1),
+    ]  # fmt: skip
+    assert all(r["mismatches"] == 0 and r["context_tokens"] <= r["context"] for r in found)
+    titles = [title for title, _ in report.tables({"rows": found})]
+    assert len(titles) == 6
+    assert titles[0].startswith("a: 2 samples, ") and titles[1].startswith("a: 2 samples, 2 at a time, ")
+
+
+def test_depths_spread_and_memory(loaded):
+    bench, found = measured(loaded, settings(methods=("prompt-lookup",), repeats=2), samples=SAMPLES[:2])
+    rounds = {"ar": [], "prompt-lookup": [(2, 7), (0, 4), (1, 3), (3, 3), (0, 2), (0, 0)]}
+    speeds = {"ar": [(10.0, 20.0), (30.0, 40.0)], "prompt-lookup": [(20.0, 20.0), (90.0, 40.0)]}
+    for i, m in enumerate(found):
+        for name, runs in m.rounds.items():
+            for j, run in enumerate(list(runs)):
+                seconds = run.new_tokens / speeds[name][i][j]
+                runs[j] = replace(run, decode_seconds=seconds, accepted=tuple(rounds[name]))
+    ar, lookup = report.rows(bench.names, found)
+    assert ar["depth_accepted"] == []
+    assert lookup["depth_accepted"] == pytest.approx([3 / 5, 2 / 5, 1 / 4])
+    # Round by round, medians of two samples: 20 and 30 for ar, 55 and 30 for lookup.
+    assert ar["tokens_per_second_spread"] == pytest.approx([20, 30])
+    assert lookup["tokens_per_second_spread"] == pytest.approx([30, 55])
+    assert ar["speedup_vs_ar_spread"] == [1, 1]
+    assert lookup["speedup_vs_ar_spread"] == pytest.approx([1.0, 2.5])
+    peaks = [m.peak_memory_bytes for m in found]
+    expected = max(p["ar"] for p in peaks) if peaks[0]["ar"] is not None else None
+    assert ar["peak_memory_bytes"] == expected
+
+
+def test_accepted_tokens_are_counted_round_by_round(loaded):
+    bench = Bench(loaded, settings(methods=("prompt-lookup",), ignore_eos=True))
+    (prompt,) = prepare(SAMPLES[2:3], loaded, bench.settings)
+    run = bench._contenders["prompt-lookup"].cold(bench._job([prompt.tokens], 30))
+    assert len(run.accepted) == run.rounds[0]
+    assert sum(accepted + 1 for accepted, _ in run.accepted) == 29
+    assert run.accepted[0][1] == 28
+    assert all(accepted <= room for accepted, room in run.accepted)
+
+
 def test_mismatches_are_seen(loaded):
     bench, found = with_altered(loaded, {5: 8})
-    report_ = report.document(bench, found)
+    report_ = report.document(bench.names, found)
     row = next(r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a"))
     assert (row["mismatches"], row["near_ties"]) == (3, 0)
     first = report_["differences"][0]
@@ -126,7 +178,7 @@ def test_near_ties_are_counted_apart():
         head = model.get_output_embeddings().weight
         head[1::2] = head[::2]
     bench, found = with_altered(LoadedModel(model, tiny_tokenizer(chat=True)), {2: 1})
-    report_ = report.document(bench, found)
+    report_ = report.document(bench.names, found)
     row = next(r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a"))
     assert (row["mismatches"], row["near_ties"]) == (0, 3)
     assert report.listing(report_, lambda ids: str(ids))[0].startswith("near tie: altered")
@@ -192,16 +244,16 @@ def test_the_end_of_sequence_ends_all_contenders_alike():
     eos = loaded.tokenizer.eos_token_id
     outputs = [m.cold["ar"].tokens[0] for m in found]
     assert any(len(tokens) < 24 and tokens[-1] == eos for tokens in outputs)
-    assert all(row["mismatches"] == 0 for row in report.rows(bench, found))
+    assert all(row["mismatches"] == 0 for row in report.rows(bench.names, found))
     bench, found = measured(loaded, replace(wanted, ignore_eos=True), samples=SAMPLES[:2])
     for m in found:
         assert {len(run.tokens[0]) for run in m.cold.values()} == {24}
-    assert all(row["mismatches"] == 0 for row in report.rows(bench, found))
+    assert all(row["mismatches"] == 0 for row in report.rows(bench.names, found))
 
 
 def test_a_batch_that_ends_raggedly():
     loaded = eos_model()
-    found = rows(loaded, settings(methods=("prompt-lookup", "hf"), max_tokens=24, batch=3))
+    found = rows(loaded, settings(methods=("prompt-lookup", "hf"), max_tokens=24, batches=(3,)))
     assert [row["mismatches"] for row in found] == [0, 0, 0]
 
 
@@ -210,6 +262,9 @@ def test_figures_of_a_run():
     assert run.new_tokens == 4
     assert run.tokens_per_second == 2.0
     assert run.mean_accepted_length == 2.0
+    early = replace(run, early=1)  # one of the four came with the first tokens, before the clock started
+    assert early.tokens_per_second == 1.5
+    assert early.mean_accepted_length == 1.0
     nothing = Run(((1,),), 1.0, 0.0, (0,))
     assert nothing.tokens_per_second is None
     assert nothing.mean_accepted_length is None
@@ -224,7 +279,7 @@ def test_medians_are_of_rounds_then_of_samples(loaded):
             for run, factor in zip(list(runs), (1, 0.01, 1), strict=True):
                 seconds = run.new_tokens / (speeds[name][i] * factor)
                 runs[runs.index(run)] = replace(run, decode_seconds=seconds)
-    ar, lookup = report.rows(bench, found)
+    ar, lookup = report.rows(bench.names, found)
     assert ar["tokens_per_second"] == pytest.approx(20)
     assert lookup["tokens_per_second"] == pytest.approx(30)
     assert lookup["speedup_vs_ar"] == pytest.approx(2)  # of 3, 1 and 2
@@ -255,7 +310,7 @@ def test_prompts_are_checked_before_anything_is_measured(loaded):
         prepare(SAMPLES, loaded, settings(max_tokens=500))
 
 
-@pytest.mark.parametrize("over", [{"max_tokens": 0}, {"batch": 0}, {"repeats": 0}, {"context": 0}])
+@pytest.mark.parametrize("over", [{"max_tokens": 0}, {"batches": (0,)}, {"repeats": 0}, {"contexts": (0,)}])
 def test_settings_that_make_no_sense(over):
     with pytest.raises(ValueError, match="at least 1"):
         settings(**over)
@@ -276,7 +331,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     ticks = []
     measured = [bench.measure(group, ticks.append) for group in groups]
     assert len(ticks) == bench.runs(len(groups)) == 2 * (2 + 4 * wanted.repeats)
-    for row in report.document(bench, measured)["rows"]:
+    for row in report.document(bench.names, measured)["rows"]:
         assert row["mismatches"] == 0
         assert (row["ttft_seconds"] is None) == (row["method"] in ("prompt-lookup", "eagle3"))
 

@@ -16,6 +16,7 @@ from longdraft.methods import METHODS
 ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
     "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
+    "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "depth_accepted", "peak_memory_bytes",
 ]  # fmt: skip
 
 

@@ -88,8 +88,8 @@ def rounds(monkeypatch):
     found: list[tuple[list[int], object]] = []
     propose = LongSpecDrafter.propose
 
-    def recorded(self, sequences):
-        trees = propose(self, sequences)
+    def recorded(self, sequences, budget=None):
+        trees = propose(self, sequences, budget)
         found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
         return trees
 

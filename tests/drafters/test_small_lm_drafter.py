@@ -36,8 +36,8 @@ def rounds(monkeypatch):
     found: list[tuple[object, list[int], object]] = []
     propose = SmallLMDrafter.propose
 
-    def recorded(self, sequences):
-        trees = propose(self, sequences)
+    def recorded(self, sequences, budget=None):
+        trees = propose(self, sequences, budget)
         for s, tree in zip(sequences, trees, strict=True):
             if s.remaining > 1:
                 found.append((self._bound.runner.model, seen(self, s), tree))

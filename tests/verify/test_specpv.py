@@ -247,8 +247,8 @@ class Checked(Eagle3Drafter):
         super().refreshed(sequence, start)
         self.fresh = True
 
-    def propose(self, sequences):
-        found = super().propose(sequences)
+    def propose(self, sequences, budget=None):
+        found = super().propose(sequences, budget)
         if getattr(self, "fresh", False):
             twin = Eagle3Drafter(self.draft, widths=(2, 3))
             twin.bind(self._runner, self._store)
@@ -294,7 +294,7 @@ class Listening(Drafter):
     def bind(self, runner, store):
         self.runner, self.store = runner, store
 
-    def propose(self, sequences):
+    def propose(self, sequences, budget=None):
         trees = []
         for s in sequences:
             right = self.answers[s.index][len(s.output) : len(s.output) + 1 + s.index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from longdraft.kv.prompt_cache import PromptCache
@@ -37,12 +38,18 @@ class Run:
             nothing had been read before.
         decode_seconds: from there to the end.
         rounds: target forwards of each prompt after its first token.
+        early: tokens that came with the first one, out of the forward that read the prompt: no second of
+            ``decode_seconds`` was spent on them.
+        accepted: for each round, drafted tokens that it accepted, and how many its token budget had room for; rounds of
+            all prompts, in the order in which they ended.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     first_token_seconds: float
     decode_seconds: float
     rounds: tuple[int, ...]
+    early: int = 0
+    accepted: tuple[tuple[int, int], ...] = ()
     partial_rounds: int = 0
     partial_tokens: int = 0
     rolled_back: int = 0
@@ -54,13 +61,15 @@ class Run:
     @property
     def tokens_per_second(self) -> float | None:
         """New tokens / decode seconds; None when nothing was decoded after the first tokens."""
-        return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 and any(self.rounds) else None
+        if self.decode_seconds <= 0 or not any(self.rounds):
+            return None
+        return (self.new_tokens - self.early) / self.decode_seconds
 
     @property
     def mean_accepted_length(self) -> float | None:
         """New tokens / target forwards, the prefill's tokens not counted; None when there was no forward."""
         forwards = sum(self.rounds)
-        return (self.new_tokens - len(self.tokens)) / forwards if forwards else None
+        return (self.new_tokens - len(self.tokens) - self.early) / forwards if forwards else None
 
 
 class Contender(Protocol):
@@ -68,6 +77,17 @@ class Contender(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def note(self) -> str:
+        """What a reader of its figures has to know; empty where there is nothing."""
+
+    @property
+    def draft(self) -> Path | None:
+        """Folder or file of the weights that it has beside the target's, or in their place."""
+
+    def comparable(self, greedy: bool, batch: int) -> bool:
+        """Whether its tokens are meant to be those of ``ar``."""
 
     def cold(self, job: Job) -> Run:
         """Decodes with nothing read before. What was kept of an earlier job is given up first."""
@@ -97,17 +117,27 @@ class Kept:
 class Ours:
     """A method of this package."""
 
+    note = ""
+
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
         self.name = name
-        self._spec, self._kept = spec, kept
+        self.spec, self._kept = spec, kept
         kept.feature_layers = kept.feature_layers or spec.feature_layers()
+
+    @property
+    def draft(self) -> Path | None:
+        used = self.spec.draft()
+        return None if used is None else Path(used.folder)
+
+    def comparable(self, greedy: bool, batch: int) -> bool:
+        return self.spec.method.exact
 
     def cold(self, job: Job) -> Run:
         self._kept.clear()
         return self.warm(job)
 
     def warm(self, job: Job) -> Run:
-        results = self._spec.generate(
+        run = self.spec.stream(
             [list(p) for p in job.prompts],
             max_new_tokens=job.max_tokens,
             sampling=job.sampling,
@@ -115,11 +145,19 @@ class Ours:
             eos_token_ids=sorted(job.eos),
             cache=self._kept.cache,
         )
+        emitted = [0] * len(job.prompts)
+        rounds: list[tuple[int, int]] = []
+        for step in run:
+            if step.mode != "prefill":
+                rounds.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
+            emitted[step.sequence] += len(step.token_ids)
+        results = run.results()
         return Run(
             tokens=tuple(tuple(r.token_ids) for r in results),
             first_token_seconds=results[0].prefill_seconds,
             decode_seconds=results[0].decode_seconds,
             rounds=tuple(r.rounds for r in results),
+            accepted=tuple(rounds),
             partial_rounds=sum(r.partial_rounds for r in results),
             partial_tokens=sum(r.partial_tokens for r in results),
             rolled_back=sum(r.rolled_back for r in results),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +25,21 @@ class Sample:
         instruction: what stands behind it; empty when the row is one whole prompt.
         dataset: the row's own name for where it comes from, else the file's stem.
         origin: file and line, for messages.
+        preface: what stands before the document, and is not cut.
     """
 
     document: str
     instruction: str
     dataset: str
     origin: str
+    preface: str = ""
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> list[int]:
         """Token ids: one user turn of a chat, or plain text with ``raw``."""
+        document = "\n\n".join(part for part in (self.preface, self.document) if part)
         if raw:
-            return encode(tokenizer, "\n\n".join(part for part in (self.document, self.instruction) if part))
-        return chat_prompt(tokenizer, self.instruction, document=self.document)
+            return encode(tokenizer, "\n\n".join(part for part in (document, self.instruction) if part))
+        return chat_prompt(tokenizer, self.instruction, document=document)
 
 
 def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
@@ -46,39 +50,46 @@ def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
     Raises:
         PromptError: a file that is missing, empty or not JSONL; a row without text. File and line are named.
     """
-    return [sample for path in paths for sample in _read_file(path, limit)]
+    return [_sample(row, path, origin) for path in paths for row, origin in rows(path, limit)]
 
 
-def _read_file(path: Path, limit: int | None) -> list[Sample]:
+def rows(path: Path, limit: int | None = None) -> list[tuple[dict[str, Any], str]]:
+    """The first ``limit`` rows of a JSONL file, and the file and line of each.
+
+    Raises:
+        PromptError: as :func:`read` does.
+    """
     if path.is_dir():
         raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
-    samples: list[Sample] = []
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(samples) == limit:
-                    break
-                if line.strip():
-                    samples.append(_sample(line, path, number))
+            found = list(islice(_objects(lines, path), limit))
     except FileNotFoundError:
         raise PromptError(f"There is no file {path}: check the path.") from None
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 text ({error.reason}): --data takes a JSONL file.") from None
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror}.") from None
-    if not samples:
+    if not found:
         raise PromptError(f"{path} has no rows.")
-    return samples
+    return found
 
 
-def _sample(line: str, path: Path, number: int) -> Sample:
-    origin = f"{path}:{number}"
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
-    if not isinstance(row, dict):
-        raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
+def _objects(lines: Iterable[str], path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        origin = f"{path}:{number}"
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
+        if not isinstance(row, dict):
+            raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
+        yield row, origin
+
+
+def _sample(row: dict[str, Any], path: Path, origin: str) -> Sample:
     if "text" in row:
         document, instruction = row["text"], ""
     elif "context" in row:

@@ -1,4 +1,4 @@
-"""What this machine is, as reports and ``longdraft doctor`` say it."""
+"""What this machine is, as reports and ``longdraft doctor`` say it, and the memory that a run takes at most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from longdraft.kv import memory
 
-PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn")
+PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama-cpp-python")
 
 
 def hardware() -> dict[str, Any]:
@@ -36,6 +36,33 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def forget_peak(device: torch.device) -> bool:
+    """Lets :func:`peak_bytes` begin anew; False where the system cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak resident set becomes the present one
+    except OSError:
+        return False
+    return _peak_resident() is not None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak memory since :func:`forget_peak`: torch's allocator on a GPU, else the process's resident set."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_resident()
+
+
+def _peak_resident() -> int | None:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def cpu_name() -> str:

@@ -29,6 +29,7 @@ from longdraft.target.chat import encode
 from longdraft.target.loading import LoadedModel
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.beam import Expand, Level
+from longdraft.trees.budget import Budget
 from longdraft.trees.plan import TreePlan
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Picker, Sampling
@@ -267,13 +268,14 @@ class _Listening(TreePlan):
         ids: torch.Tensor | None,
         device: torch.device | str,
         drawn: bool = False,
+        budget: Budget | None = None,
     ) -> list[TokenTree]:
         def overheard(level: Level) -> torch.Tensor:
             logits = expand(level)
             self.heard.extend((row, ids) for row in logits[:, 0])
             return logits
 
-        return super().grow(roots, overheard, depths, ids, device, drawn)
+        return super().grow(roots, overheard, depths, ids, device, drawn, budget)
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bool) -> Foreseen:

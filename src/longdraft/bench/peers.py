@@ -1,141 +1,77 @@
-"""What this package is measured against. The only file outside ``target/`` and its like that uses transformers."""
+"""What this package is measured against, by name."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
-
-from longdraft.bench.contenders import Contender, Job, Run, trimmed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from longdraft.bench import llama_peer
+from longdraft.bench.assistant import assistant
+from longdraft.bench.contenders import Contender
+from longdraft.bench.hf import AssistantModel, Generate, PromptLookup
+from longdraft.bench.llama_peer import LlamaCpp
+from longdraft.target.runner import TargetRunner
 
 
-class Clock(BaseStreamer):
-    """A streamer that only looks at the clock. ``generate`` gives it the prompt first, then each token."""
+@dataclass(frozen=True)
+class Sources:
+    """Where peers have their own weights from.
 
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.times: list[float] = []
+    Attributes:
+        assistant: draft folder, or folder or hub id of a model of transformers; None: the shipped draft.
+        llama_cpp_model: GGUF file; None: that of the embedded model.
+    """
 
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.times[1] - self.start
-
-    @property
-    def decode_seconds(self) -> float:
-        return self.times[-1] - self.times[1]
+    assistant: str | Path | None = None
+    llama_cpp_model: Path | None = None
 
 
-class Generate:
-    """``transformers``' own ``generate`` with sdpa attention, on the same model object."""
+@dataclass(frozen=True)
+class Peer:
+    """Attributes:
+    make: the contender on a target.
+    batched: it takes several prompts at once.
+    takes: the attribute of :class:`Sources` that it reads, if any.
+    check: refuses what cannot run, before a model is loaded.
+    """
 
-    name = "hf"
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        # Keys and values of the prompts but their last token: views, which the next cache copies when it grows.
-        self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-    def cold(self, job: Job) -> Run:
-        self.release()
-        return self._run(job)
-
-    def warm(self, job: Job) -> Run:
-        return self._run(job)
-
-    def release(self) -> None:
-        self._prompt_kv = None
-
-    def _run(self, job: Job) -> Run:
-        pad = min(job.eos, default=0)
-        width = max(map(len, job.prompts))
-        rows = [[pad] * (width - len(p)) + list(p) for p in job.prompts]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in job.prompts]
-        device = self._model.device
-        known: dict[str, Any] = {}
-        if self._prompt_kv is not None:
-            known["past_key_values"] = cache = DynamicCache()
-            for layer, (k, v) in enumerate(self._prompt_kv):
-                cache.update(k, v, layer)
-        torch.manual_seed(job.seed)
-        with _sdpa(self._model), _settings(self._model, _config(job, pad)):
-            clock = Clock()
-            out = self._model.generate(
-                torch.tensor(rows, device=device),
-                attention_mask=torch.tensor(mask, device=device),
-                streamer=clock,
-                return_dict_in_generate=True,
-                **known,
-            )
-        if self._prompt_kv is None and width > 1:
-            layers = out.past_key_values.layers
-            self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
-        tokens = tuple(trimmed(row[width:].tolist(), job.eos) for row in out.sequences)
-        # One token a forward, and the prompt's forward gives the first.
-        rounds = tuple(len(t) - 1 for t in tokens)
-        return Run(tokens, clock.first_token_seconds, clock.decode_seconds, rounds)
+    make: Callable[[TargetRunner, Sources], Contender]
+    batched: bool = False
+    takes: str = ""
+    check: Callable[[Sources], None] = lambda sources: None
 
 
-def _config(job: Job, pad: int) -> GenerationConfig:
-    sampling = job.sampling
-    settings: dict[str, Any] = {
-        "max_new_tokens": job.max_tokens,
-        "eos_token_id": sorted(job.eos) or None,
-        "pad_token_id": pad,
-        "do_sample": not sampling.greedy,
-        "repetition_penalty": sampling.repetition_penalty or 1.0,
-    }
-    if not sampling.greedy:
-        # Left out, top_k would be transformers' default of 50.
-        settings |= {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k or 0,
-            "top_p": sampling.top_p if sampling.top_p is not None else 1.0,
-            "min_p": sampling.min_p,
-        }
-    return GenerationConfig(**settings)
+def _assisted(target: TargetRunner, sources: Sources) -> Contender:
+    return AssistantModel(target.model, *assistant(target, sources.assistant))
 
 
-@contextmanager
-def _settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Puts ``config`` in place of the model's own for a while: ``generate`` fills what an argument leaves out, such
-    as an EOS that is to be ignored, from the model's."""
-    before = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = before
+def _llama_cpp(target: TargetRunner, sources: Sources) -> Contender:
+    return LlamaCpp(sources.llama_cpp_model, target.vocab_size, target.device)
 
 
-@contextmanager
-def _sdpa(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    if before != "sdpa":
-        model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if before != "sdpa":
-            model.set_attn_implementation(before)
+PEERS = {
+    Generate.name: Peer(lambda target, sources: Generate(target.model), batched=True),
+    PromptLookup.name: Peer(lambda target, sources: PromptLookup(target.model)),
+    AssistantModel.name: Peer(_assisted, takes="assistant"),
+    LlamaCpp.name: Peer(_llama_cpp, takes="llama_cpp_model", check=lambda s: llama_peer.check(s.llama_cpp_model)),
+}
+HF = Generate.name
+"""The peer that every row is compared with."""
 
 
-PEERS: dict[str, type[Generate]] = {Generate.name: Generate}
+def check(names: tuple[str, ...], sources: Sources, largest_batch: int) -> None:
+    """Refuses peers that cannot run as they are asked to.
 
-
-def peer(name: str, model: PreTrainedModel) -> Contender:
-    """The peer of that name, on a model."""
-    return PEERS[name](model)
+    Raises:
+        ValueError: a source that none of them reads, or a batch for one that takes one prompt at a time.
+        CapabilityError, CheckpointError: as the peer's own check says.
+    """
+    asked = {name: PEERS[name] for name in names if name in PEERS}
+    for name, peer in PEERS.items():
+        if peer.takes and getattr(sources, peer.takes) is not None and name not in asked:
+            raise ValueError(f"--{peer.takes.replace('_', '-')} is for {name}: add it to --methods")
+    if largest_batch > 1 and (single := [name for name, peer in asked.items() if not peer.batched]):
+        raise ValueError(f"{', '.join(single)} can only decode one prompt at a time: leave out, or give --batch 1")
+    for peer in asked.values():
+        peer.check(sources)

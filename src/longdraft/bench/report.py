@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,8 +12,8 @@ from rich.text import Text
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import Run
-from longdraft.bench.peers import PEERS
-from longdraft.bench.run import REFERENCE, Bench, Disagreement, Measured
+from longdraft.bench.peers import HF
+from longdraft.bench.run import REFERENCE, Disagreement, Measured
 from longdraft.bench.ties import NEAR_TIE
 
 DEFINITIONS = (
@@ -26,37 +26,65 @@ DEFINITIONS = (
 )
 
 
-def rows(bench: Bench, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """A row for each method and dataset, with the keys that docs/figures.md defines."""
-    found = []
-    for dataset in dict.fromkeys(m.dataset for m in measured):
-        own = [m for m in measured if m.dataset == dataset]
-        found += [_row(name, dataset, own, bench.settings.batch, bench.names) for name in bench.names]
-    return found
+def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """A row for each method, dataset, context and batch, with the keys that docs/figures.md defines.
+
+    Args:
+        names: of the contenders, in the order of the table.
+    """
+    cells: dict[tuple[str, int | None, int], list[Measured]] = {}
+    for m in measured:
+        cells.setdefault((m.dataset, m.context, m.batch), []).append(m)
+    return [_row(name, own, names) for own in cells.values() for name in names]
 
 
-def _row(name: str, dataset: str, measured: Sequence[Measured], batch: int, names: Sequence[str]) -> dict[str, Any]:
+def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
     differences = [d.difference for m in measured for d in m.disagreements if d.method == name]
     comparable = all(name in m.comparable for m in measured)
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
-    hf = next(iter(PEERS))
+    peaks = [m.peak_memory_bytes.get(name) for m in measured]
     row = {
         "method": name,
-        "dataset": dataset,
-        "context_tokens": round(median(len(p.tokens) for m in measured for p in m.prompts)),
-        "batch": batch,
-        "samples": sum(len(m.prompts) for m in measured),
+        "dataset": measured[0].dataset,
+        "context_tokens": round(median(n for m in measured for n in m.prompt_tokens)),
+        "batch": measured[0].batch,
+        "samples": sum(m.batch for m in measured),
         "tokens_per_second": _median(m.tokens_per_second(name) for m in measured),
         "speedup_vs_ar": _speedup(measured, name, REFERENCE),
-        "speedup_vs_hf": _speedup(measured, name, hf) if hf in names else None,
+        "speedup_vs_hf": _speedup(measured, name, HF) if HF in names else None,
         "mean_accepted_length": _median(run.mean_accepted_length for run in runs),
         "ttft_seconds": _median(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
+        "context": measured[0].context,
+        "tokens_per_second_spread": _spread(measured, lambda rounds, i: rounds[name][i].tokens_per_second),
+        "speedup_vs_ar_spread": _spread(
+            measured,
+            lambda rounds, i: _ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
+        ),
+        "depth_accepted": depth_accepted(runs),
+        "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
     }
     rolled_back = _rolled_back(runs)
     return row | ({} if rolled_back is None else {"rolled_back": rolled_back})
+
+
+def _spread(
+    measured: Sequence[Measured], figure: Callable[[dict[str, list[Run]], int], float | None]
+) -> list[float] | None:
+    """Lowest and highest of the rounds, each of which counts with the median of its samples."""
+    repeats = min(len(m.rounds[REFERENCE]) for m in measured)
+    found = [_median(figure(m.rounds, i) for m in measured) for i in range(repeats)]
+    known = [x for x in found if x is not None]
+    return [min(known), max(known)] if known else None
+
+
+def depth_accepted(runs: Sequence[Run]) -> list[float]:
+    """Of the rounds that had room for d drafted tokens, the share that accepted as many; d from 1 as deep as any."""
+    rounds = [pair for run in runs for pair in run.accepted]
+    levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
+    return [sum(accepted >= d for accepted, _ in rounds) / sum(max(pair) >= d for pair in rounds) for d in levels]
 
 
 def _rolled_back(runs: Sequence[Run]) -> float | None:
@@ -66,12 +94,11 @@ def _rolled_back(runs: Sequence[Run]) -> float | None:
 
 
 def _speedup(measured: Sequence[Measured], name: str, reference: str) -> float | None:
-    ratios = []
-    for m in measured:
-        own, other = m.tokens_per_second(name), m.tokens_per_second(reference)
-        if own is not None and other is not None:
-            ratios.append(own / other)
-    return _median(ratios)
+    return _median(_ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in measured)
+
+
+def _ratio(own: float | None, other: float | None) -> float | None:
+    return None if own is None or other is None else own / other
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -79,22 +106,31 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def document(bench: Bench, measured: Sequence[Measured]) -> dict[str, Any]:
-    """The report as one JSON object."""
+def document(
+    names: Sequence[str], measured: Sequence[Measured], notes: Mapping[str, str] | None = None, complete: bool = True
+) -> dict[str, Any]:
+    """The report as one JSON object.
+
+    Args:
+        notes: what has to be said of a contender, by name. complete: nothing that was asked for is missing.
+    """
     return {
-        "rows": rows(bench, measured),
+        "rows": rows(names, measured),
         "hardware": machine.hardware(),
         "versions": machine.versions(),
-        "differences": [_difference(d) for m in measured for d in m.disagreements],
+        "differences": [difference(d) | {"context": m.context} for m in measured for d in m.disagreements],
+        "notes": dict(notes or {}),
+        "complete": complete,
     }
 
 
-def _difference(found: Disagreement) -> dict[str, Any]:
+def difference(found: Disagreement) -> dict[str, Any]:
+    """As JSON has it."""
     d = found.difference
     return {
         "method": found.method,
-        "dataset": found.sample.dataset,
-        "sample": found.sample.origin,
+        "dataset": found.dataset,
+        "sample": found.sample,
         "position": d.position,
         "token": d.token,
         "reference": d.reference,
@@ -104,14 +140,15 @@ def _difference(found: Disagreement) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """For people: a title and a table for each dataset."""
-    found: dict[str, tuple[str, Table]] = {}
+    """For people: a title and a table for each dataset, context and batch."""
+    found: dict[tuple[str, int | None, int], tuple[str, Table]] = {}
     partial = any("rolled_back" in row for row in report["rows"])
     for row in report["rows"]:
-        if row["dataset"] not in found:
-            found[row["dataset"]] = (_title(row), _empty_table(partial))
+        cell = row["dataset"], row["context"], row["batch"]
+        if cell not in found:
+            found[cell] = (_title(row), _empty_table(partial))
         rolled_back = [_figure(row.get("rolled_back"), "{:.1%}")] if partial else []
-        found[row["dataset"]][1].add_row(
+        found[cell][1].add_row(
             Text(row["method"]),
             _figure(row["tokens_per_second"], "{:.1f}"),
             _figure(row["speedup_vs_ar"], "{:.2f}x"),

@@ -17,6 +17,7 @@ from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
+from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
 
@@ -99,7 +100,7 @@ class SelfDrafter(Drafter):
         else:
             self._append(slot)
 
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]
         slots = [s.slot for s in sequences]
         bases = [self._store.lengths[slot] for slot in slots]

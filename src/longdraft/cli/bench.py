@@ -1,8 +1,10 @@
-"""``longdraft bench``: methods beside each other on a data file."""
+"""``longdraft bench``: methods beside each other on the same prompts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,26 +12,53 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from longdraft.bench import data, report
-from longdraft.bench.run import Bench, Measured, Prompt, Settings, batches, prepare
+from longdraft import drafts
+from longdraft.bench import report, tasks
+from longdraft.bench.peers import PEERS, Sources
+from longdraft.bench.results import Results, header
+from longdraft.bench.run import Bench, Group, Measured, Settings, grid, prepare
 from longdraft.cli import console, options
-from longdraft.errors import CheckpointError
-from longdraft.target.loading import load
+from longdraft.cli.cancel import EXIT_CODE
+from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.methods import METHODS, method_of
+from longdraft.target.embedded import EMBEDDED_ID
+from longdraft.target.loading import LoadedModel, load
+from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
+
+METHODS_BY_DEFAULT = ("ar", "prompt-lookup", "longspec", "hf")
+# Long enough to be a long prompt, short enough that all of it takes minutes on two CPU cores.
+BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
+TOKENS, QUICK_TOKENS = 64, 32
+ROUNDS, QUICK_ROUNDS = 3, 1
+QUICK_ROWS = 2
 
 
 def bench(
-    data_files: Annotated[
-        list[Path],
-        typer.Option("--data", help="JSONL: rows with `text`, or with `context` and `input`; repeatable."),
-    ],
-    methods: Annotated[
-        str,
+    data: Annotated[
+        list[str] | None,
         typer.Option(
-            help="Methods, with commas between; hf is transformers' generate. Options of one behind colons: "
-            "specpv:budget=512:selector=quest."
+            "--data",
+            help="JSONL (rows with `text`, or with `context` and `input`); or a data set by name, from the hub "
+            f"({', '.join(tasks.TASKS)}), or NAME=FILE with its rows in a file; repeatable.",
+            show_default="long modules of Python's standard library",
         ),
-    ] = "ar,prompt-lookup",
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Methods, with commas between; to compare with: {', '.join(PEERS)} (hf is transformers' generate). "
+            "Options of one behind colons: specpv:budget=512:selector=quest.",
+            show_default=",".join(METHODS_BY_DEFAULT) + ", longspec where a draft fits",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help=f"A first look: {QUICK_ROWS} rows of each file, {QUICK_TOKENS} tokens, one round; other options win.",
+        ),
+    ] = False,
     draft: options.Draft = None,
     widths: options.Widths = None,
     nodes: options.Nodes = None,
@@ -38,12 +67,20 @@ def bench(
     tree_top_k: options.TreeTopK = None,
     threshold: options.Threshold = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 64,
-    context: Annotated[
-        int | None, typer.Option(help="Cut the documents so that prompts have at most this many tokens.")
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
-    repeats: Annotated[int, typer.Option(help="Timed rounds; their median counts.")] = 3,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Cut the documents so that prompts have at most this many tokens; several with commas between.",
+            show_default=f"as they are; {BUILT_IN_CONTEXT} without --data",
+        ),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Prompts decoded together; several with commas between.")] = "1",
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
+    ] = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -61,45 +98,106 @@ def bench(
         ),
     ] = True,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
+    assistant: Annotated[
+        str | None,
+        typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
+    ] = None,
+    llama_cpp_model: Annotated[
+        Path | None, typer.Option(help="For llama-cpp: a GGUF file.", show_default="the embedded model's")
+    ] = None,
     model: options.Model = None,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     offload: options.Offload = None,
     rope_factor: options.RopeFactor = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
+    ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Look into some rounds after the timed ones: where their time goes, memory, a tree."
+        ),
+    ] = False,
     as_json: options.Json = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Measure methods on the same prompts, in turn, against ar (and against transformers with hf)."""
-    names = tuple(name.strip() for name in methods.split(",") if name.strip())
+    """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
+
+    Without options: summaries of and quotations from three modules of Python's standard library, 2,048 prompt tokens,
+    64 new ones, three rounds; about ten minutes on two CPU cores. Ctrl-C ends it with the figures so far.
+    """
+    limit = QUICK_ROWS if limit is None and quick else limit
+    tokens = max_tokens if max_tokens is not None else QUICK_TOKENS if quick else TOKENS
+    rounds = repeats if repeats is not None else QUICK_ROUNDS if quick else ROUNDS
+    contexts: tuple[int | None, ...] = (None,)
+    if context is not None:
+        contexts = options.whole_numbers("--context", context)
+    elif not data:
+        contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
+    names = tuple(options.words(methods)) if methods is not None else _by_default(draft)
     with options.settings_checked():
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         settings = Settings(
-            names, max_tokens, context, batch, repeats, sampling, seed, raw, ignore_eos, cold,
+            names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, sampling, seed, raw, ignore_eos,
+            cold,
             draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold),
             offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
+            sources=Sources(assistant, llama_cpp_model),
+            profile=profile,
         )  # fmt: skip
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
-    samples = data.read(data_files, limit)
+    for option, path in (("--out", out), ("--results", results)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
+    read = data or [tasks.BUILT_IN]
+    samples = tasks.read(read, limit)
     with console.status() as status:
         loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        if methods is None and draft is None:
+            settings = _drafted(settings, loaded)
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
-        groups, left_over = batches(prompts, batch)
+        groups, left_over = grid(prompts, settings)
         with options.settings_checked():
             measuring = Bench(loaded, settings)
-    if left_over:
-        which = "1 sample is" if left_over == 1 else f"{left_over} samples are"
-        console.note(f"{which} left out of batches of {batch}.")
-    measured = _measure(measuring, groups)
-    found = report.document(measuring, measured)
-    _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
+    file = None if results is None else Results(results, header(measuring, prompts, model or EMBEDDED_ID, read, limit))
+    for size, left in left_over.items():
+        if left:
+            console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
+    measured, complete = _measure(measuring, groups, file)
+    found = report.document(measuring.names, measured, measuring.notes, complete)
+    if measured:
+        _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
     if out is not None:
         _write(out, found)
     if as_json:
         console.line(json.dumps(found))
+    if not complete:
+        console.note(f"Stopped after {len(measured)} of {len(groups)} batches." + ("" if file else " Nothing is kept."))
+        raise typer.Exit(EXIT_CODE)
+
+
+def _by_default(draft: Path | None) -> tuple[str, ...]:
+    """The default methods, with that of a draft that was named in longspec's place."""
+    if draft is None:
+        return METHODS_BY_DEFAULT
+    return tuple(method_of(draft).name if name == "longspec" else name for name in METHODS_BY_DEFAULT)
+
+
+def _drafted(settings: Settings, loaded: LoadedModel) -> Settings:
+    """The default methods without those that have no draft for the model."""
+    try:
+        description = TargetRunner(loaded.model).parts.description
+        kept = [m for m in settings.methods if m in PEERS or not METHODS[m].needs_draft
+                or drafts.shipped(description, METHODS[m].draft_kind) is not None]  # fmt: skip
+    except UnsupportedModelError:
+        kept = [m for m in settings.methods if m in PEERS or not METHODS[m].needs_draft]
+    if missing := [m for m in settings.methods if m not in kept]:
+        console.note(f"No draft for this model comes with longdraft: {', '.join(missing)} is left out.")
+    return replace(settings, methods=tuple(kept), draft_options=settings.draft_options if "longspec" in kept else {})
 
 
 def _parts(contender: str) -> tuple[str, list[str]]:
@@ -108,7 +206,14 @@ def _parts(contender: str) -> tuple[str, list[str]]:
     return name, pairs
 
 
-def _measure(measuring: Bench, groups: list[tuple[Prompt, ...]]) -> list[Measured]:
+def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) -> tuple[list[Measured], bool]:
+    """All measurements, those of the file first, and whether nothing is missing."""
+    measured = [] if file is None else list(file.measured)
+    groups = [group for group in groups if file is None or not file.has(group)]
+    if file is not None and measured:
+        console.note(f"{len(measured)} batches are in {file.path} already; {len(groups)} are left.")
+    if not groups:
+        return measured, True
     err = console.stderr()
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -122,25 +227,30 @@ def _measure(measuring: Bench, groups: list[tuple[Prompt, ...]]) -> list[Measure
         auto_refresh=False,
         disable=not err.is_terminal,
     )
-    measured: list[Measured] = []
     with bar:
         task = bar.add_task("warming up", total=measuring.runs(len(groups)))
         bar.refresh()
-        measuring.wake(groups[0][0])
-        for number, group in enumerate(groups, 1):
-            begun: list[str] = []
+        try:
+            measuring.wake(groups[0][0])
+            for number, group in enumerate(groups, 1):
+                begun: list[str] = []
 
-            def tick(name: str, number: int = number, begun: list[str] = begun) -> None:
-                # Called before a run: the one that is shown as done is the one before.
-                done = measuring.runs(number - 1) + len(begun)
-                begun.append(name)
-                bar.update(task, completed=done, description=f"sample {number}/{len(groups)}: {name}")
-                bar.refresh()
+                def tick(name: str, number: int = number, begun: list[str] = begun) -> None:
+                    # Called before a run: the one that is shown as done is the one before.
+                    done = measuring.runs(number - 1) + len(begun)
+                    begun.append(name)
+                    bar.update(task, completed=done, description=f"sample {number}/{len(groups)}: {name}")
+                    bar.refresh()
 
-            if not err.is_terminal:
-                err.print(Text(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ..."))
-            measured.append(measuring.measure(group, tick))
-    return measured
+                if not err.is_terminal:
+                    err.print(Text(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ..."))
+                one = measuring.measure(group, tick)
+                measured.append(one)
+                if file is not None:
+                    file.add(one)
+        except KeyboardInterrupt:
+            return measured, False
+    return measured, True
 
 
 def _show(found: dict[str, Any], decode: Any) -> None:
@@ -151,6 +261,8 @@ def _show(found: dict[str, Any], decode: Any) -> None:
         out.print()
     for line in report.listing(found, decode):
         out.print(Text(line, style="red" if line.startswith("MISMATCH") else ""))
+    for name, note in found["notes"].items():
+        out.print(Text(f"{name}: {note}."))
     for line in report.DEFINITIONS:
         out.print(Text(line, style="dim"))
 

@@ -114,6 +114,7 @@ def generate(
     depth: options.Depth = None,
     tree_top_k: options.TreeTopK = None,
     threshold: options.Threshold = None,
+    plan: options.Plan = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -143,7 +144,7 @@ def generate(
         drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
         method_options = options.method_options(method, option or []) | drafting
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
-        method_options = Speculator(method, offload=offload, **method_options).options
+        method_options = Speculator(method, offload=offload, plan=plan, **method_options).options
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -156,8 +157,9 @@ def generate(
         status("Preparing the prompt")
         with options.settings_checked():
             spec = Speculator(
-                method, target=loaded.model, tokenizer=loaded.tokenizer, offload=offload, **method_options
+                method, target=loaded.model, tokenizer=loaded.tokenizer, offload=offload, plan=plan, **method_options
             )
+            spec.planner(status)
         tokens = _encode(loaded, request, raw)
     if not sampling.greedy and seed is None:
         seed = random.randrange(2**32)

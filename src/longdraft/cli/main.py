@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from longdraft.cli import console, options
 from longdraft.cli.bench import bench
+from longdraft.cli.bench_report import bench_report
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
@@ -65,6 +66,7 @@ for verb in (generate, bench, methods, doctor, export):
     app.command()(_interruptible(verb))
 app.command("bench quality")(_interruptible(quality))
 app.command("bench needle")(_interruptible(needle))
+app.command("bench report")(_interruptible(bench_report))
 
 training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
 for trainer in (longspec, eagle3, lm, data):

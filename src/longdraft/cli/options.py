@@ -121,6 +121,14 @@ Threshold = Annotated[
         show_default="0.7",
     ),
 ]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        help="auto: trees as large as pays on this machine, or none; fixed: the method's own.",
+        show_default="auto, fixed where a tree is asked for",
+    ),
+]
 
 
 def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def quality(
             options.whole_numbers("--budget", budget), options.whole_numbers("--margin", margin),
             tuple(options.words(selector)), max_tokens, ignore_eos, drift, given,
         )  # fmt: skip
-        prompting = Prompts(max_tokens=max_tokens, context=context, raw=raw)
+        prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw)
         search = None
         if needle_file is not None:
             depths = options.numbers("--needle-depths", needle_depths)

@@ -12,6 +12,7 @@ import torch
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
+from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 
 
@@ -23,6 +24,12 @@ class Drafter(ABC):
 
     max_nodes: int
     """Largest number of drafted nodes of any tree; the cache keeps this much scratch space."""
+
+    forwards: int = 0
+    """Forwards of a draft so far; none where drafting costs next to nothing."""
+
+    def follow_budget(self) -> None:  # noqa: B027
+        """Told before all else, if at all: a planner decides how large trees are; each propose brings a budget."""
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Decoder layers of the target whose output hidden states it reads from the store's ``features``."""
@@ -39,8 +46,14 @@ class Drafter(ABC):
         """Told once a sequence, when its prompt has been read and its first token emitted."""
 
     @abstractmethod
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
-        """A tree for each sequence, rooted at its last emitted token."""
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        """A tree for each sequence, rooted at its last emitted token.
+
+        A round may pass without: what was emitted since the last call is in the sequences.
+
+        Args:
+            budget: what the trees may be; None: as the drafter was made.
+        """
 
     def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
         """Told what the target looked for: after the prefill, and after each verification before all else.
@@ -107,5 +120,5 @@ class NoDrafter(Drafter):
 
     max_nodes = 0
 
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         return [TokenTree((s.output[-1],), (-1,)) for s in sequences]

@@ -27,6 +27,7 @@ from longdraft.kv.store import KVShape, KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.beam import Level
+from longdraft.trees.budget import Budget
 from longdraft.trees.plan import tree_plan
 from longdraft.trees.tree import TokenTree
 
@@ -142,6 +143,11 @@ class Eagle3Drafter(Drafter):
         # For each slot, how many leading rows can no longer change.
         self._settled = [0] * store.slots
 
+    def follow_budget(self) -> None:
+        """Grows an OPT-Tree unless another tree was asked for."""
+        self.plan = self.plan.adaptive()
+        self.max_nodes = self.plan.max_nodes
+
     @torch.inference_mode()
     def prefill(self, sequence: Sequence) -> None:
         """Reads the prompt's last window: keys and values, no attention."""
@@ -153,7 +159,7 @@ class Eagle3Drafter(Drafter):
         self._fill(sequence)
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
         for s in sequences:
             if last_row(s) - self.cache.end(s.slot) > CHUNK:
@@ -166,6 +172,7 @@ class Eagle3Drafter(Drafter):
             self._bound.ids,
             self._runner.device,
             drawn=not sequences[0].greedy,
+            budget=budget,
         )
 
     def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
@@ -249,6 +256,7 @@ class _Round:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
+        self._drafter.forwards += 1
         with self._bound.packed.serving(level.tokens.numel()):
             out = self._roots(level) if level.depth == 0 else self._nodes(level)
             self._outputs = dict(zip(level.rows, out.split(level.tokens.shape[1]), strict=True))

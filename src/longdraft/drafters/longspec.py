@@ -26,6 +26,7 @@ from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.beam import Level
+from longdraft.trees.budget import Budget
 from longdraft.trees.plan import tree_plan
 from longdraft.trees.tree import TokenTree
 
@@ -106,6 +107,11 @@ class LongSpecDrafter(Drafter):
             transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
             self.retrieved = RetrievedKV(store, self.retrieval, transposed)
 
+    def follow_budget(self) -> None:
+        """Grows an OPT-Tree unless another tree was asked for."""
+        self.plan = self.plan.adaptive()
+        self.max_nodes = self.plan.max_nodes
+
     @torch.inference_mode()
     def prefill(self, sequence: Sequence) -> None:
         """Reads the prompt's last window: embeddings, keys and values, no attention."""
@@ -122,7 +128,7 @@ class LongSpecDrafter(Drafter):
         self.window.append(slot, start, k, v)
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
         return self.plan.grow(
             [s.output[-1] for s in sequences],
@@ -132,6 +138,7 @@ class LongSpecDrafter(Drafter):
             self._bound.ids,
             self._runner.device,
             drawn=not sequences[0].greedy,
+            budget=budget,
         )
 
     # Emitted tokens enter the window at the start of the next round, so there is nothing to observe.
@@ -175,6 +182,7 @@ class _Round:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
+        self._drafter.forwards += 1
         with self._bound.packed.serving(level.tokens.numel()):
             hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
         return self._bound.logits(hidden).view(*level.tokens.shape, -1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import log
 
 from longdraft.drafters.base import Drafter
 from longdraft.sequence import Sequence
+from longdraft.trees.budget import Budget
 from longdraft.trees.builders import union
 from longdraft.trees.tree import TokenTree
 
@@ -91,16 +93,20 @@ class NGramDrafter(Drafter):
         self._indexes[sequence.index] = index
         self._lengths[sequence.index] = self.max_draft // 2 + 1
 
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
-        return [self._propose(s) for s in sequences]
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        return [self._propose(s, budget) for s in sequences]
 
-    def _propose(self, sequence: Sequence) -> TokenTree:
+    def _propose(self, sequence: Sequence, budget: Budget | None) -> TokenTree:
         root = sequence.output[-1]
-        length = min(self._lengths[sequence.index], sequence.remaining - 1)
+        # With a budget, how many of the nodes are verified is the planner's business.
+        length = self._lengths[sequence.index] if budget is None else self.max_draft
+        length = min(length, sequence.remaining - 1)
         if length < 1:
             return TokenTree((root,), (-1,))
         found = self._indexes[sequence.index].continuations(length, self.branches)
-        return union(root, [path for _, path in found], self.max_nodes)
+        # A longer match is right more often; by how much, the planner finds out.
+        chances = [log(n / (n + 1)) for n, _ in found]
+        return union(root, [path for _, path in found], self.max_nodes, chances)
 
     def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
         index = self._indexes[sequence.index]

@@ -31,6 +31,7 @@ from longdraft.sequence import Sequence
 from longdraft.target.parts import rotary_module
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.beam import Level
+from longdraft.trees.budget import Budget
 from longdraft.trees.plan import tree_plan
 from longdraft.trees.tree import TokenTree
 
@@ -141,6 +142,11 @@ class SmallLMDrafter(Drafter):
         # What was fed of each slot's text, token by token.
         self._fed: list[list[int]] = [[] for _ in range(store.slots)]
 
+    def follow_budget(self) -> None:
+        """Grows an OPT-Tree unless another tree was asked for."""
+        self.plan = self.plan.adaptive()
+        self.max_nodes = self.plan.max_nodes
+
     @torch.inference_mode()
     def prefill(self, sequence: Sequence) -> None:
         """Reads the prompt.
@@ -153,7 +159,7 @@ class SmallLMDrafter(Drafter):
         self._read(sequence.slot, sequence.prompt)
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence]) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
         return self.plan.grow(
             [s.output[-1] for s in sequences],
@@ -163,6 +169,7 @@ class SmallLMDrafter(Drafter):
             self._bound.ids,
             self._bound.runner.device,
             drawn=not sequences[0].greedy,
+            budget=budget,
         )
 
     # Emitted tokens are fed at the start of the next round, so there is nothing to observe.
@@ -273,6 +280,7 @@ class _Round:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
+        self._drafter.forwards += 1
         slots = [self._sequences[row].slot for row in level.rows]
         return self._roots(level, slots) if level.depth == 0 else self._nodes(level, slots)
 

@@ -41,7 +41,7 @@ def embedded_folder(progress: Progress | None = None) -> Path:
     progress is called with one line of text before the conversion. Raises CheckpointError where the package,
     or one needed to read it, is missing, and where the cache has too little space or cannot be written.
     """
-    source = _packaged_file()
+    source = packaged_file()
     cache = cache_folder()
     folder = cache / f"{source.stem}-{source.stat().st_size}-v{_FORMAT}"
     if _is_whole(folder):
@@ -61,7 +61,7 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
 
 
-def _packaged_file() -> Path:
+def packaged_file() -> Path:
     """Find the GGUF file without importing its package, whose own dependencies are not installed."""
     spec = importlib.util.find_spec(_PACKAGE)
     places = (spec.submodule_search_locations if spec else None) or []

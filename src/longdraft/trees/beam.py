@@ -155,14 +155,12 @@ def best_nodes(tree: TokenTree, nodes: int | None) -> TokenTree:
     """The tree's best drafted nodes by cumulative log-probability; with a node always its ancestors."""
     if nodes is None or tree.drafted <= nodes:
         return tree
-    scores = [0.0] * tree.size
-    for node in range(1, tree.size):
-        scores[node] = scores[tree.parents[node]] + tree.log_probs[node]
+    scores = tree.path_log_probs
     # A child never scores above its parent; of equal ones the parent comes first, for sorting keeps their order.
     kept = [0, *sorted(sorted(range(1, tree.size), key=lambda i: -scores[i])[:nodes])]
     new = {old: i for i, old in enumerate(kept)} | {-1: -1}
     return TokenTree(
         tuple(tree.tokens[i] for i in kept),
         tuple(new[tree.parents[i]] for i in kept),
-        tuple(tree.log_probs[i] for i in kept),
+        tuple(tree.log_probs[i] for i in kept) if tree.log_probs else (),
     )

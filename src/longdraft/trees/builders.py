@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from longdraft.trees.tree import TokenTree
 
@@ -32,24 +33,32 @@ def static(root: int, candidates: Sequence[Sequence[int]], widths: Sequence[int]
     return TokenTree(tuple(tokens), tuple(parents))
 
 
-def union(root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> TokenTree:
+def union(
+    root: int,
+    paths: Iterable[Sequence[int]],
+    max_nodes: int | None = None,
+    log_probs: Sequence[float] | None = None,
+) -> TokenTree:
     """The prefix tree of several continuations: what they share is verified once.
 
     Args:
         paths: continuations of the root, the most promising first.
         max_nodes: stop when the tree has this many drafted nodes.
+        log_probs: one a path, of each of its tokens given those before; the first path that has a node says its.
     """
     tokens, parents = [root], [-1]
+    chances = [0.0]
     children: dict[tuple[int, int], int] = {}
-    for path in paths:
+    for path, log_prob in zip(paths, log_probs or repeat(0.0), strict=False):
         node = 0
         for token in path:
             key = (node, token)
             if key not in children:
                 if max_nodes is not None and len(tokens) > max_nodes:
-                    return TokenTree(tuple(tokens), tuple(parents))
+                    return TokenTree(tuple(tokens), tuple(parents), tuple(chances) if log_probs else ())
                 children[key] = len(tokens)
                 tokens.append(token)
                 parents.append(node)
+                chances.append(log_prob)
             node = children[key]
-    return TokenTree(tuple(tokens), tuple(parents))
+    return TokenTree(tuple(tokens), tuple(parents), tuple(chances) if log_probs else ())

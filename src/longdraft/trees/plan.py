@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from longdraft.trees import opt as opt_tree
 from longdraft.trees.beam import Expand, beam
+from longdraft.trees.budget import Budget
 from longdraft.trees.dynamic import DEPTH, NODES, TOP_K, dynamic
 from longdraft.trees.tree import TokenTree
 
@@ -30,6 +31,7 @@ class TreePlan:
         nodes: verify only this many drafted nodes, the most probable; None: all, which an OPT-Tree does not know.
         drawn_widths: of a beam tree where tokens are drawn, not picked greedily; None: ``widths``.
         threshold: of an OPT-Tree; None: the tree is not one.
+        asked: whether it was chosen, not left to us.
     """
 
     widths: tuple[int, ...] | None
@@ -38,6 +40,15 @@ class TreePlan:
     nodes: int | None
     drawn_widths: tuple[int, ...] | None = None
     threshold: float | None = None
+    asked: bool = False
+
+    def adaptive(self) -> TreePlan:
+        """The plan for a planner, which wants trees of any size: an OPT-Tree no deeper, unless a tree was asked for."""
+        if self.asked or self.threshold is not None:
+            return self
+        top_k = min(self.top_k or opt_tree.TOP_K, opt_tree.TOP_K)
+        nodes = min(self.max_nodes, opt_tree.NODES)
+        return TreePlan(None, self.depth, top_k, nodes, threshold=opt_tree.THRESHOLD)
 
     @property
     def max_nodes(self) -> int:
@@ -65,12 +76,17 @@ class TreePlan:
         ids: torch.Tensor | None,
         device: torch.device | str,
         drawn: bool = False,
+        budget: Budget | None = None,
     ) -> list[TokenTree]:
         """A tree for each root, of at most these depths; :func:`beam`, :func:`dynamic` and :func:`opt` say the rest.
 
         Args:
             drawn: the target's tokens are drawn, not picked greedily.
+            budget: sizes of an OPT-Tree that nobody asked for otherwise; other trees keep their own.
         """
+        if budget is not None and self.threshold is not None and not self.asked:
+            nodes = max(1, min(self.max_nodes, budget.nodes))
+            self = replace(self, nodes=nodes, top_k=min(self.top_k, nodes), threshold=budget.price)
         depths = [min(self.depth, d) for d in depths]
         if self.threshold is not None:
             return opt_tree.opt(
@@ -106,6 +122,7 @@ def tree_plan(
     Raises:
         ValueError: sizes that make no tree, or options of two kinds together.
     """
+    asked = any(value is not None for value in (widths, nodes, tree, depth, top_k, threshold))
     grown = {"depth": depth, "top_k": top_k}
     given = [name for name, value in grown.items() if value is not None]
     if tree is None:
@@ -124,16 +141,16 @@ def tree_plan(
     if threshold is not None and (type(threshold) not in (int, float) or not 0 <= threshold < float("inf")):
         raise ValueError(f"threshold must be a number of at least 0, got {threshold!r}")
     if tree == "dynamic":
-        return TreePlan(None, depth or DEPTH, top_k or TOP_K, nodes or NODES)
+        return TreePlan(None, depth or DEPTH, top_k or TOP_K, nodes or NODES, asked=asked)
     if tree == "opt":
         nodes = nodes or opt_tree.NODES
         threshold = opt_tree.THRESHOLD if threshold is None else threshold
         shown = min(top_k or opt_tree.TOP_K, nodes)  # no level of it has more
-        return TreePlan(None, depth or opt_tree.DEPTH, shown, nodes, threshold=threshold)
+        return TreePlan(None, depth or opt_tree.DEPTH, shown, nodes, threshold=threshold, asked=asked)
     levels = WIDTHS if widths is None else tuple(widths)
     if not levels or min(levels) < 1:
         raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {levels}")
-    return TreePlan(levels, len(levels), 0, nodes, None if widths is not None else DRAWN_WIDTHS)
+    return TreePlan(levels, len(levels), 0, nodes, None if widths is not None else DRAWN_WIDTHS, asked=asked)
 
 
 def _meant(default: str, widths: bool, grown: bool, threshold: bool) -> str:

@@ -54,6 +54,14 @@ class TokenTree:
         return tuple(depths)
 
     @cached_property
+    def path_log_probs(self) -> tuple[float, ...]:
+        """Log-probability of each node's path from the root, as the drafter says; 0.0 where it does not."""
+        scores = [0.0] * self.size
+        for node in range(1, self.size if self.log_probs else 0):
+            scores[node] = scores[self.parents[node]] + self.log_probs[node]
+        return tuple(scores)
+
+    @cached_property
     def is_chain(self) -> bool:
         """True when no node has two children: the causal mask serves."""
         return all(parent == i - 1 for i, parent in enumerate(self.parents))

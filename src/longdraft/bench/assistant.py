@@ -1,0 +1,67 @@
+"""A draft of ours as an assistant that ``transformers``' ``generate`` can use.
+
+``generate`` wants logits over the target's whole vocabulary; the head of a shipped draft has fewer rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from longdraft import drafts
+from longdraft.drafters.small_lm_draft import KIND, SmallLMDraft
+from longdraft.errors import CapabilityError
+from longdraft.target.runner import TargetRunner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class WideHead(nn.Module):
+    """A head of few rows, its logits spread over a larger vocabulary; all other tokens are impossible.
+
+    Args:
+        head: hidden states to logits (..., n). ids: (n,) token id of each. vocabulary: how many there are in all.
+    """
+
+    ids: torch.Tensor
+
+    def __init__(self, head: nn.Module, ids: torch.Tensor, vocabulary: int) -> None:
+        super().__init__()
+        self.head, self._vocabulary = head, vocabulary
+        self.register_buffer("ids", ids, persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden)
+        wide = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)
+        wide[..., self.ids] = logits
+        return wide
+
+
+def assistant(runner: TargetRunner, name: str | Path | None = None) -> tuple[PreTrainedModel, Path]:
+    """A causal language model with the target's vocabulary, and where it was read from.
+
+    Args:
+        name: draft folder of ours, or folder or hub id of a model of transformers; None: the shipped draft.
+
+    Raises:
+        CapabilityError: none is named, and none comes with the package for this target.
+        CheckpointError: it cannot be read, or has another vocabulary.
+        UnsupportedModelError: it cannot be hosted, or the target shares nothing with drafts.
+    """
+    folder = name if name is not None else drafts.shipped(runner.parts.description, KIND)
+    if folder is None:
+        raise CapabilityError(
+            "hf-assisted needs a small language model with the target's vocabulary, and none comes with longdraft for "
+            "this model: name one with --assistant DIR, or leave hf-assisted out."
+        )
+    draft = SmallLMDraft.load(folder)  # read anew: the model below is changed, and a method may use the other one
+    bound = draft.bound(runner)
+    model = bound.runner.model
+    if bound.ids is not None:
+        model.lm_head = WideHead(model.lm_head, bound.ids, runner.vocab_size)
+        model.config.vocab_size = runner.vocab_size
+    return model, draft.folder

@@ -1,0 +1,225 @@
+"""``transformers``' own ``generate`` as a contender. The only file outside ``target/`` and its like that uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from longdraft.bench.contenders import Job, Run, trimmed
+from longdraft.target.loading import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Clock(BaseStreamer):
+    """A streamer that only looks at the clock. ``generate`` gives it the prompt first, then each forward's tokens.
+
+    Attributes:
+        counts: tokens of each call, those of all rows together; the prompt's is the first.
+    """
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.times[1] - self.start
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.times[-1] - self.times[1]
+
+
+class Generate:
+    """``transformers``' own ``generate`` with sdpa attention, on the same model object."""
+
+    name = "hf"
+    note = ""
+    draft: Path | None = None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # Keys and values of the prompts but their last token: views, which the next cache copies when it grows.
+        self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def comparable(self, greedy: bool, batch: int) -> bool:
+        # A batch draws all its rows from one generator, ours each from its own: no row agrees.
+        return greedy or batch == 1
+
+    def cold(self, job: Job) -> Run:
+        self.release()
+        return self._run(job)
+
+    def warm(self, job: Job) -> Run:
+        return self._run(job)
+
+    def release(self) -> None:
+        self._prompt_kv = None
+
+    def _run(self, job: Job) -> Run:
+        known: dict[str, Any] = {}
+        if self._prompt_kv is not None:
+            known["past_key_values"] = cache = DynamicCache()
+            for layer, (k, v) in enumerate(self._prompt_kv):
+                cache.update(k, v, layer)
+        out, width, clock = self._generate(job, known)
+        if self._prompt_kv is None and width > 1:
+            layers = out.past_key_values.layers
+            self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
+        tokens = _new_tokens(out, width, job)
+        # One token a forward, and the prompt's forward gives the first.
+        rounds = tuple(len(t) - 1 for t in tokens)
+        return Run(tokens, clock.first_token_seconds, clock.decode_seconds, rounds)
+
+    def _generate(self, job: Job, arguments: Mapping[str, Any], **settings: Any) -> tuple[Any, int, Clock]:
+        """``generate``'s output, the prompts' padded width, and the clock.
+
+        Args:
+            arguments: further ones of ``generate``. settings: further ones of its configuration.
+        """
+        pad = min(job.eos, default=0)
+        width = max(map(len, job.prompts))
+        rows = [[pad] * (width - len(p)) + list(p) for p in job.prompts]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in job.prompts]
+        device = self._model.device
+        torch.manual_seed(job.seed)
+        with ExitStack() as changed:
+            changed.enter_context(quiet())  # transformers warns of what it does with an assistant's settings
+            changed.enter_context(_sdpa(self._model))
+            changed.enter_context(_settings(self._model, _config(job, pad, settings)))
+            clock = Clock()
+            out = self._model.generate(
+                torch.tensor(rows, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                streamer=clock,
+                return_dict_in_generate=True,
+                **arguments,
+            )
+        return out, width, clock
+
+
+class Assisted(Generate):
+    """``generate`` with a draft of several tokens that one forward checks. It takes one prompt at a time.
+
+    It cannot start from a prompt's KV, so every run reads the prompt again, which is not in the decode seconds. The
+    forward that reads the prompt checks a draft too: what it accepts is ``early``.
+    """
+
+    def comparable(self, greedy: bool, batch: int) -> bool:
+        return greedy  # drawn tokens have the right distribution, and come from other draws than ours
+
+    def _run(self, job: Job) -> Run:
+        out, width, clock = self._generate(job, self._arguments(), **self._options())
+        tokens = _new_tokens(out, width, job)
+        first, *later = clock.counts[1:]
+        emitted = accumulate(later, initial=first)
+        return Run(
+            tokens,
+            clock.first_token_seconds,
+            clock.decode_seconds,
+            rounds=(len(later),),
+            early=first - 1,
+            accepted=tuple((n - 1, job.max_tokens - e - 1) for n, e in zip(later, emitted, strict=False)),
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        """Of ``generate``, beside those of plain decoding."""
+        return {}
+
+    def _options(self) -> dict[str, Any]:
+        """Of the generation configuration, likewise."""
+        return {}
+
+
+class PromptLookup(Assisted):
+    """``generate``'s own prompt lookup."""
+
+    name = "hf-prompt-lookup"
+    TOKENS = 10  # what transformers' documentation calls it with
+
+    def _options(self) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": self.TOKENS}
+
+
+class AssistantModel(Assisted):
+    """``generate`` with a small language model as its assistant, at transformers' own settings.
+
+    Args:
+        assistant: with the model's vocabulary, on its device. folder: where it was read from.
+    """
+
+    name = "hf-assisted"
+
+    def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel, folder: Path) -> None:
+        super().__init__(model)
+        self.draft, self._assistant = folder, assistant
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"assistant_model": self._assistant}
+
+
+def _new_tokens(out: Any, width: int, job: Job) -> tuple[tuple[int, ...], ...]:
+    return tuple(trimmed(row[width:].tolist(), job.eos)[: job.max_tokens] for row in out.sequences)
+
+
+def _config(job: Job, pad: int, more: Mapping[str, Any]) -> GenerationConfig:
+    sampling = job.sampling
+    settings: dict[str, Any] = {
+        **more,
+        "max_new_tokens": job.max_tokens,
+        "eos_token_id": sorted(job.eos) or None,
+        "pad_token_id": pad,
+        "do_sample": not sampling.greedy,
+        "repetition_penalty": sampling.repetition_penalty or 1.0,
+    }
+    if not sampling.greedy:
+        # Left out, top_k would be transformers' default of 50.
+        settings |= {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": sampling.top_p if sampling.top_p is not None else 1.0,
+            "min_p": sampling.min_p,
+        }
+    return GenerationConfig(**settings)
+
+
+@contextmanager
+def _settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Puts ``config`` in place of the model's own for a while: ``generate`` fills what an argument leaves out, such
+    as an EOS that is to be ignored, from the model's."""
+    before = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@contextmanager
+def _sdpa(model: PreTrainedModel) -> Iterator[None]:
+    before = model.config._attn_implementation
+    if before != "sdpa":
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if before != "sdpa":
+            model.set_attn_implementation(before)

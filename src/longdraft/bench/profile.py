@@ -1,0 +1,252 @@
+"""Where the rounds of a method spend their time, what they hold in memory, and what one round's tree looked like.
+
+Measured in rounds of their own, never in those that are timed for tokens/s: the clocks below wait for the device
+whenever they are read, which costs a GPU its head start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import nn
+
+from longdraft.attention.block import Block
+from longdraft.bench.contenders import Job
+from longdraft.engine import Engine
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.speculator import Speculator
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.acceptance import Accepted
+from longdraft.verify.schedule import Settled, Verified
+
+ROUNDS = 16
+"""Rounds that are profiled, after one that is not: it pays for what a run does once."""
+
+PARTS = ("draft", "attention", "forward", "rest")
+"""A round's parts: the drafter; attention in the target's forward, and the rest of verifying; everything else."""
+
+_DRAFTING = ("propose", "attended", "observe", "refreshed", "rewind")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was seen of a few rounds of one method.
+
+    Attributes:
+        rounds: how many.
+        seconds: mean seconds a round of each of :data:`PARTS`; a batch's rounds are those of all its sequences.
+        prefix_share: of the keys that attention read, the share that was the prefix; the others are the tree's own.
+        memory: bytes of ``weights`` (the target's), ``packed`` (their second copy for few rows on a CPU), ``kv`` and
+            ``draft`` (all that the drafter holds: weights, its cache).
+        tree: the round whose accepted length is nearest to the mean; None where nothing was drafted.
+    """
+
+    rounds: int
+    seconds: dict[str, float]
+    prefix_share: float | None
+    memory: dict[str, int]
+    tree: dict[str, Any] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a results file; see docs/figures.md."""
+        return dict(vars(self))
+
+
+def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds: int = ROUNDS) -> Profile | None:
+    """Decodes the job's first rounds with clocks around the parts; None when it ends with the prompts' tokens.
+
+    Args:
+        cache: KV of the prompts, so that they need not be read again.
+        rounds: profiled at most.
+    """
+    run = spec.stream(
+        [list(p) for p in job.prompts],
+        max_new_tokens=job.max_tokens,
+        sampling=job.sampling,
+        seed=job.seed,
+        eos_token_ids=sorted(job.eos),
+        cache=cache,
+    )
+    engine = run._engine
+    clock = _Clock(engine.runner.device)
+    trees: list[_Settled] = []
+    seen: list[dict[str, float]] = []
+    with _watched(engine, clock, trees):
+        for step in run:
+            if step.mode == "prefill":
+                clock.take()
+                trees.clear()
+            elif step.seconds:  # the first step of a round carries its time
+                parts = clock.take()
+                seen.append(parts | {"rest": step.seconds - parts["draft"] - parts["attention"] - parts["forward"]})
+                if len(seen) > rounds:
+                    break
+        memory = _memory(engine)
+        run.close()
+    kept = seen[1:] or seen
+    if not kept:
+        return None
+    keys = sum(part["prefix keys"] for part in kept), sum(part["keys"] for part in kept)
+    return Profile(
+        rounds=len(kept),
+        seconds={name: mean(part[name] for part in kept) for name in PARTS},
+        prefix_share=keys[0] / keys[1] if keys[1] else None,
+        memory=memory,
+        tree=_typical(trees, spec),
+    )
+
+
+class _Clock:
+    """Seconds inside wrapped functions since the last :meth:`take`; those of a function inside another count once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inside: list[str] = []
+        self.counts: dict[str, float] = defaultdict(float)
+
+    def take(self) -> dict[str, float]:
+        taken, self.counts = self.counts, defaultdict(float)
+        return taken
+
+    def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.inside(name):
+                return function(*arguments, **options)
+
+        return timed
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        outer = self._inside[-1] if self._inside else None
+        start = self._now()
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            seconds = self._now() - start
+            self.counts[name] += seconds
+            if outer is not None:
+                self.counts[outer] -= seconds
+
+    def verifying(self) -> bool:
+        return "forward" in self._inside
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+# What Schedule.settle was told: the sequence's index, the tree with the target's word on it, where the walk went.
+_Settled = tuple[int, Verified, Accepted]
+
+
+@contextmanager
+def _watched(engine: Engine, clock: _Clock, trees: list[_Settled]) -> Iterator[None]:
+    """Clocks around the drafter, the schedule and the target's attention; drafter and schedule are this run's own."""
+    drafter, schedule, runner = engine.drafter, engine.schedule, engine.runner
+    for name in _DRAFTING:
+        setattr(drafter, name, clock.wrapped("draft", getattr(drafter, name)))
+    settle, attend = schedule.settle, runner._attend
+
+    def settled(sequence: Any, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+        trees.append((sequence.index, verified, accepted))
+        return settle(sequence, tree, verified, accepted)
+
+    def attending(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+        if not clock.verifying():
+            return attend(q, k, v, block, scale)
+        clock.counts["prefix keys"] += sum(block.lengths)
+        clock.counts["keys"] += sum(block.lengths) + block.batch * block.width
+        with clock.inside("attention"):
+            return attend(q, k, v, block, scale)
+
+    schedule.verify = clock.wrapped("forward", schedule.verify)  # type: ignore[method-assign]
+    schedule.settle = settled  # type: ignore[method-assign]
+    runner._attend = attending
+    try:
+        yield
+    finally:
+        runner._attend = attend
+
+
+def _typical(trees: list[_Settled], spec: Speculator) -> dict[str, Any] | None:
+    """The first sequence's round whose accepted length is nearest to the mean, the earliest of several."""
+    own = [(verified, accepted) for index, verified, accepted in trees if index == 0 and verified.tree.drafted]
+    if not own or spec.tokenizer is None:
+        return None
+    usual = mean(accepted.from_draft for _, accepted in own)
+    verified, accepted = min(own, key=lambda found: abs(found[1].from_draft - usual))
+    tree = verified.tree
+    decode = spec.tokenizer.decode
+    return {
+        "tokens": [str(decode([token])) for token in tree.tokens],
+        "parents": list(tree.parents),
+        # A drafter that has no probabilities to offer says 0.0 of every node.
+        "log_probs": list(tree.log_probs) if any(tree.log_probs) else None,
+        "path": list(accepted.path),
+        "bonus": str(decode([accepted.tokens[-1]])),
+        "mode": verified.mode,
+    }
+
+
+def _memory(engine: Engine) -> dict[str, int]:
+    runner, schedule = engine.runner, engine.schedule
+    weights = held_bytes([runner.model])
+    return {
+        "weights": weights,
+        "packed": held_bytes([runner]) - weights,
+        "kv": held_bytes([schedule], [runner]),
+        "draft": held_bytes([engine.drafter], [runner, schedule]),
+    }
+
+
+def held_bytes(holders: Iterable[object], but: Iterable[object] = ()) -> int:
+    """Bytes of all tensors that these objects of ours hold, each storage once.
+
+    Args:
+        but: what these hold does not count: it is shared.
+    """
+    shared: dict[int, int] = {}
+    seen: set[int] = set()
+    for holder in but:
+        _collect(holder, shared, seen)
+    found: dict[int, int] = {}
+    for holder in holders:
+        _collect(holder, found, seen)
+    return sum(size for storage, size in found.items() if storage not in shared)
+
+
+def _collect(held: object, found: dict[int, int], seen: set[int]) -> None:
+    """Adds storage -> bytes of every tensor that can be reached without leaving our own classes."""
+    if id(held) in seen:
+        return
+    seen.add(id(held))
+    if isinstance(held, torch.Tensor):
+        if held.is_mkldnn:  # its memory is oneDNN's and cannot be asked for
+            found[id(held)] = held.numel() * held.itemsize
+        else:
+            storage = held.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        return
+    if isinstance(held, nn.Module):
+        for tensor in (*held.parameters(), *held.buffers()):
+            _collect(tensor, found, seen)
+    elif isinstance(held, dict):
+        for value in held.values():
+            _collect(value, found, seen)
+    elif isinstance(held, list | tuple | set | frozenset):
+        for value in held:
+            _collect(value, found, seen)
+    elif type(held).__module__.startswith("longdraft.") and not isinstance(held, type) and hasattr(held, "__dict__"):
+        # A runner's model is what it hosts; its hooks and the like are not ours to walk.
+        for value in list(vars(held).values()):
+            _collect(value, found, seen)

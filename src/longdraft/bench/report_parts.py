@@ -1,0 +1,181 @@
+"""What a report is made of: results files, put together where their figures can be set beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from longdraft.bench import report, results, tree_drawing
+from longdraft.bench.run import Measured
+from longdraft.errors import CheckpointError
+
+Cell = tuple[str, int | None, int]
+"""Dataset, context that was asked for, batch size."""
+
+# Settings that may differ within a part: they say which prompts and whose figures, not how these were measured.
+_WHICH = ("contenders", "options", "exact", "contexts", "batches", "data", "limit")
+_FREE = ("memory_available_bytes",)
+
+
+@dataclass
+class Part:
+    """Measurements of one model on one machine, measured alike.
+
+    Attributes:
+        header: the first file's.
+        names: contenders, in the order of the tables.
+        rows: of all files, as :func:`longdraft.bench.report.rows` makes them.
+        measured: the batches they were made of.
+        notes: what has to be said of a contender, by name.
+        made: when each file was begun; commands: what made them.
+    """
+
+    paths: list[Path]
+    header: Mapping[str, Any]
+    names: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    made: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    contenders: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> set[Cell]:
+        return {(m.dataset, m.context, m.batch) for m in self.measured}
+
+    @property
+    def differences(self) -> list[dict[str, Any]]:
+        """Samples whose tokens are not those of ``ar``; mismatches first."""
+        found = [report.difference(d) | {"context": m.context} for m in self.measured for d in m.disagreements]
+        return sorted(found, key=lambda d: bool(d["near_tie"]))
+
+    def setting(self, name: str) -> Any:
+        return _dict(self.header.get("settings")).get(name)
+
+
+def parts(paths: Sequence[Path]) -> list[Part]:
+    """Reads results files. Those that were measured alike, each on prompts of its own, make one part.
+
+    Raises:
+        CheckpointError: a file that cannot be read, is no results file, or has no measurement.
+    """
+    found: list[Part] = []
+    for path in paths:
+        one = _read(path)
+        home = next((part for part in found if _alike(part, one)), None)
+        if home is None:
+            found.append(one)
+        else:
+            _join(home, one)
+    return found
+
+
+def apart(found: Sequence[Part]) -> str:
+    """Why parts are not one: what differs between any two of them, in words."""
+    kinds = [_kind(part) for part in found]
+    differing = [name for name in kinds[0] if any(kind[name] != kinds[0][name] for kind in kinds)]
+    if not differing:
+        return "they measure the same prompts, or methods with other options"
+    last = differing.pop()
+    return (", ".join(differing) + " and " if differing else "") + f"{last} differ"
+
+
+def profiles(part: Part) -> list[dict[str, Any]]:
+    """A part's profiles, one for each method, dataset, context and batch: the mean of its samples'."""
+    cells: dict[tuple[str, Cell], list[tuple[Measured, Mapping[str, Any]]]] = {}
+    for m in part.measured:
+        for name, profile in m.profiles.items():
+            cells.setdefault((name, (m.dataset, m.context, m.batch)), []).append((m, profile))
+    rows = {(row["method"], (row["dataset"], row["context"], row["batch"])): row for row in part.rows}
+    found = []
+    for key, own in cells.items():
+        each = [profile for _, profile in own]
+        shares = [p["prefix_share"] for p in each if p["prefix_share"] is not None]
+        found.append(
+            {
+                **{name: rows[key][name] for name in ("method", "dataset", "context", "context_tokens", "batch")},
+                "rounds": sum(p["rounds"] for p in each),
+                "seconds": _means([p["seconds"] for p in each]),
+                "prefix_share": mean(shares) if shares else None,
+                "memory": {name: max(p["memory"].get(name, 0) for p in each) for name in each[0]["memory"]},
+                "tree": next((p["tree"] for p in each if p["tree"]), None),
+            }
+        )
+    return found
+
+
+def _means(each: list[Mapping[str, float]]) -> dict[str, float]:
+    return {name: mean(one.get(name, 0.0) for one in each) for name in each[0]}
+
+
+def _read(path: Path) -> Part:
+    header, measured = results.read(path)
+    if not measured:
+        raise CheckpointError(f"{path} has no measurement yet: let `longdraft bench --results {path}` go on.")
+    for m in measured:
+        for name, profile in m.profiles.items():
+            try:
+                _check(profile)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                raise CheckpointError(
+                    f"{path}: the profile of {name} on {', '.join(m.samples)} is none that the bench wrote. "
+                    "Measure again, or take the line out."
+                ) from None
+    settings = _dict(header.get("settings"))
+    asked = settings.get("contenders") or list(measured[0].rounds)
+    names = [name for name in asked if all(name in m.rounds for m in measured)]
+    part = Part([path], header, names, report.rows(names, measured), measured)
+    part.notes = _dict(header.get("notes"))
+    part.made = [str(header["created"])] if header.get("created") else []
+    part.commands = [str(header["command"])] if header.get("command") else []
+    drafts, options = _dict(header.get("drafts")), _dict(settings.get("options"))
+    part.contenders = {name: (drafts.get(name), options.get(name)) for name in names}
+    return part
+
+
+def _check(profile: Mapping[str, Any]) -> None:
+    """Raises what reading a profile raises that the bench did not write."""
+    numbers = [profile["rounds"], *profile["seconds"].values(), *profile["memory"].values()]
+    shares = [] if profile["prefix_share"] is None else [profile["prefix_share"]]
+    if not profile["seconds"] or not all(isinstance(x, int | float) for x in numbers + shares):
+        raise ValueError("not a number")
+    if profile["tree"] is not None:
+        tree_drawing.draw(profile["tree"])
+
+
+def _alike(a: Part, b: Part) -> bool:
+    shared = a.contenders.keys() & b.contenders.keys()
+    same_methods = all(a.contenders[name] == b.contenders[name] for name in shared)
+    return _kind(a) == _kind(b) and same_methods and not a.cells & b.cells
+
+
+def _join(home: Part, other: Part) -> None:
+    home.paths += other.paths
+    home.names += [name for name in other.names if name not in home.names]
+    home.rows += other.rows
+    home.measured += other.measured
+    home.notes |= other.notes
+    home.made += other.made
+    home.commands += other.commands
+    home.contenders |= other.contenders
+
+
+def _kind(part: Part) -> dict[str, Any]:
+    """What has to be equal for figures to be set beside each other, by what people call it."""
+    header = part.header
+    hardware = {name: x for name, x in _dict(header.get("hardware")).items() if name not in _FREE}
+    hardware["gpus"] = [{k: v for k, v in _dict(g).items() if k not in _FREE} for g in hardware.get("gpus") or []]
+    return {
+        "machine": hardware,
+        "model": header.get("model"),
+        "versions": header.get("versions"),
+        "settings": {name: x for name, x in _dict(header.get("settings")).items() if name not in _WHICH},
+    }
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}

@@ -1,0 +1,223 @@
+"""What a verification costs on this machine: a table measured once, and how the machine does now.
+
+A forward of n rows on L tokens of text costs more than one of a single row by much less than n times, how much less
+depends on machine, model and L, and no formula knows it. So it is measured, at a few n and L, and kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import uuid
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from longdraft.errors import MemoryBudgetError
+from longdraft.kv.store import KVStore
+from longdraft.planning.machine import device_name
+from longdraft.target.embedded import cache_folder
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.schedule import verify_trees
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+LENGTHS = (64, 2048, 7168)
+REPEATS = 3
+# Once this much has been spent on measuring, what is left of it is made shorter: a large model on a slow machine.
+PATIENCE_SECONDS = 15.0
+# Raise it when a table means something else than before.
+_FORMAT = 1
+# How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
+_FOLLOW, _OUTLIER = 0.15, 2.0
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of a forward by rows and tokens of text.
+
+    Attributes:
+        lengths: tokens of text, ascending. rows: rows of a forward, ascending, the first of them 1.
+        seconds: for each length, for each number of rows.
+    """
+
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
+        if not shaped or not self.lengths or self.rows[:1] != (1,):
+            raise ValueError("a table of costs has a row for each length and a column for each number of rows")
+
+    def at(self, rows: float, length: float) -> float:
+        """Seconds of a forward of ``rows`` rows on ``length`` tokens; linear between what was measured, and beyond."""
+        return _between(self.lengths, [_between(self.rows, s, rows) for s in self.seconds], length)
+
+
+def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    if len(xs) == 1:
+        return ys[0]
+    i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+    slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+    # Noise must not make a long text cheaper than a short one further out.
+    return ys[i] + max(slope, 0.0) * (x - xs[i]) if x > xs[-1] else max(ys[i - 1] + slope * (x - xs[i - 1]), 1e-9)
+
+
+@dataclass
+class Costs:
+    """Predicts what a verification takes now: the table, times how the machine does at present.
+
+    Attributes:
+        table: as measured.
+    """
+
+    table: CostTable
+    _pace: float = 1.0
+    _bias: dict[int, float] = field(default_factory=dict)
+
+    def verification(self, rows: int, lengths: Sequence[int]) -> float:
+        """Seconds of one forward over ``rows`` rows of each sequence of a batch with these tokens of text."""
+        return self._pace * self._bias.get(self._column(rows * len(lengths)), 1.0) * self._expected(rows, lengths)
+
+    def saw(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
+        """Learns from a round: other work on the machine slows all rounds, a table that is off some of them."""
+        ratio = seconds / self._expected(rows, lengths)
+        ratio = min(max(ratio, self._pace / _OUTLIER), self._pace * _OUTLIER)
+        column = self._column(rows * len(lengths))
+        bias = self._bias.get(column, 1.0)
+        self._bias[column] = bias + _FOLLOW * (ratio / self._pace - bias)
+        self._pace += _FOLLOW * (ratio / bias - self._pace)
+
+    def _expected(self, rows: int, lengths: Sequence[int]) -> float:
+        # Weights are read once for the rows of all sequences, a sequence's text once for its own.
+        shared = self.table.at(rows * len(lengths), 0)
+        own = sum(self.table.at(rows, n) - self.table.at(rows, 0) for n in lengths)
+        return max(shared + own, 1e-9)
+
+    def _column(self, rows: int) -> int:
+        return bisect_right(self.table.rows, rows)
+
+
+def table_for(
+    runner: TargetRunner, folder: Path | None = None, progress: Callable[[str], None] | None = None
+) -> CostTable | None:
+    """The costs of a target on this machine: found, or measured and kept.
+
+    Args:
+        folder: where tables are kept; None: in the package's cache.
+        progress: called with a line of text before anything is measured.
+
+    Returns:
+        None where not even the shortest text fits the memory that is free.
+    """
+    key = _key(runner)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
+    known = _read(file, key)
+    if known is not None:
+        return known
+    line = "Measuring what a verification costs on this machine (once for this model; up to half a minute)"
+    logger.info(line)
+    if progress is not None:
+        progress(line)
+    found = measure(runner)
+    if found is not None:
+        _write(file, key, found)
+    return found
+
+
+def measure(runner: TargetRunner, lengths: Sequence[int] = LENGTHS, rows: Sequence[int] = ROWS) -> CostTable | None:
+    """Times forwards, the sizes in turn: medians. The text is made up; what a forward costs does not depend on it.
+
+    Returns:
+        None where memory does not even allow the shortest length; lengths that do not fit are left out.
+    """
+    wanted = [n for n in lengths if n + rows[-1] <= runner.context_length] or [max(1, runner.context_length - rows[-1])]
+    start = time.perf_counter()
+    seconds: list[tuple[float, ...]] = []
+    for length in wanted:
+        try:
+            store = runner.new_store(1, length + rows[-1])
+        except MemoryBudgetError:
+            break
+        for layer in range(store.shape.layers):
+            for tensor in store.layer(layer):
+                tensor.zero_()
+        store.lengths[0] = length
+        times: list[list[float]] = [[] for _ in rows]
+        # The first pass warms up and is not kept, unless the machine is so slow that there is no other.
+        for turn in range(REPEATS + 1):
+            if turn > 1 and time.perf_counter() - start > PATIENCE_SECONDS:
+                break
+            for column, n in enumerate(rows):
+                taken = _time(runner, store, n)
+                times[column] = [taken] if turn == 1 else [*times[column], taken]
+        # What is noise: fewer rows cannot cost more.
+        best = [median(t) for t in times]
+        seconds.append(tuple(min(best[i:]) for i in range(len(best))))
+    return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(seconds)) if seconds else None
+
+
+def _tree(nodes: int) -> TokenTree:
+    """Of the kind that is drafted: a branch at every other node."""
+    return TokenTree((0,) * nodes, (-1, *((i - 1) // 2 * 2 for i in range(1, nodes))))
+
+
+def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
+    _wait(runner.device)
+    start = time.perf_counter()
+    verify_trees(runner, store, [0], [_tree(rows)])
+    _wait(runner.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _key(runner: TargetRunner) -> dict[str, object]:
+    """All that a table depends on."""
+    return {
+        "format": _FORMAT,
+        "target": runner.fingerprint,
+        "kv": str(runner.kv_shape.dtype),
+        "attention": str(runner.attention_path),
+        "device": device_name(runner.device),
+        "torch": torch.__version__,
+    }
+
+
+def _read(file: Path, key: dict[str, object]) -> CostTable | None:
+    """A kept table; None where there is none, or one that cannot be read: it is measured again."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["key"] != key:
+            return None
+        table = found["table"]
+        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), tuple(map(tuple, table["seconds"])))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, key: dict[str, object], table: CostTable) -> None:
+    """Keeps a table; where that fails, it is measured again the next time."""
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        logger.info("The table of costs cannot be kept in %s: %s", file, error.strerror)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

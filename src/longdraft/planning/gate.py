@@ -1,0 +1,59 @@
+"""Whether to speculate at all: what it brought lately, against plain decoding."""
+
+from __future__ import annotations
+
+# What a round leaves of the rounds before it; how much a fresh judgement weighs, in plain steps.
+_KEEP, _PRIOR = 0.9, 3.0
+# Rounds that a trial lasts at least; rounds of plain decoding after a bad one, at first and at most.
+_TRIAL, _PAUSE, _LONGEST = 4, 32, 512
+# Below the first, speculation is given up; above the second, an earlier failure is forgotten.
+_BAD, _GOOD = 1.0, 1.05
+
+
+class Gate:
+    """Open while speculation pays. Closed, it opens for a trial after ever longer pauses.
+
+    A trial costs little: trees shrink to what is believed in, and pauses double until one goes well.
+    """
+
+    def __init__(self) -> None:
+        self._pause, self._next = 0, _PAUSE
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tokens = self._cost = _PRIOR
+        self._rounds = 0
+
+    def begin(self) -> None:
+        """A new text: what held for the last one may not hold for it, but is a hint."""
+        self._pause = 0
+        self._next = max(_PAUSE, self._next // 4)
+        self._reset()
+
+    def open(self) -> bool:
+        """Whether to speculate in this round. Asked once a round."""
+        if self._pause:
+            self._pause -= 1
+            return False
+        return True
+
+    @property
+    def gain(self) -> float:
+        """Tokens for each token that plain decoding would have made in the same time."""
+        return self._tokens / self._cost
+
+    def saw(self, tokens: float, cost: float) -> None:
+        """A round of speculation.
+
+        Args:
+            tokens: emitted, a sequence. cost: its time, in plain steps.
+        """
+        self._tokens = _KEEP * self._tokens + tokens
+        self._cost = _KEEP * self._cost + cost
+        self._rounds += 1
+        if self._rounds >= _TRIAL and self.gain < _BAD:
+            self._pause = self._next
+            self._next = min(2 * self._next, _LONGEST)
+            self._reset()
+        elif self._rounds >= 4 * _TRIAL and self.gain > _GOOD:
+            self._next = _PAUSE

@@ -1,0 +1,145 @@
+"""The planner: how much to draft and to verify, round by round, for the most tokens per second.
+
+Everything has a price in time, and time one in tokens: lambda, the tokens that decoding makes in a second. A tree whose
+nodes have chances p_1 >= p_2 >= ... of being accepted emits 1 + sum p_i tokens in V(1 + n) seconds, so the best n
+maximises sum_{i <= n} p_i - lambda * V(1 + n). One more level of drafting pays while it promises more tokens than
+lambda times the seconds of a draft forward. Chances are the drafter's probabilities, corrected by what became of nodes
+like these; V is measured. Where all of it brings less than plain decoding, nothing is drafted for a while.
+
+What is emitted does not depend on any of this: any tree verifies exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from math import exp
+
+from longdraft.planning.calibration import Calibration
+from longdraft.planning.costs import Costs, CostTable
+from longdraft.planning.gate import Gate
+from longdraft.sequence import Sequence
+from longdraft.trees.beam import best_nodes
+from longdraft.trees.budget import Budget
+from longdraft.trees.tree import TokenTree
+
+# Every so many rounds one is plain, which says what plain decoding costs now.
+_PROBE = 64
+# A draft forward, in plain steps, before one was seen; how fast estimates follow.
+_FORWARD, _FOLLOW = 0.05, 0.2
+
+
+class Planner:
+    """What is known of a method on a target: costs, and what became of its drafts. Serves one run after another.
+
+    Args:
+        table: what verifications cost.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self.costs = Costs(table)
+        # Drawn text is accepted by other chances than greedy text.
+        self.calibrations = {greedy: Calibration() for greedy in (True, False)}
+        self.gates = {greedy: Gate() for greedy in (True, False)}
+        self.forward: float | None = None  # seconds of a draft forward
+        self.chosen = 8.0  # nodes lately worth verifying
+
+    def start(self, greedy: bool) -> Plan:
+        """Plans a run."""
+        self.gates[greedy].begin()
+        return Plan(self, self.calibrations[greedy], self.gates[greedy])
+
+
+class Plan:
+    """Plans the rounds of one run: each asks for a budget, then what is worth verifying, and says how it went."""
+
+    def __init__(self, planner: Planner, calibration: Calibration, gate: Gate) -> None:
+        self._planner, self._costs = planner, planner.costs
+        self._calibration, self._gate = calibration, gate
+        self._rounds = 0
+        self._speculating = False
+
+    def budget(self, sequences: SequenceOf[Sequence]) -> Budget | None:
+        """What this round's trees may be; None: nothing shall be drafted."""
+        self._lengths = [len(s.prompt) + len(s.output) for s in sequences]
+        self._plain = self._costs.verification(1, self._lengths)
+        probing = self._rounds % _PROBE == 0
+        self._rounds += 1
+        self._speculating = not probing and self._gate.open()
+        if not self._speculating:
+            return None
+        forward = self._planner.forward or _FORWARD * self._plain
+        node = max(0.0, self._costs.verification(2, self._lengths) - self._plain)
+        price = self._worth * (forward + node) / len(sequences) / self._calibration.trust
+        return Budget(nodes=2 * round(self._planner.chosen) + 2, price=price)
+
+    @property
+    def _worth(self) -> float:
+        """Lambda: tokens, of all sequences, that a second is worth."""
+        return max(1.0, self._gate.gain) * len(self._lengths) / self._plain
+
+    def worthwhile(self, trees: list[TokenTree]) -> list[TokenTree]:
+        """The nodes that are worth verifying. A forward is as wide as its largest tree, so all may be as large."""
+        if not any(tree.drafted for tree in trees):
+            return trees
+        most = max(tree.drafted for tree in trees)
+        gains = [0.0] * (most + 1)
+        for tree in trees:
+            chances = sorted(self._chances(tree)[1:], reverse=True)
+            for i, p in enumerate(chances, 1):
+                gains[i] += p
+        best, value, sum_so_far = 0, -self._worth * self._plain, 0.0
+        for n in range(1, most + 1):
+            sum_so_far += gains[n]
+            here = sum_so_far - self._worth * self._costs.verification(n + 1, self._lengths)
+            if here > value:
+                best, value = n, here
+        self._planner.chosen += _FOLLOW * (best - self._planner.chosen)
+        return [_roots_only(tree) if not best else best_nodes(tree, best) for tree in trees]
+
+    def _chances(self, tree: TokenTree) -> list[float]:
+        """Of each node's path, the root's first. A path is never likelier than a part of it."""
+        found = [1.0] * tree.size
+        for node, (promised, grade) in enumerate(_promises(tree)[1:], 1):
+            found[node] = min(found[tree.parents[node]], self._calibration.chance(promised, grade))
+        return found
+
+    def saw(
+        self,
+        trees: list[TokenTree],
+        paths: list[tuple[int, ...]],
+        tokens: int,
+        forwards: int,
+        drafting: float,
+        verifying: float,
+    ) -> None:
+        """Learns from a round.
+
+        Args:
+            trees: what was verified; paths: the accepted nodes of each, the root's included.
+            tokens: emitted by all sequences.
+            forwards: of the draft; drafting, verifying: seconds.
+        """
+        rows = max(tree.size for tree in trees)
+        self._costs.saw(rows, self._lengths, verifying)
+        if not self._speculating:
+            return
+        if forwards:
+            each = drafting / forwards
+            known = each if self._planner.forward is None else self._planner.forward
+            self._planner.forward = known + _FOLLOW * (each - known)
+        for tree, path in zip(trees, paths, strict=True):
+            taken = set(path)
+            for node, (promised, grade) in enumerate(_promises(tree)[1:], 1):
+                self._calibration.saw(promised, grade, node in taken)
+        self._calibration.fade()
+        if forwards or rows > 1:  # a round that cost nothing to speculate in says nothing about it
+            self._gate.saw(tokens / len(trees), (drafting + verifying) / self._plain)
+
+
+def _promises(tree: TokenTree) -> list[tuple[float, int]]:
+    """(probability, grade) of each node's path, as its drafter says."""
+    return [(exp(score), Calibration.grade(score)) for score in tree.path_log_probs]
+
+
+def _roots_only(tree: TokenTree) -> TokenTree:
+    return TokenTree(tree.tokens[:1], (-1,), tree.log_probs[:1])

@@ -1,0 +1,18 @@
+"""What a round's trees may cost, as whoever plans the rounds sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bounds of the trees that a drafter grows in one round; it may stay below them.
+
+    Attributes:
+        nodes: drafted nodes of a tree that can be worth verifying.
+        price: what one more draft forward costs, in expected tokens: a level that promises less is not worth it.
+    """
+
+    nodes: int
+    price: float

@@ -1,0 +1,267 @@
+"""The report of results files: one page that needs nothing else, whatever stands in them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from longdraft.bench import charts, html_report
+from longdraft.errors import CapabilityError, CheckpointError
+from tests.bench.results_files import MACHINE, PROFILE, header, line, write
+
+SECONDS = {"ar": 4.0, "longspec": 2.0, "hf": 5.0}
+VOID = {"meta", "source", "img", "link", "br"}
+
+
+class Page(HTMLParser):
+    """What a page is made of: its text, what it loads, and whether its tags close."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.words).split())
+
+
+def made(*paths):
+    report = html_report.make(list(paths), "made by a test")
+    page = Page(report.html)
+    # The page loads nothing: no address outside, no script.
+    assert all(value.startswith("data:image/") for value in page.loads)
+    assert "script" not in page.tags and "link" not in page.tags
+    assert not re.search(r"@import|url\(", report.html)
+    assert all(data.startswith(b"\x89PNG") for data in report.images.values())
+    return report, page
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Two data sets, two contexts, profiles."""
+    lines = [
+        line(
+            SECONDS,
+            context,
+            dataset,
+            f"{dataset}.jsonl:1",
+            profiles={"ar": PROFILE | {"tree": None}, "longspec": PROFILE},
+        )
+        for dataset in ("news", "talks")
+        for context in (1024, 4096)
+    ]
+    return write(tmp_path / "r.jsonl", header(), *lines)
+
+
+def test_the_whole_page(results, tmp_path):
+    report, page = made(results)
+    assert (
+        "longspec decodes at 2.00x the speed of plain decoding (ar) and 2.50x that of transformers' generate"
+        in page.text
+    )
+    assert (
+        "Median over 4 prompts of 1,024 to 4,096 tokens, the same output. Model-1B, A Processor, 2 cores, float32."
+        in page.text
+    )
+    for said in ("made by a test", "longdraft bench --data file.jsonl", "torch 2.11", "2026-01-02", "2 timed rounds"):
+        assert said in page.text
+    assert "Every output of longspec and hf is that of ar" in page.text
+    assert "1 of 3 drafted tokens accepted" in page.text and "·<b>dog</b>" in page.text
+    for definition in (*html_report.report.DEFINITIONS, *html_report.DEFINITIONS):
+        assert definition in page.text
+    # Two data sets: speed, speed-up, accepted length, a round; and one chart over all prompts.
+    assert len(report.images) == 2 * 4 + 1
+    path = report.write(tmp_path / "new" / "folder")
+    assert path.name == "index.html" and len(list(path.parent.glob("*.png"))) == 9
+
+
+def test_one_method_one_context_no_hf(tmp_path):
+    report, page = made(write(tmp_path / "r.jsonl", header(("ar",)), line({"ar": 4.0}, None)))
+    assert "Plain decoding (ar)." in page.text and "On 1 prompt of 777 tokens." in page.text
+    assert "Nothing to compare" in page.text
+    assert list(report.images) == ["tokens-s-news.png"]
+
+
+def test_slower_than_plain_decoding(tmp_path):
+    _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), line({"ar": 4.0, "longspec": 8.0})))
+    assert "No exact method is faster than plain decoding (ar) here: longspec comes nearest, at 0.50x" in page.text
+
+
+def test_an_approximate_method_is_no_headline(tmp_path):
+    names = ("ar", "longspec", "specpv")
+    path = write(tmp_path / "r.jsonl", header(names), line({"ar": 4.0, "longspec": 3.0, "specpv": 1.0}))
+    _, page = made(path)
+    assert "longspec decodes at 1.33x" in page.text
+    assert "Not compared: specpv" in page.text and "not comparable" in page.text
+
+
+def test_what_is_missing_is_left_out(tmp_path):
+    bare = {"format": "longdraft-bench", "version": 1}
+    found = line(SECONDS, None, peak_memory_bytes={}, cold={})
+    for runs in found["rounds"].values():
+        for run in runs:
+            run["accepted"] = []
+    profiles = {"longspec": {**PROFILE, "prefix_share": None, "tree": {**PROFILE["tree"], "log_probs": None}}}
+    _, page = made(
+        write(tmp_path / "r.jsonl", bare, found),
+        write(tmp_path / "s.jsonl", header(), line(SECONDS, profiles=profiles)),
+    )
+    assert "longspec decodes at 2.00x" in page.text and "a model" in page.text
+
+
+def test_everything_from_a_file_is_escaped(tmp_path):
+    evil = "<script>alert(1)</script>&\"'"
+    names = ("ar", f"longspec{evil}")
+    differences = [
+        {
+            "method": names[1], "dataset": evil, "sample": evil, "position": 3, "token": 1, "reference": None,
+            "gap": None, "near_tie": False,
+        }
+    ]  # fmt: skip
+    tree = PROFILE["tree"] | {"tokens": [evil] * 4, "bonus": evil}
+    head = header(
+        names, model={"name": evil, "dtype": evil}, hardware=MACHINE | {"cpu": evil}, versions={evil: evil},
+        command=evil, created=evil, notes={evil: evil},
+    )  # fmt: skip
+    found = line(
+        {names[0]: 4.0, names[1]: 2.0}, 1024, evil, evil, differences=differences,
+        profiles={names[1]: PROFILE | {"tree": tree}},
+    )  # fmt: skip
+    report, page = made(write(tmp_path / "r.jsonl", head, found))
+    assert "<script" not in report.html and evil in page.text
+    assert "1 output different from ar's" in page.text and "Mismatch: " in page.text
+    assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in report.images)
+
+
+def test_near_ties_are_listed_behind_mismatches(tmp_path):
+    base = {"method": "longspec", "dataset": "news", "position": 3, "token": 1, "reference": 2}
+    near = base | {"sample": "a:1", "gap": 1e-4, "near_tie": True}
+    mismatch = base | {"sample": "b:2", "gap": 0.5, "near_tie": False}
+    _, page = made(
+        write(
+            tmp_path / "r.jsonl", header(), line(SECONDS, sample="a:1", differences=[near]),
+            line(SECONDS, sample="b:2", differences=[mismatch]),
+        )
+    )  # fmt: skip
+    assert page.text.index("Mismatch: longspec on b:2") < page.text.index("Near tie: longspec on a:1")
+
+
+def test_files_of_one_machine_are_one_chapter(tmp_path):
+    paths = [
+        write(
+            tmp_path / f"{context}.jsonl",
+            header(hardware=MACHINE | {"memory_available_bytes": context}),
+            line(SECONDS, context),
+        )
+        for context in (1024, 2048)
+    ]
+    _, page = made(*paths)
+    assert "chapter" not in page.text and "Median over 2 prompts of 1,024 to 2,048 tokens" in page.text
+
+
+@pytest.mark.parametrize(
+    ("over", "why"),
+    [
+        ({"hardware": MACHINE | {"cpu": "Another"}}, "machine differ"),
+        ({"model": {"name": "other", "dtype": "bfloat16"}}, "model differ"),
+        ({"settings": {"max_tokens": 32}}, "settings differ"),
+        ({"hardware": {}, "versions": {}}, "machine and versions differ"),
+        ({}, "they measure the same prompts"),
+    ],
+)
+def test_what_cannot_be_set_beside_each_other_is_kept_apart(tmp_path, over, why):
+    paths = [
+        write(tmp_path / "a.jsonl", header(), line(SECONDS)),
+        write(tmp_path / "b.jsonl", header(**over), line(SECONDS)),
+    ]
+    report, page = made(*paths)
+    assert "2 measurements that cannot be set beside each other" in page.text and why in page.text
+    assert "1-tokens-s-news.png" in report.images and "2-tokens-s-news.png" in report.images
+
+
+def test_the_same_method_with_other_options_is_kept_apart(tmp_path):
+    options = [{"longspec": {"nodes": n}} for n in (8, 16)]
+    paths = [
+        write(tmp_path / f"{i}.jsonl", header(settings={"options": own}), line(SECONDS, 1024 * (i + 1)))
+        for i, own in enumerate(options)
+    ]
+    assert "methods with other options" in made(*paths)[1].text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("", "not a results file"),
+        ("no json\n", "not a results file"),
+        ('{"format": "longdraft-bench", "version": 1}\n', "no measurement"),
+        ('{"format": "longdraft-bench", "version": 1}\n{"dataset": 3}\n', r"r\.jsonl:2 "),
+    ],
+)
+def test_a_broken_file(tmp_path, content, message):
+    path = tmp_path / "r.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        html_report.make([path])
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        {},
+        "text",
+        PROFILE | {"seconds": {"draft": "long"}},
+        PROFILE | {"tree": PROFILE["tree"] | {"parents": [0, 0, 0, 1]}},
+        PROFILE | {"tree": PROFILE["tree"] | {"path": [0, 9]}},
+    ],
+)
+def test_a_broken_profile(tmp_path, profile):
+    path = write(tmp_path / "r.jsonl", header(), line(SECONDS, profiles={"longspec": profile}))
+    with pytest.raises(CheckpointError, match=r"r\.jsonl.*profile"):
+        html_report.make([path])
+
+
+def test_a_folder_that_cannot_be_written(results, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        html_report.Page("x").write(tmp_path / "file" / "out")
+
+
+def test_without_matplotlib(results, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(CapabilityError, match=r"pip install 'longdraft\[report\]'"):
+        html_report.make([results])
+
+
+def test_looks_are_told_apart():
+    names = ["ar", "hf", *(f"m{i}" for i in range(12))]
+    look = charts.looks(names, ("ar", "hf"))
+    assert list(look) == names
+    assert len({(x.colours, x.marker, x.dashed) for x in look.values()}) == len(names)
+    # The same of a method whoever else is there, as long as their order is.
+    assert look["m0"] == charts.looks(["ar", "m0"], ("ar", "hf"))["m0"]

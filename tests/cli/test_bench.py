@@ -1,0 +1,151 @@
+"""The verb ``bench``: grids, results files, data by name, and being interrupted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longdraft.bench.run import Bench
+from longdraft.bench.tasks import TASKS
+
+
+@pytest.fixture
+def data_file(tmp_path):
+    rows = [{"context": f"five six {i} " * 30, "input": "why?", "dataset": "made-up"} for i in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture
+def bench(shell, model_folder, data_file):
+    def run(*arguments, data=True):
+        given = ["--data", data_file] if data else []
+        return shell("bench", "--model", model_folder, *given, "-n", 4, "--repeats", 1, *arguments)
+
+    return run
+
+
+def rows_of(ended):
+    return json.loads(ended.out.splitlines()[-1])["rows"]
+
+
+def test_a_grid(bench):
+    ended = bench("--context", "64,128", "--batch", "1,2", "--methods", "ar", "--json")
+    assert ended.code == 0
+    assert [(r["context"], r["batch"], r["samples"], r["context_tokens"]) for r in rows_of(ended)] == [
+        (64, 1, 4, 64), (64, 2, 4, 64), (128, 1, 4, 128), (128, 2, 4, 128),
+    ]  # fmt: skip
+    for title in ("made-up: 4 samples, 64 prompt tokens", "made-up: 4 samples, 2 at a time, 128 prompt tokens"):
+        assert title in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "64,x"], "--context takes whole numbers"),
+        (["--context", "64,0"], "context must be at least 1"),
+        (["--batch", "1,9"], "no batch of 9"),
+        (["--batch", "2", "--methods", "hf-prompt-lookup"], "one prompt at a time"),
+        (["--assistant", "x"], "--assistant is for hf-assisted"),
+        (["--methods", "llama-cpp"], "pip install llama-cpp-python"),
+        (["--methods", "hf-assisted"], "--assistant DIR"),
+        (["--data", "gov_report"], "--data gov_report=FILE"),
+        (["--data", "nothing"], "neither a file nor a data set"),
+    ],
+)
+def test_what_cannot_be(bench, arguments, message):
+    ended = bench(*arguments)
+    assert ended.code == 2
+    assert message in ended.err.splitlines()[-1]
+
+
+def test_data_by_name_from_a_file(bench, data_file):
+    ended = bench("--data", f"qmsum={data_file}", "--limit", 1, "--methods", "ar", "--json", data=False)
+    assert [(r["dataset"], r["samples"]) for r in rows_of(ended)] == [("qmsum", 1)]
+    assert "qmsum" in TASKS
+
+
+def test_without_data_the_standard_library_is_read(bench):
+    ended = bench("--quick", "--context", 200, "--json", data=False)
+    assert ended.code == 0
+    found = rows_of(ended)
+    assert {(r["dataset"], r["context_tokens"], r["samples"]) for r in found} == {
+        ("stdlib-summary", 200, 1), ("stdlib-quote", 200, 1),
+    }  # fmt: skip
+    # No longspec draft fits the tiny model.
+    assert [r["method"] for r in found[:3]] == ["ar", "prompt-lookup", "hf"]
+    assert "longspec is left out" in ended.err
+
+
+def test_quick_gives_way_to_what_is_said(shell, model_folder, data_file):
+    common = ("bench", "--model", model_folder, "--data", data_file, "--methods", "ar", "--quick", "--json")
+    (row,) = rows_of(shell(*common))
+    assert row["samples"] == 2
+    (row,) = rows_of(shell(*common, "--limit", 3))
+    assert row["samples"] == 3
+
+
+def test_a_results_file_is_gone_on_with(bench, tmp_path, monkeypatch):
+    path = tmp_path / "results.jsonl"
+    arguments = ("--methods", "hf", "--context", "64,128", "--limit", 2, "--results", path, "--json")
+    first = bench(*arguments)
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 4
+    path.write_text("".join(lines[:3]) + lines[3][:50])
+    measured = []
+    measure = Bench.measure
+
+    def watched(self, group, tick):
+        measured.append(group)
+        return measure(self, group, tick)
+
+    monkeypatch.setattr(Bench, "measure", watched)
+    second = bench(*arguments)
+    assert len(measured) == 2
+    assert "2 batches are in" in second.err
+    assert len(path.read_text().splitlines()) == 5
+    same = [[(r["method"], r["context"], r["samples"]) for r in rows_of(ended)] for ended in (first, second)]
+    assert same[0] == same[1]
+    third = bench(*arguments)
+    assert len(measured) == 2
+    assert rows_of(third) == rows_of(second)
+    other = bench(*arguments, "--seed", 3)
+    assert other.code == 2
+    assert "settings.seed: 0 there, 3 here" in other.err
+
+
+def test_ctrl_c_keeps_what_is_done(bench, tmp_path, monkeypatch):
+    measure = Bench.measure
+    calls = []
+
+    def interrupted(self, group, tick):
+        calls.append(group)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(self, group, tick)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    path = tmp_path / "results.jsonl"
+    ended = bench("--methods", "ar", "--results", path, "--json", "--out", tmp_path / "out.json")
+    assert ended.code == 130
+    found = json.loads(ended.out.splitlines()[-1])
+    assert found["complete"] is False
+    assert [r["samples"] for r in found["rows"]] == [2]
+    assert json.loads((tmp_path / "out.json").read_text()) == found
+    assert "made-up: 2 samples" in ended.out
+    assert "Stopped after 2 of 4 batches." in ended.err
+    assert len(path.read_text().splitlines()) == 3
+    monkeypatch.setattr(Bench, "measure", measure)
+    assert json.loads(bench("--methods", "ar", "--results", path, "--json").out.splitlines()[-1])["complete"] is True
+
+
+def test_ctrl_c_before_anything_is_done(bench, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "wake", interrupted)
+    ended = bench("--methods", "ar")
+    assert ended.code == 130
+    assert "Stopped after 0 of 4 batches. Nothing is kept." in ended.err

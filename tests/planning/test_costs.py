@@ -1,0 +1,132 @@
+"""What verifications cost: measured once, kept, and followed as the machine's speed changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.errors import MemoryBudgetError
+from longdraft.planning import costs
+from longdraft.planning.costs import Costs, CostTable, measure, table_for
+from longdraft.target.runner import TargetRunner
+from tests.tiny import tiny_model
+
+TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
+
+
+def test_it_is_linear_between_what_was_measured_and_beyond():
+    assert TABLE.at(1, 0) == 1.0 and TABLE.at(8, 1000) == 9.0
+    assert TABLE.at(5, 0) == pytest.approx(2.25)
+    assert TABLE.at(1, 500) == pytest.approx(1.5) and TABLE.at(2, 2000) == pytest.approx(4.5)
+    assert TABLE.at(14, 0) == pytest.approx(4.5)
+
+
+@given(
+    st.lists(st.floats(0.1, 10), min_size=6, max_size=6),
+    st.floats(1, 100),
+    st.floats(0, 10_000),
+)
+def test_no_text_and_no_tree_is_free(seconds, rows, length):
+    table = CostTable((64, 2048), (1, 2, 8), (tuple(seconds[:3]), tuple(seconds[3:])))
+    assert table.at(rows, length) > 0
+
+
+def test_a_table_of_another_shape_is_refused():
+    for rows, seconds in (((2, 4), ((1.0, 1.0),)), ((1, 2), ((1.0,),)), ((1,), ())):
+        with pytest.raises(ValueError, match="row for each length"):
+            CostTable((64,), rows, seconds)
+
+
+def test_a_batch_reads_the_weights_once_and_each_text_once():
+    # Three sequences, two rows each: weights for six rows; each text's own share.
+    own = (TABLE.at(2, 1000) - TABLE.at(2, 0)) + (TABLE.at(2, 500) - TABLE.at(2, 0))
+    assert Costs(TABLE).verification(2, [1000, 0, 500]) == pytest.approx(TABLE.at(6, 0) + own)
+
+
+def test_it_follows_a_machine_that_slows_down():
+    seen = Costs(TABLE)
+    for _ in range(60):
+        seen.saw(1, [0], 3.0)
+    assert seen.verification(1, [0]) == pytest.approx(3.0, rel=0.02)
+    # Rounds of other sizes are expected to be slower too, though less surely.
+    assert seen.verification(2, [0]) > 2.0
+
+
+def test_one_odd_round_moves_little():
+    seen = Costs(TABLE)
+    seen.saw(1, [0], 1000.0)
+    assert seen.verification(1, [0]) < 1.5
+
+
+def test_a_table_that_is_off_for_one_size_is_put_right_there():
+    seen = Costs(TABLE)
+    for _ in range(200):
+        seen.saw(1, [0], 1.0)
+        seen.saw(2, [0], 3.0)
+    assert seen.verification(1, [0]) == pytest.approx(1.0, rel=0.05)
+    assert seen.verification(2, [0]) == pytest.approx(3.0, rel=0.05)
+
+
+# --- measuring ---
+
+
+@pytest.fixture
+def runner():
+    return TargetRunner(tiny_model(context=256))
+
+
+def test_a_table_of_a_model(runner):
+    table = measure(runner, lengths=(16, 64, 4096), rows=(1, 2, 4))
+    assert table is not None and table.lengths == (16, 64) and table.rows == (1, 2, 4)
+    assert all(list(s) == sorted(s) and s[0] > 0 for s in table.seconds)
+
+
+def test_a_context_shorter_than_every_length(runner):
+    table = measure(runner, lengths=(4096,), rows=(1, 8))
+    assert table is not None and table.lengths == (248,)
+
+
+def test_without_memory_there_is_no_table(runner, monkeypatch):
+    def full(*_, **__):
+        raise MemoryBudgetError("full")
+
+    monkeypatch.setattr(runner, "new_store", full)
+    assert measure(runner) is None
+    assert table_for(runner) is None
+
+
+def test_it_is_measured_once(runner, tmp_path, monkeypatch):
+    said: list[str] = []
+    table = table_for(runner, tmp_path, said.append)
+    assert len(said) == 1 and "Measuring" in said[0]
+
+    def never(*_):
+        raise AssertionError("measured twice")
+
+    monkeypatch.setattr(costs, "measure", never)
+    again = TargetRunner(runner.model)
+    assert table_for(again, tmp_path, said.append) == table and len(said) == 1
+    with pytest.raises(AssertionError):
+        table_for(TargetRunner(tiny_model(context=256, seed=1)), tmp_path)
+    monkeypatch.setattr(costs, "device_name", lambda device: "another machine")
+    with pytest.raises(AssertionError):
+        table_for(again, tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[]", '{"key": 1}', "null"])
+def test_a_broken_file_is_measured_again(runner, tmp_path, broken):
+    table_for(runner, tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = json.loads(file.read_text())
+    file.write_text(broken)
+    assert table_for(runner, tmp_path) is not None
+    assert json.loads(file.read_text())["key"] == whole["key"]
+
+
+def test_a_folder_that_cannot_be_written(runner, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert table_for(runner, blocked / "costs") is not None
