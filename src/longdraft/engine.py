@@ -1,6 +1,6 @@
 """The decoding loop. Every method is this loop with other parts in it.
 
-propose -> verify (one target forward) -> accept -> commit -> observe -> emit
+propose -> plan -> verify (one target forward) -> accept -> commit -> observe -> emit
 """
 
 from __future__ import annotations

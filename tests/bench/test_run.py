@@ -13,6 +13,8 @@ from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.data import Sample
 from longdraft.bench.run import Bench, Settings, batches, grid, prepare
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.planning import choice
+from longdraft.planning.costs import CostTable
 from longdraft.target.runner import TargetRunner
 from tests.drafts import random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -346,3 +348,17 @@ def test_a_method_with_options_of_its_own_is_a_contender_of_its_own(loaded):
     assert [row["mismatches"] for row in found] == [0, 0, 0, None]  # specpv is approximate
     with pytest.raises(UnknownMethodError):
         settings(methods=("prompt-lookups:max_draft=2",))
+
+
+def test_each_contender_may_have_a_plan_of_its_own(loaded, monkeypatch):
+    table = CostTable((0,), (1, 2), ((1e-9, 1.0),))  # a second row costs an age
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+    planned = "prompt-lookup:plan=auto"
+    wanted = settings(
+        methods=("prompt-lookup", planned), plan="fixed", max_tokens=40, ignore_eos=True,
+        own_options={planned: {"plan": "auto"}},
+    )  # fmt: skip
+    accepted = {r["method"]: r["mean_accepted_length"] for r in rows(loaded, wanted, SAMPLES[2:3])}
+    assert accepted[planned] == 1.0 < accepted["prompt-lookup"]
+    with pytest.raises(ValueError, match="auto or fixed"):
+        settings(plan="best")

@@ -54,6 +54,7 @@ def header(
         "settings": {
             "contenders": bench.names,
             "options": {name: _plain(s.options(name)) for name in s.contenders if name not in PEERS},
+            "plan": {name: s.plan_of(name) for name in s.contenders if name not in PEERS},
             "exact": {c.name: c.comparable(greedy, 1) for c in bench.contenders},
             "contexts": s.contexts,
             "batches": s.batches,

@@ -25,8 +25,9 @@ from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import METHODS, asked_for, method_of
+from longdraft.planning import choice
 from longdraft.speculator import Speculator
-from longdraft.target.loading import LoadedModel
+from longdraft.target.loading import LoadedModel, Progress
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
@@ -51,6 +52,8 @@ class Settings:
             ours reads them for all of ours.
         draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
         own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
+            One of them may be its ``plan``.
+        plan: how our methods size their trees; see :class:`~longdraft.speculator.Speculator`.
         offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
         sources: where peers have their own weights from.
         profile: look into some rounds of our methods, after the timed ones.
@@ -68,6 +71,7 @@ class Settings:
     cold: bool = True
     draft_options: Mapping[str, Any] = field(default_factory=dict)
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plan: str | None = None
     offload: str | Path | None = None
     sources: Sources = field(default_factory=Sources)
     profile: bool = False
@@ -89,6 +93,7 @@ class Settings:
                 )
             if name not in PEERS:
                 asked_for(method_name(name), self.options(name))  # a wrong option, or a draft that cannot be read
+            choice.checked(self.plan_of(name))
         offloading.parse(self.offload)
         peers.check(self.methods, self.sources, max(self.batches))
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
@@ -99,7 +104,12 @@ class Settings:
 
     def options(self, name: str) -> Mapping[str, Any]:
         """The options of a contender of ours."""
-        return {**self._shared(name), **self.own_options.get(name, {})}
+        return {**self._shared(name), **{k: x for k, x in self.own_options.get(name, {}).items() if k != "plan"}}
+
+    def plan_of(self, name: str) -> str | None:
+        """How a contender of ours sizes its trees."""
+        plan: str | None = self.own_options.get(name, {}).get("plan", self.plan)
+        return plan
 
     def takes_draft(self, name: str) -> bool:
         """Whether the draft options are for this contender."""
@@ -244,9 +254,16 @@ class Bench:
 
     Args:
         extra: further contenders, for methods that are not registered.
+        progress: called with a line of text before something long.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, extra: Sequence[Contender] = ()) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: Settings,
+        extra: Sequence[Contender] = (),
+        progress: Progress | None = None,
+    ) -> None:
         self.settings = settings
         self._kept = Kept(PromptCache())
         self._runner: TargetRunner | None = None
@@ -262,8 +279,10 @@ class Bench:
                 target=loaded.model,
                 tokenizer=loaded.tokenizer,
                 offload=settings.offload,
+                plan=settings.plan_of(name),
                 **settings.options(name),
             )
+            spec.planner(progress)
             self._runner = self._runner or spec.runner()
             self._contenders[name] = Ours(name, spec, self._kept)
         self._contenders |= {c.name: c for c in extra}

@@ -66,6 +66,7 @@ def bench(
     depth: options.Depth = None,
     tree_top_k: options.TreeTopK = None,
     threshold: options.Threshold = None,
+    plan: options.Plan = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
@@ -144,6 +145,7 @@ def bench(
             names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, sampling, seed, raw, ignore_eos,
             cold,
             draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold),
+            plan=plan,
             offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
             sources=Sources(assistant, llama_cpp_model),
@@ -162,7 +164,7 @@ def bench(
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
         with options.settings_checked():
-            measuring = Bench(loaded, settings)
+            measuring = Bench(loaded, settings, progress=status)
     file = None if results is None else Results(results, header(measuring, prompts, model or EMBEDDED_ID, read, limit))
     for size, left in left_over.items():
         if left:
