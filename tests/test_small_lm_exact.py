@@ -175,7 +175,15 @@ def test_specpv_takes_it_for_a_drafter(tmp_path, method, offload):
             assert sum(r.rolled_back for r in results) > 0
 
 
-@pytest.mark.parametrize("view", [{"widths": (2, 3)}, STREAMING | {"recent": 3, "sink": 1, "widths": (2, 3)}], ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        {"widths": (2, 3)},
+        STREAMING | {"recent": 3, "sink": 1, "widths": (2, 3)},
+        {"view": "retrieval", "recent": 3, "sink": 1, "chunk": 1, "chunks": 2, "every": 1, "nodes": 6, "threshold": 0.1},
+    ],
+    ids=str,
+)
 def test_sampled_runs_have_the_targets_distribution(tmp_path, view):
     """Chi-square of the joint distribution of four tokens, over a vocabulary of four."""
     size, draws, batch = 4, 2000, 500
