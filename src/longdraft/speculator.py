@@ -17,9 +17,10 @@ from longdraft.errors import CapabilityError
 from longdraft.kv import memory
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import Method, Recipe, asked_for, recipe
+from longdraft.methods import Method
 from longdraft.planning.choice import checked, planned, planner_for
 from longdraft.planning.planner import Planner
+from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Result, Sequence, Step, StopRule
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.runner import TargetRunner

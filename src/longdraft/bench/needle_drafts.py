@@ -22,7 +22,8 @@ from longdraft.drafters.base import Draft, Drafter, NoDrafter
 from longdraft.engine import Engine
 from longdraft.errors import ContextError
 from longdraft.kv.prompt_cache import PromptCache, common_prefix
-from longdraft.methods import Recipe, asked_for, method, recipe
+from longdraft.methods import method
+from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import FinishReason
 from longdraft.sequence import Sequence as Text
 from longdraft.target.chat import encode

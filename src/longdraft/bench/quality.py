@@ -22,7 +22,8 @@ from longdraft.errors import ContextError
 from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.scorers import SCORERS
-from longdraft.methods import Recipe, asked_for, method, recipe
+from longdraft.methods import method
+from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Sequence as Text
 from longdraft.target.loading import LoadedModel
 from longdraft.target.runner import TargetRunner

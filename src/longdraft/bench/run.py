@@ -24,8 +24,9 @@ from longdraft.drafters import draft_folder
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import METHODS, asked_for, method_of
+from longdraft.methods import METHODS, method_of
 from longdraft.planning import choice
+from longdraft.recipes import asked_for
 from longdraft.speculator import Speculator
 from longdraft.target.loading import LoadedModel, Progress
 from longdraft.target.runner import TargetRunner

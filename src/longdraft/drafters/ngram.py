@@ -58,6 +58,39 @@ class NGramIndex:
         return found
 
 
+class Luck:
+    """How often matches were right lately, by their length n: their first token, and each one after a right one.
+
+    What came instead is seen whether or not a proposal was verified, so nothing has to be tried to be known.
+    """
+
+    # So many guesses are believed in before any was seen, and what each new one leaves of the others.
+    PRIOR, KEEP = 2.0, 0.96
+
+    def __init__(self) -> None:
+        self._right: dict[tuple[int, bool], float] = {}
+        self._seen: dict[tuple[int, bool], float] = {}
+
+    def chance(self, n: int, first: bool) -> float:
+        """Of a token, the first of its match or a later one."""
+        # A longer match is right more often.
+        expected = self.PRIOR * n / (n + 1)
+        return (expected + self._right.get((n, first), 0.0)) / (self.PRIOR + self._seen.get((n, first), 0.0))
+
+    def log_probs(self, n: int, length: int) -> list[float]:
+        """Of the tokens of a match, each given those before."""
+        return [log(self.chance(n, i == 0)) for i in range(length)]
+
+    def saw(self, n: int, path: list[int], came: list[int]) -> None:
+        """A proposal, and the tokens that came in its place."""
+        for i, (token, real) in enumerate(zip(path, came, strict=False)):
+            kind = (n, i == 0)
+            self._right[kind] = self.KEEP * self._right.get(kind, 0.0) + (token == real)
+            self._seen[kind] = self.KEEP * self._seen.get(kind, 0.0) + 1.0
+            if token != real:
+                break
+
+
 @dataclass
 class NGramDrafter(Drafter):
     """Drafts by n-gram lookup in prompt and output.
@@ -80,6 +113,9 @@ class NGramDrafter(Drafter):
     max_n: int = 5
     _indexes: dict[int, NGramIndex] = field(default_factory=dict)
     _lengths: dict[int, int] = field(default_factory=dict)
+    # For each sequence, the best match of the last round: n, where the text ended then, and the tokens proposed.
+    _matches: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
+    _luck: Luck = field(default_factory=Luck)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
@@ -104,13 +140,18 @@ class NGramDrafter(Drafter):
         if length < 1:
             return TokenTree((root,), (-1,))
         found = self._indexes[sequence.index].continuations(length, self.branches)
-        # A longer match is right more often; by how much, the planner finds out.
-        chances = [log(n / (n + 1)) for n, _ in found]
+        if not found:
+            return TokenTree((root,), (-1,))
+        self._matches[sequence.index] = (found[0][0], len(sequence.prompt) + len(sequence.output), found[0][1])
+        chances = [self._luck.log_probs(n, len(path)) for n, path in found]
         return union(root, [path for _, path in found], self.max_nodes, chances)
 
     def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
         index = self._indexes[sequence.index]
         index.extend(sequence.tokens[len(index.text) :])
+        if sequence.index in self._matches:
+            n, end, path = self._matches.pop(sequence.index)
+            self._luck.saw(n, path, index.text[end:])
         if not tree.drafted:
             return
         length = self._lengths[sequence.index]
@@ -121,7 +162,9 @@ class NGramDrafter(Drafter):
         index = NGramIndex(self.min_n, self.max_n)
         index.extend(sequence.tokens)
         self._indexes[sequence.index] = index
+        self._matches.pop(sequence.index, None)
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence.index, None)
         self._lengths.pop(sequence.index, None)
+        self._matches.pop(sequence.index, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import exp
 
 import torch
 
@@ -78,6 +79,22 @@ class TokenTree:
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, if it was drafted."""
         return self._children[node].get(token)
+
+    def follows(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the tree has as a path from its root."""
+        node = 0
+        for count, token in enumerate(tokens):
+            found = self.child(node, token)
+            if found is None:
+                return count
+            node = found
+        return len(tokens)
+
+    @property
+    def first_chance(self) -> float:
+        """Probability of the likeliest first token, as the drafter says; 0.0 where it says none."""
+        first = [self.log_probs[i] for i in self._children[0].values()] if self.log_probs else []
+        return exp(max(first)) if first else 0.0
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to ``node``, both included."""

@@ -1,0 +1,105 @@
+"""Several drafters at once: their proposals in one tree.
+
+An n-gram lookup knows what the text repeats, a trained draft what the model would say; each is right where the other is
+not. What both propose is verified once, and a planner keeps the nodes that are worth their rows, whoever proposed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from longdraft.drafters.base import Drafter
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.budget import Budget
+from longdraft.trees.builders import merged
+from longdraft.trees.tree import TokenTree
+
+# A lookup as sure as this of its first token needs no second opinion, where a second opinion costs time.
+SURE = 0.75
+
+
+class UnitedDrafter(Drafter):
+    """A drafter that costs next to nothing, and one that costs forwards.
+
+    Args:
+        free: asked in every round.
+        paid: asked too, unless a budget makes its time count and the other is sure of itself.
+
+    Both see every token; the hidden states and queries that either reads are the paid one's.
+    """
+
+    def __init__(self, free: Drafter, paid: Drafter) -> None:
+        self.free, self.paid = free, paid
+        # For each sequence, what either proposed in this round.
+        self._proposed: dict[int, tuple[TokenTree, TokenTree]] = {}
+
+    @property
+    def max_nodes(self) -> int:  # type: ignore[override]
+        return self.free.max_nodes + self.paid.max_nodes
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return self.paid.forwards
+
+    def follow_budget(self) -> None:
+        self.free.follow_budget()
+        self.paid.follow_budget()
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return self.paid.feature_layers(runner)
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return self.paid.query_layers(runner)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        self.free.bind(runner, store)
+        self.paid.bind(runner, store)
+
+    def prefill(self, sequence: Sequence) -> None:
+        self.free.prefill(sequence)
+        self.paid.prefill(sequence)
+
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        free = self.free.propose(sequences, budget)
+        roots = [TokenTree(tree.tokens[:1], (-1,)) for tree in free]
+        doubtful = [i for i, tree in enumerate(free) if budget is None or tree.first_chance < SURE]
+        paid = dict(zip(doubtful, self._paid([sequences[i] for i in doubtful], budget), strict=True))
+        trees = []
+        for i, (s, tree) in enumerate(zip(sequences, free, strict=True)):
+            other = paid.get(i, roots[i])
+            self._proposed[s.index] = (tree, other)
+            trees.append(merged(tree, other))
+        return trees
+
+    def _paid(self, sequences: list[Sequence], budget: Budget | None) -> list[TokenTree]:
+        return self.paid.propose(sequences, budget) if sequences else []
+
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        self.paid.attended(sequence, queries)
+
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+        """Tells each how far its own proposal went, of what was verified."""
+        came = sequence.output[len(sequence.output) - accepted - 1 :]
+        proposed = self._proposed.pop(sequence.index, None)
+        if not tree.drafted or proposed is None:
+            proposed = (TokenTree(tree.tokens[:1], (-1,)),) * 2
+        for drafter, own in zip((self.free, self.paid), proposed, strict=True):
+            drafter.observe(sequence, own, own.follows(came[:accepted]))
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:
+        self.free.refreshed(sequence, start)
+        self.paid.refreshed(sequence, start)
+
+    def rewind(self, sequence: Sequence) -> None:
+        self._proposed.pop(sequence.index, None)
+        self.free.rewind(sequence)
+        self.paid.rewind(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self._proposed.pop(sequence.index, None)
+        self.free.release(sequence)
+        self.paid.release(sequence)

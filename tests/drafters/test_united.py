@@ -1,0 +1,158 @@
+"""Two drafters in one tree: whatever either proposes, the output is the target's."""
+
+from __future__ import annotations
+
+from math import exp, log
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.drafters.ngram import Luck, NGramDrafter
+from longdraft.engine import Engine
+from longdraft.planning import choice
+from longdraft.planning.costs import CostTable
+from longdraft.sequence import Sequence
+from longdraft.trees.builders import chain, merged, union
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.sampling import Picker
+from tests.drafts import random_draft, random_eagle3, small_lm
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
+METHODS = ["longspec", "eagle3", "small-lm"]
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+def pair(method, tmp_path, **options):
+    model = tiny_model(vocab=11, layers=6, dtype=torch.float64)
+    draft = {
+        "longspec": lambda: random_draft(tmp_path, model, window=16),
+        "eagle3": lambda: random_eagle3(tmp_path, model),
+        "small-lm": lambda: small_lm(tmp_path, 11),
+    }[method]()
+    return Speculator(method, target=model, draft=draft, lookup=True, **options), Speculator("ar", target=model)
+
+
+@methods
+@pytest.mark.parametrize("plan", ["fixed", "auto"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=8)], ids=["greedy", "drawn"])
+def test_a_ragged_batch_is_plain_decoding(tmp_path, monkeypatch, method, plan, sampling):
+    table = CostTable((0,), (1, 64), ((1e-2, 1.01e-2),))
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+    spec, ar = pair(method, tmp_path, plan=plan, **({"widths": (2, 2)} if plan == "fixed" else {}))
+    together = spec.generate(PROMPTS, max_new_tokens=40, sampling=sampling, seed=5)
+    for i, prompt in enumerate(PROMPTS):
+        alone = spec.generate([prompt], max_new_tokens=40, sampling=sampling, seed=5 + i)[0]
+        plain = ar.generate([prompt], max_new_tokens=40, sampling=sampling, seed=5 + i)[0]
+        assert together[i].token_ids == alone.token_ids == plain.token_ids
+    assert sum(r.accepted for r in together) > 0
+
+
+@methods
+def test_it_proposes_what_either_does(tmp_path, method):
+    """A text that repeats: the lookup finds it, whatever a random draft says."""
+    spec, _ = pair(method, tmp_path, widths=(2, 2), plan="fixed")
+    drafter = spec._recipe(spec.runner()).drafter()
+    trees, propose = [], drafter.propose
+    own = {"free": [], "paid": []}
+    for name in own:
+        part = getattr(drafter, name)
+        part.propose = lambda s, b=None, f=part.propose, n=name: own[n].append(f(s, b)) or own[n][-1]
+    drafter.propose = lambda s, b=None: trees.append(propose(s, b)) or trees[-1]
+    engine = Engine(spec.runner(), drafter, [Sequence(0, PROMPTS[0], 24)], [Picker(True, Sampling().processors())])
+    for _ in engine.steps(engine.open()):
+        pass
+    assert len(trees) > 3
+    for (whole,), (free,), (paid,) in zip(trees, own["free"], own["paid"], strict=True):
+        assert paths(whole) == paths(free) | paths(paid)
+        assert whole.drafted <= drafter.max_nodes
+
+
+def test_partial_verification_takes_it(tmp_path):
+    sizes = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
+    model = tiny_model(vocab=11, layers=6, dtype=torch.float64)
+    spec = Speculator(
+        "specpv-exact", target=model, draft=random_draft(tmp_path, model, window=16), lookup=True, **sizes
+    )
+    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=30)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=30)] == [r.token_ids for r in want]
+
+
+def test_a_kept_cache_is_taken_up_again(tmp_path):
+    spec, ar = pair("longspec", tmp_path)
+    cache = PromptCache()
+    first = ar.generate([PROMPTS[0]], max_new_tokens=20, cache=cache)[0]
+    for prompt in ([*PROMPTS[0], *first.token_ids, 4], [8, 9], PROMPTS[0]):
+        kept = spec.generate([prompt], max_new_tokens=20, cache=cache)[0]
+        assert kept.token_ids == ar.generate([prompt], max_new_tokens=20)[0].token_ids
+
+
+def test_lookup_is_yes_or_no(tmp_path):
+    model = tiny_model(vocab=11, layers=6)
+    with pytest.raises(ValueError, match="True or False"):
+        Speculator("longspec", target=model, draft=random_draft(tmp_path, model), lookup="yes")
+    with pytest.raises(ValueError, match="no option lookup"):
+        Speculator("prompt-lookup", target=model, lookup=True)
+
+
+# --- trees ---
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[i] for i in tree.path(node)) for node in range(tree.size)}
+
+
+continuations = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=4)
+
+
+@given(continuations, continuations)
+def test_a_merged_tree_has_all_paths_once(one, two):
+    a, b = union(9, one), union(9, two)
+    whole = merged(a, b)
+    assert paths(whole) == paths(a) | paths(b)
+    assert whole.size == len(paths(whole))
+
+
+def test_the_surer_drafter_counts():
+    a = TokenTree((9, 1, 2), (-1, 0, 1), (0.0, log(0.2), log(0.9)))
+    b = TokenTree((9, 1, 3), (-1, 0, 1), (0.0, log(0.6), log(0.1)))
+    whole = merged(a, b)
+    assert whole.tokens == (9, 1, 2, 3) and [exp(x) for x in whole.log_probs] == pytest.approx([1, 0.6, 0.9, 0.1])
+    assert whole.first_chance == pytest.approx(0.6)
+
+
+@given(continuations, st.lists(st.integers(0, 2), max_size=5))
+def test_how_far_a_text_follows_a_tree(branches, text):
+    tree = union(9, branches)
+    known = paths(tree)
+    assert tree.follows(text) == max(n for n in range(len(text) + 1) if (9, *text[:n]) in known)
+
+
+def test_a_chain_without_probabilities_says_none():
+    assert chain(1, [2, 3]).first_chance == 0.0
+
+
+# --- luck ---
+
+
+def test_luck_is_learned_without_verifying():
+    """Nothing of what is proposed is in the trees that are verified, and still it is known to be right or wrong."""
+    for came, low, high in (([2, 3, 1] * 30, 0.9, 1.0), ([4, 5, 6, 7] * 20, 0.0, 0.4)):
+        drafter = NGramDrafter(max_draft=3)
+        luck = drafter._luck
+        for _ in range(12):
+            luck.saw(2, [2, 3, 1], came[:2])
+        assert low <= luck.chance(2, True) <= high
+        assert luck.chance(3, True) == pytest.approx(0.75)  # nothing was seen of longer matches
+
+
+def test_what_was_right_long_ago_fades():
+    luck = Luck()
+    for _ in range(200):
+        luck.saw(2, [1], [1])
+    for _ in range(60):
+        luck.saw(2, [1], [0])
+    assert luck.chance(2, True) < 0.2
