@@ -71,7 +71,7 @@ def main() -> None:
         "top_k": options.top_k, "nodes": options.nodes, "threshold": options.threshold,
     }  # fmt: skip
     drafting = {name: value for name, value in given.items() if value is not None}
-    spec = longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, **drafting)
+    spec = longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, plan="fixed", **drafting)
     results = []
     print(f"{'data':16} {'context':>8} {'accepted':>8}  by depth 1 .. {options.levels}")
     for path in options.files:

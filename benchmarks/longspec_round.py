@@ -79,7 +79,7 @@ def main() -> None:
     widths = tuple(int(w) for w in options.widths.split(","))
     drafting = {"draft": options.draft} if options.draft else {}
     spec = longdraft.Speculator(
-        "longspec", target=model, tokenizer=tokenizer, widths=widths, nodes=options.nodes, **drafting
+        "longspec", target=model, tokenizer=tokenizer, plan="fixed", widths=widths, nodes=options.nodes, **drafting
     )
     sample = read([options.file], 1)[0]
     caches = {c: longdraft.PromptCache() for c in options.context}

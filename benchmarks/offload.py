@@ -77,7 +77,7 @@ def main() -> None:
     model, tokenizer = longdraft.load()
     sample = read([options.file], 1)[0]
     specs = {
-        place: longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, offload=offload)
+        place: longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, offload=offload, plan="fixed")
         for place, offload in (("memory", None), (options.offload, options.offload))
     }
     for spec in specs.values():

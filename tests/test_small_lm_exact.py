@@ -180,7 +180,7 @@ def test_specpv_takes_it_for_a_drafter(tmp_path, method, offload):
     [
         {"widths": (2, 3)},
         STREAMING | {"recent": 3, "sink": 1, "widths": (2, 3)},
-        {"view": "retrieval", "recent": 1, "sink": 1, "chunk": 1, "chunks": 2, "every": 1, "nodes": 6, "threshold": 0.1},
+        {"view": "retrieval", "recent": 1, "sink": 1, "chunk": 1, "chunks": 2, "every": 1, "nodes": 6},
     ],
     ids=str,
 )
