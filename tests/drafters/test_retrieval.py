@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft import Speculator
 from longdraft.drafters.retrieval import ChunkRetrieval, retrieval_options
 from longdraft.drafters.retrieved import RetrievedKV, WorkingSets
+from longdraft.errors import CheckpointError
 from longdraft.kv.store import KVShape, KVStore
+from tests.drafts import random_draft, random_eagle3, small_lm
+from tests.tiny import tiny_model
 
 SHAPE = KVShape(2, 2, 8, torch.float32)
 SMALL = {"chunk": 4, "chunks": 3, "every": 3, "sink": 4, "recent": 8}
@@ -261,3 +267,49 @@ def test_options_without_retrieval_are_refused_and_sizes_of_schedules_are_not():
         retrieval_options(False, 32, 128, {}, chunks=3, every=2, chunk=None)
     with pytest.raises(ValueError, match="retrieval must be True or False"):
         retrieval_options("yes", 32, 128, {})
+
+
+# --- whose attention ranks ---
+
+
+def test_chunks_are_ranked_by_the_layer_that_was_asked_for():
+    store = filled(80)
+    store.keys.zero_()
+    last = peaked(store, 0, 3, 13, 14)  # of the last layer alone
+    first = store.keys[0]
+    first.copy_(store.keys[1].roll(16, dims=2))  # the first one's peaks lie four chunks further on
+    for layer, chosen in ((None, [12, 52, 56]), (1, [12, 52, 56]), (0, [28])):
+        retrieval = ChunkRetrieval(**SMALL, layer=layer)
+        retrieval.observe(store, 0, last)
+        assert set(chosen) <= set(retrieval.selected(0))
+
+
+def test_a_layer_that_the_target_does_not_have():
+    assert ChunkRetrieval(**SMALL).layer(30) == 29 and ChunkRetrieval(**SMALL, layer=18).layer(30) == 18
+    with pytest.raises(ValueError, match=r"one of the target's 30, 0 to 29, got 30"):
+        ChunkRetrieval(**SMALL, layer=30).layer(30)
+    with pytest.raises(ValueError, match="layer must be a whole number"):
+        ChunkRetrieval(**SMALL, layer=-1)
+
+
+@pytest.mark.parametrize("method", ["longspec", "eagle3", "specextend"])
+def test_a_folder_may_name_the_layer(tmp_path, method):
+    model = tiny_model(vocab=11, layers=6)
+    make = {"longspec": random_draft, "eagle3": random_eagle3}.get(method)
+    folder = make(tmp_path, model) if make else small_lm(tmp_path, 11)
+    sizes = SMALL | ({} if method == "specextend" else {"retrieval": True})
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+
+    def layers(**options):
+        spec = Speculator(method, target=model, draft=folder, **sizes, **options)
+        assert len(spec.generate([list(range(11)) * 6], max_new_tokens=4)[0].token_ids) == 4
+        return spec._recipe(spec.runner()).drafter().query_layers(spec.runner())
+
+    assert layers() == (5,) and layers(layer=2) == (2,)
+    file.write_text(json.dumps(config | {"retrieval_layer": 3}))
+    assert layers() == (3,) and layers(layer=2) == (2,)
+    for wrong in (-1, "last", 2.5):
+        file.write_text(json.dumps(config | {"retrieval_layer": wrong}))
+        with pytest.raises(CheckpointError, match="retrieval_layer must be a layer's number"):
+            layers()

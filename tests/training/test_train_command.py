@@ -172,3 +172,13 @@ def test_the_command_starts_without_what_training_needs():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert found.stdout == "False\n", found.stderr
+
+
+def test_texts_that_say_things_twice(shell, text, tmp_path):
+    out = tmp_path / "repeats.jsonl"
+    made = shell("data", text, "--out", out, "--kind", "repeats", "--rows", 7, "--json")
+    assert made.code == 0, made.err
+    assert json.loads(made.out.splitlines()[-1])["rows"] == 7
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 7 and all(set(row) == {"text"} for row in rows)
+    assert not list(tmp_path.glob(".*part"))

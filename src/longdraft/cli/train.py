@@ -156,19 +156,24 @@ class Kind(str, Enum):
 
     answers = "answers"
     tokens = "tokens"
+    repeats = "repeats"
 
 
 def data(
     files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz): rows with `text`, for tokens also chats.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write; an unfinished one is gone on with.")],
     kind: Annotated[
-        Kind, typer.Option(help="answers: what the target says about passages of the text; tokens: the rows, encoded.")
+        Kind,
+        typer.Option(
+            help="answers: what the target says about passages of the text; tokens: the rows, encoded; repeats: texts "
+            "made of passages and facts that come twice, from which a small language model learns to copy."
+        ),
     ] = Kind.answers,
     target: Annotated[
         str | None,
         typer.Option("--target", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded"),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Answers to have in the end.")] = 1000,
+    rows: Annotated[int, typer.Option(min=1, help="Answers to have in the end, or texts.")] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Passages decoded together.")] = 8,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens an answer, at most.")] = 256,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
@@ -196,16 +201,20 @@ def data(
 
     from longdraft.speculator import Speculator
     from longdraft.target.loading import load
-    from longdraft.training import documents, generations, prompts
+    from longdraft.training import documents, generations, prompts, repeats
 
     skipped = documents.Skipped()
     texts: list[str] = []
-    if kind is Kind.answers:  # before the model is loaded: a wrong path is said at once
+    if kind is not Kind.tokens:  # before the model is loaded: a wrong path is said at once
         for row in documents.rows(files, skipped):
             if isinstance(row.get("text"), str):
                 texts.append(row["text"])
             else:
                 skipped.add("without text")
+    if kind is Kind.repeats:
+        have = documents.write_texts(repeats.repeats(texts, rows, seed), out)
+        _written(out, have, skipped, as_json)
+        return
     if threads:
         torch.set_num_threads(threads)
     with console.status() as status:
@@ -225,16 +234,22 @@ def data(
                     spec, passages, out, batch=batch, max_new_tokens=max_tokens, total=rows, seed=seed,
                     progress=counter.update, stop=cancel,
                 )  # fmt: skip
-    if skipped.total:
-        console.note(f"Left out: {skipped}.")
     if cancel():
+        if skipped.total:
+            console.note(f"Left out: {skipped}.")
         console.note(
             f"Stopped. {'The same command goes on from there.' if kind is Kind.answers else 'Nothing written.'}"
         )
         raise typer.Exit(cancel.exit_code)
-    console.note(f"{out}: {have:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
+    _written(out, have, skipped, as_json)
+
+
+def _written(out: Path, rows: int, skipped: Any, as_json: bool) -> None:
+    if skipped.total:
+        console.note(f"Left out: {skipped}.")
+    console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
     if as_json:
-        console.line(json.dumps({"out": str(out), "rows": have, "left_out": skipped.reasons}))
+        console.line(json.dumps({"out": str(out), "rows": rows, "left_out": skipped.reasons}))
 
 
 def _numbers(name: str, text: str, kind: type) -> list[Any]:

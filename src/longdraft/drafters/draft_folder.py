@@ -223,3 +223,17 @@ def check_target(draft: DraftFolder, target: Mapping[str, Any], folder: Path | s
             "be lower.",
             folder,
         )
+
+
+def retrieval_layer(folder: Path) -> int | None:
+    """The target's layer by whose attention chunks are best retrieved, where a draft's folder names one.
+
+    Raises:
+        CheckpointError: it names something else.
+    """
+    if not folder.is_dir():
+        return None
+    found = read_config(folder).get("retrieval_layer")
+    if found is not None and (type(found) is not int or found < 0):
+        raise CheckpointError(f"{CONFIG} of {folder}: retrieval_layer must be a layer's number from 0 on, or left out.")
+    return found

@@ -53,7 +53,7 @@ class Eagle3Drafter(Drafter):
         retrieval: it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
             keys of the whole text behind them (SpecExtend, section 2.2); a window that its folder names is then the
             room that they have.
-        chunk, chunks, every, adaptive, sink, recent: of the retrieval, as
+        chunk, chunks, every, adaptive, sink, recent, layer: of the retrieval, as
             :class:`~longdraft.drafters.retrieval.ChunkRetrieval` takes them; None: 32, 64 or as many as fit the
             window, 8, False.
 
@@ -79,6 +79,7 @@ class Eagle3Drafter(Drafter):
         adaptive: bool | None = None,
         sink: int = 32,
         recent: int = 128,
+        layer: int | None = None,
     ) -> None:
         self.plan = tree_plan("opt" if retrieval else "dynamic", widths, nodes, tree, depth, top_k, threshold)
         self.window = draft.window if window is None else window
@@ -90,7 +91,16 @@ class Eagle3Drafter(Drafter):
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
         room = None if self.window is None else self.window - self.plan.depth
         self.retrieval = retrieval_options(
-            retrieval, sink, recent, RETRIEVED, room, chunk=chunk, chunks=chunks, every=every, adaptive=adaptive
+            retrieval,
+            sink,
+            recent,
+            RETRIEVED,
+            room,
+            chunk=chunk,
+            chunks=chunks,
+            every=every,
+            adaptive=adaptive,
+            layer=draft.retrieval_layer if layer is None and retrieval is True else layer,
         )
         if self.retrieval is not None:
             self.window, self._room = None, room or self.retrieval.most + self.retrieval.recent
@@ -113,8 +123,8 @@ class Eagle3Drafter(Drafter):
         return self.draft.feature_layers(runner)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last one, for the retrieval."""
-        return () if self.retrieval is None else (runner.kv_shape.layers - 1,)
+        """The one whose attention ranks chunks, for the retrieval."""
+        return () if self.retrieval is None else (self.retrieval.layer(runner.kv_shape.layers),)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.

@@ -44,7 +44,7 @@ class LongSpecDrafter(Drafter):
         threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
         retrieval: cross-attention sees the chunks of the text that the target attends to, at their true positions,
             instead of all of it (SpecExtend, section 2.2); its time then no longer grows with the context.
-        chunk, chunks, every, adaptive, sink, recent: of the retrieval, as
+        chunk, chunks, every, adaptive, sink, recent, layer: of the retrieval, as
             :class:`~longdraft.drafters.retrieval.ChunkRetrieval` takes them; None: 32, 64, 8, False.
 
     Raises:
@@ -67,12 +67,21 @@ class LongSpecDrafter(Drafter):
         adaptive: bool | None = None,
         sink: int = 32,
         recent: int = 128,
+        layer: int | None = None,
     ) -> None:
         self.plan = tree_plan("beam", widths, nodes, tree, depth, top_k, threshold)
         if self.plan.depth >= draft.shape.window:
             raise ValueError(f"{self.plan.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
         self.retrieval = retrieval_options(
-            retrieval, sink, recent, RETRIEVED, chunk=chunk, chunks=chunks, every=every, adaptive=adaptive
+            retrieval,
+            sink,
+            recent,
+            RETRIEVED,
+            chunk=chunk,
+            chunks=chunks,
+            every=every,
+            adaptive=adaptive,
+            layer=draft.retrieval_layer if layer is None and retrieval is True else layer,
         )
         self.max_nodes = self.plan.max_nodes
         self.draft = draft
@@ -88,8 +97,8 @@ class LongSpecDrafter(Drafter):
         return cls(LongSpecDraft.load(folder), **tree)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last one, for the retrieval."""
-        return () if self.retrieval is None else (runner.kv_shape.layers - 1,)
+        """The one whose attention ranks chunks, for the retrieval."""
+        return () if self.retrieval is None else (self.retrieval.layer(runner.kv_shape.layers),)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's parts, and memory for the windows and what is retrieved.

@@ -109,6 +109,11 @@ class LongSpecDraft:
         return None if self.ids is None else len(self.ids)
 
     @property
+    def retrieval_layer(self) -> int | None:
+        """The target's layer by whose attention chunks are best retrieved; None where the folder names none."""
+        return draft_folder.retrieval_layer(Path(self.folder))
+
+    @property
     def parameters(self) -> int:
         return sum(t.numel() for t in self._state.values())
 

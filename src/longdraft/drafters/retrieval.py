@@ -55,6 +55,8 @@ class ChunkRetrieval:
             the mean since the last scoring.
         sink, recent: the first and the last rows, always there; multiples of ``chunk``. The recent rows begin at a
             chunk's border, so up to a chunk more of them are there.
+        layer: decoder layer of the target, from 0, whose attention ranks the chunks; None: the last, as in the paper.
+            Layers in the middle, where heads look things up, find what will be quoted better.
 
     Raises:
         ValueError: sizes that make no working cache.
@@ -68,8 +70,11 @@ class ChunkRetrieval:
         adaptive: bool = False,
         sink: int = 32,
         recent: int = 128,
+        layer: int | None = None,
     ) -> None:
         least = {"chunk": (chunk, 1), "chunks": (chunks, 1), "every": (every, 1), "sink": (sink, 0)}
+        if layer is not None:
+            least["layer"] = (layer, 0)
         for name, (size, smallest) in (least | {"recent": (recent, 1)}).items():
             if type(size) is not int or size < smallest:
                 raise ValueError(f"{name} must be a whole number of at least {smallest}, got {size!r}")
@@ -84,9 +89,19 @@ class ChunkRetrieval:
                 f"({sink + recent} tokens): give more chunks, or a smaller sink and recent window"
             )
         self.chunk, self.chunks, self.every, self.adaptive = chunk, chunks, every, adaptive
-        self.sink, self.recent = sink, recent
+        self.sink, self.recent, self._layer = sink, recent, layer
         self._states: defaultdict[int, _State] = defaultdict(_State)
         self._versions: defaultdict[int, int] = defaultdict(int)
+
+    def layer(self, layers: int) -> int:
+        """Whose attention ranks the chunks, in a target of so many layers.
+
+        Raises:
+            ValueError: it has no such layer.
+        """
+        if self._layer is not None and self._layer >= layers:
+            raise ValueError(f"layer must be one of the target's {layers}, 0 to {layers - 1}, got {self._layer}")
+        return layers - 1 if self._layer is None else self._layer
 
     @property
     def most(self) -> int:
@@ -132,7 +147,7 @@ class ChunkRetrieval:
 
         Args:
             store: the target's, committed as far as the query's own row.
-            query: (Hq, d) of the last layer, after RoPE: the prompt's last token, then the deepest accepted nodes.
+            query: (Hq, d) of :meth:`layer`, after RoPE: the prompt's last token, then the deepest accepted nodes.
         """
         state, length = self._states[slot], store.readable(slot)
         if state.chosen is not None:
@@ -144,7 +159,7 @@ class ChunkRetrieval:
         first, behind = self.sink // self.chunk, start // self.chunk
         chosen: list[int] = []
         if behind > first:
-            keys = store.layer(store.shape.layers - 1)[0][slot, :, :length]
+            keys = store.layer(self.layer(store.shape.layers))[0][slot, :, :length]
             scores = self.score(keys, query, self.chunk)[first:behind]
             best = scores.topk(min(self.chunks, behind - first)).indices.sort().values + first
             chosen = (best * self.chunk).tolist()

@@ -83,10 +83,11 @@ class SmallLMDrafter(Drafter):
         chunks: int | None = None,
         every: int | None = None,
         adaptive: bool | None = None,
+        layer: int | None = None,
     ) -> None:
         if view not in VIEWS:
             raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
-        retrieving = {"chunk": chunk, "chunks": chunks, "every": every, "adaptive": adaptive}
+        retrieving = {"chunk": chunk, "chunks": chunks, "every": every, "adaptive": adaptive, "layer": layer}
         given = {name: value for name, value in retrieving.items() if value is not None}
         if given and view != "retrieval":
             raise ValueError(f"{', '.join(given)} shape the retrieval of chunks: give view=retrieval too")
@@ -101,7 +102,7 @@ class SmallLMDrafter(Drafter):
         if view == "streaming":
             self.layout = _streaming(sink, recent, room, self.plan.depth, draft.trained_length)
         elif view == "retrieval":
-            self.retrieval = _retrieval(sink, recent, room, given)
+            self.retrieval = _retrieval(sink, recent, room, {"layer": draft.retrieval_layer, **given})
             self.layout = CompactLayout(
                 sink, self.retrieval.recent, self.retrieval.most, self.plan.depth, draft.trained_length
             )
@@ -118,8 +119,8 @@ class SmallLMDrafter(Drafter):
         return cls(SmallLMDraft.load(folder), **options)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last one, for the retrieval."""
-        return () if self.retrieval is None else (runner.kv_shape.layers - 1,)
+        """The one whose attention ranks chunks, for the retrieval."""
+        return () if self.retrieval is None else (self.retrieval.layer(runner.kv_shape.layers),)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Hosts the model, and takes memory for its keys and values.

@@ -74,6 +74,11 @@ class SmallLMDraft(ABC):
         """Numbers in its own tensors."""
 
     @property
+    def retrieval_layer(self) -> int | None:
+        """The target's layer by whose attention chunks are best retrieved; None where the folder names none."""
+        return draft_folder.retrieval_layer(Path(self.folder))
+
+    @property
     def vocabulary(self) -> int | None:
         """Tokens it can propose; None: all of the target's."""
         return None

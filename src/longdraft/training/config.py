@@ -187,6 +187,8 @@ class LmConfig(RunConfig):
             random weights.
         learn_prompts: learn the prompt of an answer too, where both together are shorter than ``max_length``.
         rope_theta: base of the draft's rotary embedding.
+        retrieval_layer: decoder layer of the target, from 0, that the draft's folder will name for retrieval; None: the
+            last, unless an option says otherwise.
         max_length: here, also the longest stretch of text that the draft will see while drafting. Of a prompt and an
             answer that are longer together, the last tokens are kept.
         distill: here, most of the loss follows the target by default.
@@ -196,11 +198,14 @@ class LmConfig(RunConfig):
     start_from: tuple[int, ...] | None = None
     learn_prompts: bool = True
     rope_theta: float = 10000.0
+    retrieval_layer: int | None = None
     distill: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("layers", "rope_theta")
+        if self.retrieval_layer is not None and self.retrieval_layer < 0:
+            raise ConfigError(f"retrieval_layer is a layer's number from 0 on, got {self.retrieval_layer}")
         if self.anchor_offset:
             raise ConfigError("anchor_offset is for drafts that read the target: leave it out.")
         if self.start_from is not None and self.init is not None:

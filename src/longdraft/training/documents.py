@@ -144,15 +144,33 @@ def write(
         CheckpointError: the file cannot be written.
         PromptError: there are no documents.
     """
+    tokens = 0
+
+    def encoded() -> Iterator[dict[str, Any]]:
+        nonlocal tokens
+        for document in found:
+            tokens += len(document.tokens)
+            yield {"tokens": document.tokens, "start": document.start}
+
+    return _write(encoded(), out, lambda rows: progress(rows, tokens), stop)
+
+
+def write_texts(texts: Iterable[str], out: Path) -> int:
+    """Writes rows of ``text``, as :func:`write` does."""
+    return _write(({"text": text} for text in texts), out, lambda rows: None, lambda: False)
+
+
+def _write(
+    found: Iterable[dict[str, Any]], out: Path, progress: Callable[[int], None], stop: Callable[[], bool]
+) -> int:
     part = out.with_name(f".{out.name}.part")
-    rows, tokens = 0, 0
+    rows = 0
     try:
         with part.open("w", encoding="utf-8") as file:
-            for rows, document in enumerate(found, 1):
-                file.write(json.dumps({"tokens": document.tokens, "start": document.start}) + "\n")
-                tokens += len(document.tokens)
+            for rows, row in enumerate(found, 1):
+                file.write(json.dumps(row) + "\n")
                 if rows % 100 == 0:
-                    progress(rows, tokens)
+                    progress(rows)
                     if stop():
                         return rows
         if not rows:
@@ -164,5 +182,5 @@ def write(
         raise CheckpointError(f"{out} cannot be written: {error}.") from error
     finally:
         part.unlink(missing_ok=True)
-    progress(rows, tokens)
+    progress(rows)
     return rows

@@ -104,6 +104,8 @@ def as_folder(
         "draft_vocab_size": None if kept is None else len(kept),
         "trained_length": config.max_length,
     }
+    if config.retrieval_layer is not None:
+        described["retrieval_layer"] = config.retrieval_layer
     return DraftFolder(KIND, described, tensors, target)
 
 
