@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -35,6 +36,8 @@ from longdraft.trees.tree import TokenTree
 CHUNK = 1024
 
 logger = logging.getLogger("longdraft")
+# Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
+_outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
 class Eagle3Drafter(Drafter):
@@ -107,7 +110,6 @@ class Eagle3Drafter(Drafter):
         self.max_nodes = self.plan.max_nodes
         self.draft = draft
         self._bound: BoundDraft | None = None
-        self._warned = False
 
     @classmethod
     def load(cls, folder: Path | str, **options: Any) -> Eagle3Drafter:
@@ -237,9 +239,9 @@ class Eagle3Drafter(Drafter):
         if self.retrieval is not None:
             length = min(length, self._room + self.plan.depth)
             what, remedy = "its working cache has", "fewer chunks"
-        if self._warned or self.window is not None or reach is None or length <= reach:
+        if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
             return
-        self._warned = True
+        _outgrown.add(self.draft)
         logger.warning(
             "The draft in %s was trained for texts of %d tokens; %s up to %d. Output stays exact, acceptance will be "
             "lower: give %s, or load the draft with a rope_factor.",

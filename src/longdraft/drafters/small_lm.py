@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -42,6 +43,8 @@ CHUNK, CHUNKS, EVERY = 32, 32, 4
 STREAMED, RECENT = 1024, 128
 
 logger = logging.getLogger("longdraft")
+# Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
+_outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
 class SmallLMDrafter(Drafter):
@@ -107,7 +110,6 @@ class SmallLMDrafter(Drafter):
                 sink, self.retrieval.recent, self.retrieval.most, self.plan.depth, draft.trained_length
             )
         self._bound: BoundLM | None = None
-        self._warned = False
 
     @classmethod
     def load(cls, folder: Path | str, **options: Any) -> SmallLMDrafter:
@@ -235,8 +237,8 @@ class SmallLMDrafter(Drafter):
                 f"The text has up to {length} tokens, and the draft {self.draft.folder} has positions for {positions} "
                 "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
             )
-        if not self._warned:
-            self._warned = True
+        if self.draft not in _outgrown:
+            _outgrown.add(self.draft)
             logger.warning(
                 "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
                 "acceptance will be lower: use view=retrieval (method specextend) or view=streaming.",
