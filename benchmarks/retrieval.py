@@ -1,7 +1,8 @@
 """What cross-model retrieval costs (SpecExtend, table 4), by context length.
 
-    python benchmarks/retrieval.py [--method specextend-eagle3|longspec] [--draft DIR] [--context 1024 2048 4096 8192]
-        [--chunks N] [--nodes 50] [--threads N] [--repeats N] [--dtype bfloat16] [--json FILE]
+    python benchmarks/retrieval.py [--method specextend|specextend-eagle3|longspec] [--draft DIR]
+        [--context 1024 2048 4096 8192] [--chunks N] [--nodes 50] [--threads N] [--repeats N]
+        [--dtype bfloat16] [--json FILE]
 
 The cache is filled with noise: what a forward costs does not depend on what the keys say. Milliseconds, medians of
 runs that take turns:
@@ -32,11 +33,12 @@ import longdraft
 from longdraft.bench import machine
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 
-Retrieving = Eagle3Drafter | LongSpecDrafter
+Retrieving = Eagle3Drafter | LongSpecDrafter | SmallLMDrafter
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -77,6 +79,8 @@ def gathered(drafter: Retrieving, slot: int) -> None:
     if isinstance(drafter, LongSpecDrafter):
         assert drafter.retrieved is not None
         drafter.retrieved.read(slot)
+    elif isinstance(drafter, SmallLMDrafter):
+        drafter.cache.ready(slot, 1)
     else:
         drafter.cache.gather(slot)  # type: ignore[attr-defined]
 
@@ -86,24 +90,25 @@ def measured(
     runner: TargetRunner, retrieving: Callable[..., Retrieving], plain: Callable[..., Retrieving], length: int,
     nodes: int, repeats: int,
 ) -> dict[str, Any]:  # fmt: skip
-    device, last = runner.device, runner.kv_shape.layers - 1
+    device = runner.device
     text = Sequence(0, torch.randint(runner.vocab_size, (length,)).tolist(), 64, device)
     text.append(1)
     store = filled(runner, length, nodes + 64, retrieving().feature_layers(runner))
     drafter, whole = (reading(make, runner, store, text) for make in (retrieving, plain))
     assert drafter.retrieval is not None
+    layer = drafter.retrieval.layer(runner.kv_shape.layers)
     # A star: every node a child of the root; the mask costs what any tree's does.
     mask = torch.eye(nodes, dtype=torch.bool)[None].clone()
     mask[:, :, 0] = True
     shape = {} if nodes < 3 else {"depths": [[0, *[1] * (nodes - 1)]], "mask": mask}
     tokens = [list(range(nodes))]
-    tapped = Taps(queries=(last,))
-    query = runner.forward(tokens, store, [0], taps=tapped, **shape).queries[last][0, :, 0]
+    tapped = Taps(queries=(layer,))
+    query = runner.forward(tokens, store, [0], taps=tapped, **shape).queries[layer][0, :, 0]
     drafter.propose([text])
     calls: dict[str, Callable[[], Any]] = {
         "target": lambda: runner.forward(tokens, store, [0], taps=NO_TAPS, **shape),
         "with_tap": lambda: runner.forward(tokens, store, [0], taps=tapped, **shape),
-        "score": lambda: drafter.attended(text, {last: query}),
+        "score": lambda: drafter.attended(text, {layer: query}),
         "gather": lambda: gathered(drafter, 0),
         "draft": lambda: drafted(drafter, text),
         "whole": lambda: drafted(whole, text),
@@ -111,6 +116,8 @@ def measured(
     times: dict[str, list[float]] = defaultdict(list)
     for i in range(repeats + 1):  # the first one warms up
         drafter.retrieval.reset(0)  # time to score, and another choice than before
+        if isinstance(drafter, SmallLMDrafter):
+            drafter._cut(0, length)  # the root is to be fed again
         for name, call in calls.items():
             spent = milliseconds(call, device)
             if i:
@@ -122,7 +129,9 @@ def measured(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="specextend-eagle3", choices=["specextend-eagle3", "longspec"])
+    parser.add_argument(
+        "--method", default="specextend-eagle3", choices=["specextend", "specextend-eagle3", "longspec"]
+    )
     parser.add_argument("--draft", help="draft folder; the shipped one by default")
     parser.add_argument("--context", type=int, nargs="+")
     parser.add_argument("--chunks", type=int, help="retrieved chunks; the method's own number by default")
@@ -137,10 +146,12 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     model = longdraft.load(options.model, dtype=options.dtype).model
     given = {"widths": (1,)} | ({"draft": options.draft} if options.draft else {})
-    chunks = {} if options.chunks is None else {"chunks": options.chunks}
-    without = {"specextend-eagle3": "eagle3"}.get(options.method, options.method)
+    chunks: dict[str, Any] = {} if options.chunks is None else {"chunks": options.chunks}
+    without = {"specextend-eagle3": "eagle3", "specextend": "small-lm"}.get(options.method, options.method)
+    if options.method != "specextend":
+        chunks["retrieval"] = True
     specs = [
-        longdraft.Speculator(options.method, target=model, retrieval=True, **chunks, **given),
+        longdraft.Speculator(options.method, target=model, **chunks, **given),
         longdraft.Speculator(without, target=model, **given),
     ]
     runner = specs[0].runner()
