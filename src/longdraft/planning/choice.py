@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from longdraft.planning.costs import table_for
+from longdraft.planning.costs import table_for, wake
 from longdraft.planning.planner import Planner
 from longdraft.target.runner import TargetRunner
 
@@ -38,4 +38,7 @@ def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
 def planner_for(runner: TargetRunner, progress: Callable[[str], None] | None = None) -> Planner | None:
     """A planner with what verifications cost on this machine; None where there is no memory to measure it in."""
     table = table_for(runner, progress=progress)
-    return None if table is None else Planner(table)
+    if table is None:
+        return None
+    wake(runner)
+    return Planner(table)

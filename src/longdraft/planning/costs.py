@@ -168,6 +168,18 @@ def measure(runner: TargetRunner, lengths: Sequence[int] = LENGTHS, rows: Sequen
     return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(seconds)) if seconds else None
 
 
+def wake(runner: TargetRunner) -> None:
+    """Verifies a few rows once: what the first such forward does once (packing weights) is no round's cost."""
+    rows = 4
+    with suppress(MemoryBudgetError):
+        store = runner.new_store(1, 1 + rows)
+        for layer in range(store.shape.layers):
+            for tensor in store.layer(layer):
+                tensor.zero_()
+        store.lengths[0] = 1
+        verify_trees(runner, store, [0], [_tree(rows)])
+
+
 def _tree(nodes: int) -> TokenTree:
     """Of the kind that is drafted: a branch at every other node."""
     return TokenTree((0,) * nodes, (-1, *((i - 1) // 2 * 2 for i in range(1, nodes))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 # What a round leaves of the rounds before it; how much a fresh judgement weighs, in plain steps.
 _KEEP, _PRIOR = 0.9, 3.0
 # Rounds that a trial lasts at least; rounds of plain decoding after a bad one, at first and at most.
-_TRIAL, _PAUSE, _LONGEST = 4, 32, 512
+_TRIAL, _PAUSE, _LONGEST = 6, 48, 512
 # Below the first, speculation is given up; above the second, an earlier failure is forgotten.
 _BAD, _GOOD = 1.0, 1.05
 
@@ -55,5 +55,5 @@ class Gate:
             self._pause = self._next
             self._next = min(2 * self._next, _LONGEST)
             self._reset()
-        elif self._rounds >= 4 * _TRIAL and self.gain > _GOOD:
+        elif self._rounds >= 3 * _TRIAL and self.gain > _GOOD:
             self._next = _PAUSE
