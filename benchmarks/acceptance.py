@@ -1,7 +1,7 @@
 """Acceptance of a draft by tree depth and by context length.
 
     python benchmarks/acceptance.py FILE... [--method longspec|eagle3] [--draft DIR] [--context N ...]
-        [--rope-factor 2] [--temperature 1] [--dtype bfloat16] [--nodes N]
+        [--rope-factor 2] [--temperature 1] [--dtype bfloat16] [--nodes N] [-o name=value ...]
         [--widths 4,16 | --depth 7 --top-k 10 | --tree opt --threshold 0.7]
 
 Each FILE is JSONL as `longdraft bench --data` takes it; prompts are cut to each --context. A row of the table:
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import longdraft
 from longdraft.bench.data import fitted, read
+from longdraft.cli.options import method_options
 
 
 def measure(spec: longdraft.Speculator, prompts: list[list[int]], depth: int, limit: int, temperature: float) -> dict:
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, help="of a dynamic or opt tree")
     parser.add_argument("--threshold", type=float, help="of an opt tree")
     parser.add_argument("--nodes", type=int)
+    parser.add_argument("-o", "--option", action="append", default=[], help="another option of the method, name=value")
     parser.add_argument("--levels", type=int, default=5, help="depths to show")
     options = parser.parse_args()
     model, tokenizer = longdraft.load(dtype=options.dtype, rope_factor=options.rope_factor)
@@ -71,6 +73,7 @@ def main() -> None:
         "top_k": options.top_k, "nodes": options.nodes, "threshold": options.threshold,
     }  # fmt: skip
     drafting = {name: value for name, value in given.items() if value is not None}
+    drafting |= method_options(options.method, options.option)
     spec = longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, plan="fixed", **drafting)
     results = []
     print(f"{'data':16} {'context':>8} {'accepted':>8}  by depth 1 .. {options.levels}")

@@ -186,7 +186,7 @@ class Engine:
         budget = None
         if self._plan is not None:
             budget = self._plan.budget(seen)
-            going = going if budget else []
+            going = going if budget and (budget.paid or self.drafter.free) else []
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
         drafted = zip(going, self.drafter.propose(going, budget) if going else [], strict=True)
         found = {s.index: tree.limited(s.remaining - 1) for s, tree in drafted}

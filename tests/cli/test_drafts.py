@@ -88,7 +88,11 @@ def test_bench_with_a_draft(bench, draft):
 
 def test_bench_refuses(bench, draft, other):
     for arguments, code, message in [
-        (["--draft", draft], 2, "none of the methods takes draft: add one that does (longspec"),
+        (
+            ["--methods", "ar,prompt-lookup", "--draft", draft],
+            2,
+            "none of the methods takes draft: add one that does (longspec",
+        ),
         (["--methods", "longspec", "--draft", other], 1, "another target"),
         (["--methods", "longspec", "--draft", draft, "--widths", "0"], 2, "widths must be"),
         (["--methods", "longspec"], 2, "needs a draft"),

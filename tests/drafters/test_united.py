@@ -57,7 +57,7 @@ def test_it_proposes_what_either_does(tmp_path, method):
     spec, _ = pair(method, tmp_path, widths=(2, 2), plan="fixed")
     drafter = spec._recipe(spec.runner()).drafter()
     trees, propose = [], drafter.propose
-    own = {"free": [], "paid": []}
+    own = {"unpaid": [], "paid": []}
     for name in own:
         part = getattr(drafter, name)
         part.propose = lambda s, b=None, f=part.propose, n=name: own[n].append(f(s, b)) or own[n][-1]
@@ -66,7 +66,7 @@ def test_it_proposes_what_either_does(tmp_path, method):
     for _ in engine.steps(engine.open()):
         pass
     assert len(trees) > 3
-    for (whole,), (free,), (paid,) in zip(trees, own["free"], own["paid"], strict=True):
+    for (whole,), (free,), (paid,) in zip(trees, own["unpaid"], own["paid"], strict=True):
         assert paths(whole) == paths(free) | paths(paid)
         assert whole.drafted <= drafter.max_nodes
 

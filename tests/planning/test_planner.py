@@ -151,7 +151,8 @@ def test_speculation_that_does_not_pay_is_given_up_and_tried_again():
     plan = Planner(CHEAP).start(True)
     speculated = 0
     for _ in range(400):
-        if plan.budget([sequence()]) is None:
+        budget = plan.budget([sequence()])
+        if budget is None or not budget.paid:
             plan.saw([TokenTree((0,), (-1,))], [(0,)], 1, 0, 0.0, 1.0)
         else:
             speculated += 1
@@ -246,3 +247,12 @@ def test_a_good_text_keeps_it_open():
         for _ in range(500)
     )
     assert closed < 150
+
+
+def test_what_costs_nothing_goes_on_behind_a_closed_gate():
+    """Rounds in which no draft forward was made do not open or close it."""
+    plan = speculating(Planner(CHEAP))
+    for _ in range(40):
+        budget = plan.budget([sequence()])
+        plan.saw([tree(0.5)], [(0,)], 1, 0, 0.0, 1.5)
+    assert budget is not None and budget.paid

@@ -25,6 +25,9 @@ class Drafter(ABC):
     max_nodes: int
     """Largest number of drafted nodes of any tree; the cache keeps this much scratch space."""
 
+    free: bool = False
+    """Whether it can propose without a forward of a draft."""
+
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""
 

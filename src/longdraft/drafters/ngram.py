@@ -106,6 +106,8 @@ class NGramDrafter(Drafter):
         min_n, max_n: match lengths, in tokens.
     """
 
+    free = True
+
     max_draft: int = 15
     max_nodes: int = 15
     branches: int = 1

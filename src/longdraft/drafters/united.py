@@ -26,27 +26,29 @@ class UnitedDrafter(Drafter):
     """A drafter that costs next to nothing, and one that costs forwards.
 
     Args:
-        free: asked in every round.
-        paid: asked too, unless a budget makes its time count and the other is sure of itself.
+        unpaid: asked in every round.
+        paid: asked too, unless a budget makes its time count and the other is sure of itself, or leaves no time for it.
 
     Both see every token; the hidden states and queries that either reads are the paid one's.
     """
 
-    def __init__(self, free: Drafter, paid: Drafter) -> None:
-        self.free, self.paid = free, paid
+    free = True
+
+    def __init__(self, unpaid: Drafter, paid: Drafter) -> None:
+        self.unpaid, self.paid = unpaid, paid
         # For each sequence, what either proposed in this round.
         self._proposed: dict[int, tuple[TokenTree, TokenTree]] = {}
 
     @property
     def max_nodes(self) -> int:  # type: ignore[override]
-        return self.free.max_nodes + self.paid.max_nodes
+        return self.unpaid.max_nodes + self.paid.max_nodes
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
         return self.paid.forwards
 
     def follow_budget(self) -> None:
-        self.free.follow_budget()
+        self.unpaid.follow_budget()
         self.paid.follow_budget()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
@@ -56,17 +58,17 @@ class UnitedDrafter(Drafter):
         return self.paid.query_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self.free.bind(runner, store)
+        self.unpaid.bind(runner, store)
         self.paid.bind(runner, store)
 
     def prefill(self, sequence: Sequence) -> None:
-        self.free.prefill(sequence)
+        self.unpaid.prefill(sequence)
         self.paid.prefill(sequence)
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
-        free = self.free.propose(sequences, budget)
+        free = self.unpaid.propose(sequences, budget)
         roots = [TokenTree(tree.tokens[:1], (-1,)) for tree in free]
-        doubtful = [i for i, tree in enumerate(free) if budget is None or tree.first_chance < SURE]
+        doubtful = [i for i, tree in enumerate(free) if budget is None or (budget.paid and tree.first_chance < SURE)]
         paid = dict(zip(doubtful, self._paid([sequences[i] for i in doubtful], budget), strict=True))
         trees = []
         for i, (s, tree) in enumerate(zip(sequences, free, strict=True)):
@@ -87,19 +89,19 @@ class UnitedDrafter(Drafter):
         proposed = self._proposed.pop(sequence.index, None)
         if not tree.drafted or proposed is None:
             proposed = (TokenTree(tree.tokens[:1], (-1,)),) * 2
-        for drafter, own in zip((self.free, self.paid), proposed, strict=True):
+        for drafter, own in zip((self.unpaid, self.paid), proposed, strict=True):
             drafter.observe(sequence, own, own.follows(came[:accepted]))
 
     def refreshed(self, sequence: Sequence, start: int) -> None:
-        self.free.refreshed(sequence, start)
+        self.unpaid.refreshed(sequence, start)
         self.paid.refreshed(sequence, start)
 
     def rewind(self, sequence: Sequence) -> None:
         self._proposed.pop(sequence.index, None)
-        self.free.rewind(sequence)
+        self.unpaid.rewind(sequence)
         self.paid.rewind(sequence)
 
     def release(self, sequence: Sequence) -> None:
         self._proposed.pop(sequence.index, None)
-        self.free.release(sequence)
+        self.unpaid.release(sequence)
         self.paid.release(sequence)

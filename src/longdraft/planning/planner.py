@@ -59,18 +59,18 @@ class Plan:
         self._speculating = False
 
     def budget(self, sequences: SequenceOf[Sequence]) -> Budget | None:
-        """What this round's trees may be; None: nothing shall be drafted."""
+        """What this round's trees may be; None: nothing shall be drafted, to see what that costs."""
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences]
         self._plain = self._costs.verification(1, self._lengths)
         probing = self._rounds % _PROBE == 0
         self._rounds += 1
         self._speculating = not probing and self._gate.open()
-        if not self._speculating:
+        if probing:
             return None
         forward = self._planner.forward or _FORWARD * self._plain
         node = max(0.0, self._costs.verification(2, self._lengths) - self._plain)
         price = self._worth * (forward + node) / len(sequences) / self._calibration.trust
-        return Budget(nodes=2 * round(self._planner.chosen) + 2, price=price)
+        return Budget(nodes=2 * round(self._planner.chosen) + 2, price=price, paid=self._speculating)
 
     @property
     def _worth(self) -> float:
@@ -121,8 +121,6 @@ class Plan:
         """
         rows = max(tree.size for tree in trees)
         self._costs.saw(rows, self._lengths, verifying)
-        if not self._speculating:
-            return
         if forwards:
             each = drafting / forwards
             known = each if self._planner.forward is None else self._planner.forward
@@ -132,7 +130,7 @@ class Plan:
             for node, (promised, grade) in enumerate(_promises(tree)[1:], 1):
                 self._calibration.saw(promised, grade, node in taken)
         self._calibration.fade()
-        if forwards or rows > 1:  # a round that cost nothing to speculate in says nothing about it
+        if forwards:  # a round without says nothing of what they bring
             self._gate.saw(tokens / len(trees), (drafting + verifying) / self._plain)
 
 

@@ -12,7 +12,9 @@ class Budget:
     Attributes:
         nodes: drafted nodes of a tree that can be worth verifying.
         price: what one more draft forward costs, in expected tokens: a level that promises less is not worth it.
+        paid: whether draft forwards are worth making at all; a drafter that needs none proposes all the same.
     """
 
     nodes: int
     price: float
+    paid: bool = True
