@@ -15,6 +15,7 @@ from longdraft.engine import Engine
 from longdraft.planning import choice
 from longdraft.planning.costs import CostTable
 from longdraft.sequence import Sequence
+from longdraft.trees.budget import Budget
 from longdraft.trees.builders import chain, merged, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Picker
@@ -139,14 +140,26 @@ def test_a_chain_without_probabilities_says_none():
 
 
 def test_luck_is_learned_without_verifying():
-    """Nothing of what is proposed is in the trees that are verified, and still it is known to be right or wrong."""
-    for came, low, high in (([2, 3, 1] * 30, 0.9, 1.0), ([4, 5, 6, 7] * 20, 0.0, 0.4)):
-        drafter = NGramDrafter(max_draft=3)
-        luck = drafter._luck
-        for _ in range(12):
-            luck.saw(2, [2, 3, 1], came[:2])
-        assert low <= luck.chance(2, True) <= high
-        assert luck.chance(3, True) == pytest.approx(0.75)  # nothing was seen of longer matches
+    """Nothing of what is proposed is in the trees that are verified, and still it is known to have been right."""
+    s = Sequence(0, [1, 2, 3, 4] * 4, 60)
+    s.append(1)
+    drafter = NGramDrafter(max_draft=3)
+    drafter.prefill(s)
+    before = drafter._luck.chance(5, True)
+    for i in range(12):
+        (tree,) = drafter.propose([s], Budget(4, 0.1))
+        assert tree.drafted == 3
+        s.append([2, 3, 4, 1][i % 4])
+        drafter.observe(s, TokenTree(tree.tokens[:1], (-1,)), 0)
+    assert drafter._luck.chance(5, True) > before
+    assert drafter._luck.chance(2, True) == pytest.approx(2 / 3)  # nothing was seen of shorter matches
+
+
+def test_wrong_matches_are_believed_less():
+    luck = Luck()
+    for _ in range(12):
+        luck.saw(2, [2, 3, 1], [4, 5])
+    assert luck.chance(2, True) < 0.4 and luck.chance(3, True) == pytest.approx(0.75)
 
 
 def test_what_was_right_long_ago_fades():

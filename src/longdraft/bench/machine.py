@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longdraft.kv import memory
+from longdraft.planning.machine import cpu_name
 
 PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama-cpp-python")
 
@@ -63,17 +64,6 @@ def _peak_resident() -> int | None:
     except (OSError, ValueError):
         pass
     return None
-
-
-def cpu_name() -> str:
-    """The processor's own name where Linux tells it, else what platform knows."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.split(":", 1)[1].strip()
-    except (OSError, IndexError):
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _cores() -> int:

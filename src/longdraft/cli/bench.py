@@ -128,7 +128,7 @@ def bench(
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
 
     Without options: summaries of and quotations from three modules of Python's standard library, 2,048 prompt tokens,
-    64 new ones, three rounds; about ten minutes on two CPU cores. Ctrl-C ends it with the figures so far.
+    64 new ones, three rounds. Ctrl-C ends it with the figures so far.
     """
     limit = QUICK_ROWS if limit is None and quick else limit
     tokens = max_tokens if max_tokens is not None else QUICK_TOKENS if quick else TOKENS
