@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
+from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.target.parts import describe
 from tests.tiny import Family, tiny_model
@@ -139,4 +140,27 @@ def small_lm(folder: Path, vocab: int = 11, family: Family = "llama", **over: An
     """
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "seed": 1}
     tiny_model(family, vocab=vocab, **(sizes | over)).save_pretrained(folder)
+    return folder
+
+
+def random_heads(
+    folder: Path, model: PreTrainedModel, *, heads: int = 3, kept: list[int] | None = None, seed: int = 0
+) -> Path:
+    """Chained heads for this target in which every part matters, as a draft folder.
+
+    Args:
+        kept: target ids of a smaller vocabulary, in increasing order.
+    """
+    shape = describe(model)
+    block = HeadsBlock(HeadsShape(shape["hidden_size"], heads, model.config.rms_norm_eps))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in block.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
+    tensors = dict(block.state_dict())
+    if kept is not None:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+    config = block.shape.as_dict() | {"draft_vocab_size": kept and len(kept), "trained_length": 64}
+    draft_folder.save(folder, DraftFolder("heads", config, tensors, describe(model)))
     return folder

@@ -63,6 +63,21 @@ def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
     assert listed("longspec")["available"] is True
 
 
+def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch):
+    random_draft(shipped / "tiny", model)
+    monkeypatch.setattr("longdraft.speculator.planner_for", lambda runner, progress: None)
+
+    def drafter(*method, **options):
+        spec = Speculator(*method, target=model, **options)
+        return type(spec._recipe(spec.runner()).drafter()).__name__
+
+    assert drafter(plan="auto") == "UnitedDrafter"
+    assert drafter(plan="auto", lookup=False) == "LongSpecDrafter"
+    assert drafter(plan="fixed") == "LongSpecDrafter"  # the paper's
+    assert drafter(plan=None, widths=(2, 2)) == "LongSpecDrafter"
+    assert drafter("longspec", plan="auto") == "LongSpecDrafter"
+
+
 def test_shipped_drafts_of_several_kinds(shipped):
     model = tiny_model(vocab=11, layers=6)
     random_eagle3(shipped / "a-eagle3", model)

@@ -7,9 +7,17 @@ import torch
 from torch import nn
 
 from longdraft import packing
-from longdraft.packing import PackedLinear, PackedModule
+from longdraft.few_rows import FewRowsModule
+from longdraft.packing import PackedLinear
 from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(monkeypatch):
+    """Weights are packed where our kernels cannot be compiled."""
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+
 
 pytestmark = pytest.mark.skipif(not packing.available(), reason="this build of torch has no packed products")
 
@@ -35,7 +43,7 @@ def test_a_changed_weight_is_packed_anew():
 @pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
 def test_layers_serve_packed_only_inside_and_only_where_it_pays(rows):
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    packed = PackedModule(module)
+    packed = FewRowsModule(module)
     with pytest.raises(KeyError), packed.serving(rows):
         assert ("forward" in vars(module[0])) == packing.pays(rows)
         raise KeyError
@@ -47,18 +55,18 @@ def test_other_kinds_of_layers_are_left_alone():
         pass
 
     module = nn.Sequential(Adapted(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
-    assert PackedModule(module)._layers == []
+    assert FewRowsModule(module)._layers == []
 
 
 def test_switched_off(monkeypatch):
     monkeypatch.setenv(packing.SWITCH, "0")
-    assert PackedModule(nn.Linear(4, 4))._layers == []
+    assert FewRowsModule(nn.Linear(4, 4))._layers == []
 
 
 def test_no_room_for_a_second_copy(monkeypatch):
     monkeypatch.setattr(packing.memory, "available_bytes", lambda device: 100)
     module = nn.Linear(8, 8)
-    with PackedModule(module).serving(4):
+    with FewRowsModule(module).serving(4):
         assert "forward" not in vars(module)
 
 

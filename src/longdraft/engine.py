@@ -61,6 +61,9 @@ class Engine:
         if self.planner is not None:
             self.drafter.follow_budget()
             self._plan = self.planner.start(self.sequences[0].greedy)
+        if self.drafter.samples and not self.sequences[0].greedy:
+            for s in self.sequences:
+                s.draws = self.pickers[s.index].draws(s.ids, self.runner.vocab_size, s.index)
 
     def open(self) -> KVStore:
         """Checks that everything fits and takes the memory, before any work.
@@ -90,6 +93,7 @@ class Engine:
     def steps(self, store: KVStore) -> Iterator[Step]:
         """Runs to the end, a step for each sequence and round. Closing the generator leaves the cache usable."""
         self.drafter.bind(self.runner, store)
+        self.drafter.picked_by({s.index: self.pickers[s.index] for s in self.sequences})
         queries = self.drafter.query_layers(self.runner)
         self.schedule.open(self.runner, store, self.sequences, self.drafter.max_nodes, queries)
         try:
@@ -113,7 +117,7 @@ class Engine:
                 yield self._cancel(s)
                 return
             start = time.perf_counter()
-            tokens = s.prompt[done : done + self.chunk]
+            tokens = s.prompt[done : done + self._piece(len(s.prompt) - done)]
             last = done + len(tokens) == len(s.prompt)
             out = self.runner.forward(
                 [tokens], store, [s.slot], logits="last" if last else "none", taps=taps if last else NO_TAPS
@@ -126,10 +130,17 @@ class Engine:
                 emitted = accept(root, out.logits[0], self.pickers[s.index], s.ids, self._emitter(s)).tokens
                 view = self.schedule.seen(s)
                 self.drafter.prefill(view)
+                if out.queries:
+                    window = self.drafter.query_window
+                    self.drafter.looked(view, {layer: q[0, :, -window:] for layer, q in out.queries.items()})
                 self._attended(view, {layer: q[0] for layer, q in out.queries.items()}, -1)
             read = done + len(tokens)
             seconds = time.perf_counter() - start
             yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
+
+    def _piece(self, left: int) -> int:
+        """How many of a prompt's tokens to read next: the last piece has all whose queries the drafter wants."""
+        return left if left <= self.chunk else min(self.chunk, left - min(self.drafter.query_window, self.chunk))
 
     def _round(self, active: list[Sequence]) -> list[Step]:
         """One verification of every active sequence."""

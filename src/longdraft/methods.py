@@ -14,9 +14,15 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.base import Draft, Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.heads import HeadsDrafter
+from longdraft.drafters.heads_draft import HeadsDraft
+from longdraft.drafters.heads_reuse import tokenswift
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.magicdec import magicdec_self, magicdec_small_lm
+from longdraft.drafters.nested import nested, triforce
 from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import CheckpointError, UnknownMethodError
@@ -36,7 +42,9 @@ class Method:
         paper: where it comes from.
         summary: one line for the list of methods.
         drafter: builds its drafter from keyword options; where a draft is needed, ``draft`` is one of them. None: it
-            takes any other method's, which the option ``drafter`` names.
+            takes another one's, which the option ``drafter`` names.
+        drafters: of these, the first by default; none: of the methods in ``DRAFTING``.
+        wraps: builds its drafter around that one, from options of its own; None: takes it as it is.
         load_draft: reads a draft folder; None where none is needed.
         draft_kind: which folders it reads, as they name their drafter; several methods may read the same.
         schedule: builds what verifies, from keyword options of its own.
@@ -51,15 +59,23 @@ class Method:
     load_draft: Callable[[Path | str], Draft] | None = None
     draft_kind: str | None = None
     schedule: Callable[..., Schedule] = Schedule
+    drafters: tuple[Method, ...] = ()
+    wraps: Callable[..., Drafter] | None = None
+
+    @property
+    def choices(self) -> dict[str, Method]:
+        """Whose drafter the option ``drafter`` may name."""
+        return {m.name: m for m in self.drafters or map(METHODS.__getitem__, DRAFTING)}
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         """The method's own options by name."""
         if self.drafter is not None:
             return self.drafter_options
-        inner = {name: p for each in DRAFTING for name, p in METHODS[each].drafter_options.items()}
+        inner = {name: p for each in self.choices.values() for name, p in each.drafter_options.items()}
         # Of options that both have, such as `recent`, the schedule's defaults are the method's.
-        return self.schedule_options | {"drafter": _DRAFTER} | inner | self.schedule_options
+        own = self.schedule_options | self.wrap_options
+        return own | {"drafter": _DRAFTER} | inner | own
 
     @property
     def drafter_options(self) -> dict[str, inspect.Parameter]:
@@ -71,6 +87,12 @@ class Method:
     def schedule_options(self) -> dict[str, inspect.Parameter]:
         """Those that its schedule takes."""
         return _parameters(self.schedule)
+
+    @property
+    def wrap_options(self) -> dict[str, inspect.Parameter]:
+        """Those of what is built around its drafter."""
+        own = {} if self.wraps is None else _parameters(self.wraps)
+        return {name: p for name, p in own.items() if name != "inner"}
 
     @property
     def takes_draft(self) -> bool:
@@ -101,6 +123,8 @@ def _specpv(
 _DRAFTER = inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, default=None)
 # Of every trained draft: whether it is joined by n-gram lookup.
 _LOOKUP = inspect.Parameter("lookup", inspect.Parameter.KEYWORD_ONLY, default=False)
+_MAGICDEC = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"
+_TRIFORCE = "Sun et al. 2024, TriForce, arXiv:2404.11912"
 _SPECPV = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
 
 METHODS = {
@@ -166,6 +190,66 @@ METHODS = {
             "eagle3",
         ),
         Method(
+            "self",
+            True,
+            False,
+            f"{_TRIFORCE}; {_MAGICDEC}",
+            "the model itself drafts on a part of its KV cache, and verifies on all of it",
+            SelfDrafter,
+        ),
+        Method(
+            "magicdec",
+            True,
+            False,
+            _MAGICDEC,
+            "the model itself or a small language model drafts a chain, on a part of its KV cache; for large batches",
+            None,
+            draft_kind="small-lm",
+            drafters=(
+                Method("self", True, False, _MAGICDEC, "", magicdec_self),
+                Method("small-lm", True, True, _MAGICDEC, "", magicdec_small_lm, SmallLMDraft.load, "small-lm"),
+            ),
+        ),
+        Method(
+            "triforce",
+            True,
+            True,
+            _TRIFORCE,
+            "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
+            triforce,
+            SmallLMDraft.load,
+            "small-lm",
+        ),
+        Method(
+            "nested",
+            True,
+            False,
+            f"ours, after {_TRIFORCE}",
+            "any drafter, whose proposals the model verifies on a part of its KV cache before it does on all of it",
+            None,
+            wraps=nested,
+        ),
+        Method(
+            "heads",
+            True,
+            True,
+            "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
+            "a few trained heads say the next tokens from one hidden state of the model, at next to no cost",
+            HeadsDrafter,
+            HeadsDraft.load,
+            "heads",
+        ),
+        Method(
+            "tokenswift",
+            True,
+            True,
+            "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
+            "the same heads, and the phrases that came most often in the output so far; for very long outputs",
+            tokenswift,
+            HeadsDraft.load,
+            "heads",
+        ),
+        Method(
             "specpv",
             False,
             False,
@@ -189,7 +273,7 @@ METHODS = {
 # comes with the package for this target.
 DEFAULTS = ("longspec", "prompt-lookup")
 # Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
-DRAFTING = ("eagle3", "longspec", "small-lm", "prompt-lookup", "ar")
+DRAFTING = ("eagle3", "longspec", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
 
 
 def method(name: str) -> Method:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -54,45 +53,14 @@ class PackedLinear:
         return out
 
 
-class PackedModule:
-    """The linear layers of a module, packed; the module itself stays as it is.
-
-    Args:
-        module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, others do not.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._layers = [
-            (layer, PackedLinear(layer.weight, layer.bias))
-            for layer in module.modules()
-            # Exactly nn.Linear: a subclass (quantised, adapted) computes something else.
-            if type(layer) is nn.Linear and packable(layer.weight) and "forward" not in vars(layer)
-        ]
-        self._room: bool | None = None
-
-    def _has_room(self) -> bool:
-        """Whether the packed copy fits; found out once, when it is first wanted."""
-        if self._room is None:
-            needed = sum(layer.weight.numel() * layer.weight.itemsize for layer, _ in self._layers)
-            free = memory.available_bytes(torch.device("cpu"))
-            self._room = free is None or 2 * needed <= free
-            if not self._room:
-                logger.info("Weights are not packed: %s more are needed.", memory.human(needed))
-        return self._room
-
-    @contextmanager
-    def serving(self, rows: int) -> Iterator[None]:
-        """Inside the ``with``, the layers compute with packed weights, where that pays for this many rows."""
-        if not pays(rows) or not self._has_room():
-            yield
-            return
-        for layer, packed in self._layers:
-            vars(layer)["forward"] = packed
-        try:
-            yield
-        finally:
-            for layer, _ in self._layers:
-                vars(layer).pop("forward", None)
+def room_for(layers: Iterable[nn.Linear]) -> bool:
+    """Whether a second copy of some layers' weights fits the free memory, and leaves as much again."""
+    needed = sum(layer.weight.numel() * layer.weight.itemsize for layer in layers)
+    free = memory.available_bytes(torch.device("cpu"))
+    fits = free is None or 2 * needed <= free
+    if not fits:
+        logger.info("Weights are not packed: %s more are needed.", memory.human(needed))
+    return fits
 
 
 def pays(rows: int) -> bool:

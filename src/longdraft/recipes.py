@@ -38,7 +38,8 @@ class Recipe:
         if not isinstance(lookup, bool):
             raise ValueError(f"lookup must be True or False, got {lookup!r}")
         made = self.drafting.drafter(**options)
-        return UnitedDrafter(NGramDrafter(), made) if lookup else made
+        made = UnitedDrafter(NGramDrafter(), made) if lookup else made
+        return made if self.method.wraps is None else self.method.wraps(made, **self._of(self.method.wrap_options))
 
     def schedule(self) -> Schedule:
         """What verifies, for one run."""
@@ -46,8 +47,9 @@ class Recipe:
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether trees of any size do: something drafts, and every verification is a full one."""
-        return self.drafting.drafter is not NoDrafter and self.method.schedule is Schedule
+        """Whether trees of any size do: something drafts, no tree is drawn, and every verification is a full one."""
+        drafts = self.drafting.drafter is not NoDrafter and not self.drafter().samples
+        return drafts and self.method.schedule is Schedule
 
     def _of(self, known: Iterable[str]) -> dict[str, Any]:
         return {name: self.options[name] for name in known if name in self.options}
@@ -90,11 +92,12 @@ def asked_for(name: str | Path | None, options: Mapping[str, Any]) -> tuple[Meth
     return found, options
 
 
-def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunner) -> Recipe:
+def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
     """What to decode a target with.
 
     Args:
         named, options: as :func:`asked_for` gives them; no method: the first of ``DEFAULTS`` that will do.
+        lookup: where no method is named, propose what the text repeats beside what a draft says, unless options say.
 
     Raises:
         CapabilityError: the method needs a draft, none is given, and none of the shipped ones fits the target.
@@ -105,6 +108,8 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
     if named is None:
         able = [METHODS[name] for name in DEFAULTS if set(options) <= set(METHODS[name].options)]
         named = next((m for m in able if _ready(m, options, runner)), (able or [METHODS[DEFAULTS[-1]]])[0])
+        if lookup and "lookup" in named.options:
+            options = {"lookup": True, **options}
     named.check_names(options)
     drafting = _drafting(named, options, runner)
     if drafting.load_draft is not None:
@@ -122,14 +127,16 @@ def _checked(named: Method, drafting: Method, options: Mapping[str, Any]) -> Rec
     Raises:
         ValueError: for an option that neither method nor drafter has, or a value it cannot use.
     """
-    known = {*drafting.drafter_options, *named.schedule_options, "drafter"}
+    known = {*drafting.drafter_options, *named.schedule_options, *named.wrap_options, "drafter"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
             f"Method {named.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. "
             f"Its options: {', '.join(drafting.drafter_options) or 'none'}."
         )
     found = Recipe(named, drafting, options)
-    found.drafter()
+    if found.drafter().samples and named.schedule is not Schedule:
+        # Guesses are picked with the draws that will confirm them: what is drafted behind them would know these.
+        raise ValueError(f"acceptance=residual needs verification on the whole cache, which {named.name} does not do")
     found.schedule()
     return found
 
@@ -147,14 +154,16 @@ def _drafting(named: Method, options: Mapping[str, Any], runner: TargetRunner | 
         return named
     draft = options.get("draft")
     kind = None if draft is None else draft.kind
-    name = options.get("drafter") or kind
+    name, choices = options.get("drafter") or kind, named.choices
     if name is not None:
-        if name not in DRAFTING:
-            raise ValueError(f"drafter must be one of {', '.join(DRAFTING)}, got {name!r}")
-        if kind is not None and kind != name:
+        if name not in choices:
+            raise ValueError(f"drafter must be one of {', '.join(choices)}, got {name!r}")
+        if kind is not None and kind != choices[name].draft_kind:
             raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
-        return METHODS[name]
-    own = set(options) - set(named.schedule_options) - {"drafter"}
+        return choices[name]
+    if named.drafters:
+        return named.drafters[0]
+    own = set(options) - set(named.schedule_options) - set(named.wrap_options) - {"drafter"}
     able = [m for m in (METHODS[each] for each in DRAFTING) if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))
     return next(ready, METHODS[DRAFTING[-1]])

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from longdraft.trees.full import Draws
+
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
 
@@ -21,6 +23,9 @@ class Sequence:
         device: where logits are, and so where processors want the ids.
         padding: tokens that the model never sees but processors and stopping criteria count (transformers pads).
         greedy: its tokens are picked, not drawn; the same for a whole batch. Drafters may draft accordingly.
+
+    Attributes:
+        draws: what a drafter that samples draws with; None where it does not, or tokens are picked.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Sequence:
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
+        self.draws: Draws | None = None
         self.rounds = 0
         self.partial_rounds = 0
         self.partial_tokens = 0

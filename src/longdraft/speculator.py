@@ -176,7 +176,9 @@ class Speculator:
     def _recipe(self, runner: TargetRunner) -> Recipe:
         """Method and options for a target; found once a target."""
         if runner not in self._recipes:
-            self._recipes[runner] = recipe(self._named, self.options, runner)
+            # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
+            lookup = planned(self._plan, self.options)
+            self._recipes[runner] = recipe(self._named, self.options, runner, lookup)
         return self._recipes[runner]
 
     def planner(self, progress: Callable[[str], None] | None = None) -> Planner | None:

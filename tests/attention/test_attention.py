@@ -96,15 +96,26 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", stub)
 
 
-@pytest.fixture(params=["cpu few rows", "cpu few rows, long prefix", "cpu many rows", "sdpa", "flash"])
+@pytest.fixture(
+    params=[
+        "cpu kernels",
+        "cpu kernels, many rows",
+        "cpu few rows",
+        "cpu few rows, long prefix",
+        "cpu many rows",
+        "sdpa",
+        "flash",
+    ]
+)
 def path(request, monkeypatch):
-    """Each path's attend; the regimes of the CPU's are forced by its two thresholds."""
+    """Each path's attend; the regimes of the CPU's are forced by its thresholds and by our kernels' switch."""
     if request.param == "sdpa":
         return sdpa.attend
     if request.param == "flash":
         request.getfixturevalue("flash_attn")
         return flash.attend
-    monkeypatch.setattr(cpu, "FEW_ROWS", 0 if request.param == "cpu many rows" else 10**6)
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "1" if "kernels" in request.param else "0")
+    monkeypatch.setattr(cpu, "FEW_ROWS", 0 if "many rows" in request.param else 10**6)
     monkeypatch.setattr(cpu, "LONG_PREFIX", 0 if request.param == "cpu few rows, long prefix" else 10**6)
     return cpu.attend
 

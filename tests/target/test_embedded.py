@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from longdraft.errors import CheckpointError
+from longdraft.folders import cache_folder
 from longdraft.target import embedded
 from longdraft.target.chat import chat_prompt
-from longdraft.target.embedded import cache_folder, embedded_folder
+from longdraft.target.embedded import embedded_folder
 from longdraft.target.loading import load, read_gguf
 from tests.tiny import tiny_model
 

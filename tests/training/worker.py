@@ -45,8 +45,9 @@ def shard() -> None:
 def main(settings: str, manner: str = "", step: str = "0") -> None:
     torch.set_num_threads(1)
     from longdraft.training import checkpoints
-    from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
+    from longdraft.training.config import Eagle3Config, HeadsConfig, LmConfig, TrainConfig
     from longdraft.training.eagle3_recipe import train_eagle3
+    from longdraft.training.heads_recipe import train_heads
     from longdraft.training.lm_recipe import train_lm
     from longdraft.training.recipes import train_longspec
 
@@ -55,6 +56,8 @@ def main(settings: str, manner: str = "", step: str = "0") -> None:
         reports = train_eagle3(Eagle3Config(**values), stop=lambda: bool(stop))
     elif "learn_prompts" in values:
         reports = train_lm(LmConfig(**values), stop=lambda: bool(stop))
+    elif "heads" in values:
+        reports = train_heads(HeadsConfig(**values), stop=lambda: bool(stop))
     else:
         reports = train_longspec(TrainConfig(**values), stop=lambda: bool(stop))
     if manner == "checkpoint":

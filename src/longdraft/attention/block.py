@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.attention.transfer import on_device
+
 
 @dataclass(frozen=True)
 class Block:
@@ -28,6 +30,8 @@ class Block:
         mask: (B, T, behind + T) bool, True where row i may see row j of the tree; None for a causal chain.
         slots_t, lengths_t: the same numbers as (B,) int32 tensors on the cache's device.
         behind: uncommitted rows between the prefix and this block, the same for all sequences.
+        captured: the forward is recorded once and replayed with other numbers in the tensors: what depends on slots and
+            lengths has to be read from these. The host's slots then mean nothing, and its lengths are upper bounds.
     """
 
     slots: tuple[int, ...]
@@ -37,6 +41,7 @@ class Block:
     slots_t: torch.Tensor
     lengths_t: torch.Tensor
     behind: int = 0
+    captured: bool = False
 
     @classmethod
     def make(
@@ -54,9 +59,9 @@ class Block:
             slots=tuple(slots),
             lengths=tuple(lengths),
             size=size,
-            mask=None if mask is None else mask.to(device),
-            slots_t=torch.tensor(slots, dtype=torch.int32, device=device),
-            lengths_t=torch.tensor(lengths, dtype=torch.int32, device=device),
+            mask=None if mask is None else on_device(mask, device),
+            slots_t=on_device(slots, device, torch.int32),
+            lengths_t=on_device(lengths, device, torch.int32),
             behind=behind,
         )
 

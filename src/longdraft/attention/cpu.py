@@ -3,17 +3,19 @@
 Two regimes, split by the number of query rows:
 
 * A tree or chain of a few rows (decoding). The query heads of a group are folded into rows, legal because all of
-  them see the same prefix; each KV head is then one small matrix product with the cache as it lies. Scores of
-  prefix and tree stand in one row, so the softmax merges the two parts and the mask touches the tree's columns
-  alone.
-* A long chain (a prefill chunk). Scores would not fit the processor's caches: torch's flash kernel runs over the
-  prefix with folded heads and, causally, over the chunk; the parts are merged by log-sum-exp.
+  them see the same prefix. Our own kernel (native/attention.cpp) takes them where it could be compiled; else each KV
+  head is one small matrix product with the cache as it lies. Scores of prefix and tree stand in one row, so the
+  softmax merges the two parts and the mask touches the tree's columns alone.
+* A long chain (a prefill chunk). Scores would not fit the processor's caches: our kernel takes the rows in tiles; or
+  torch's flash kernel runs over the prefix with folded heads and, causally, over the chunk, and the parts are merged
+  by log-sum-exp.
 """
 
 from __future__ import annotations
 
 import torch
 
+from longdraft import native
 from longdraft.attention.block import Block
 from longdraft.attention.reference import merge
 
@@ -34,22 +36,37 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
     folded = q.reshape(batch, kv_heads, heads // kv_heads * size, dim)
     few = size <= FEW_ROWS and q.dtype == torch.float32
-    if few:
-        folded = folded * scale
+    chunks = native.kernels() if block.mask is None and not block.behind else None
     out = torch.empty_like(folded)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         end = n + block.width
         if few:
             tree = None if block.width == 1 else block.block_mask(b, q.device)
-            _few_rows(folded[b], keys[slot, :, :end], values[slot, :, :end], n, tree, out[b])
+            out[b] = few_rows(folded[b], keys[slot, :, :end], values[slot, :, :end], tree, scale)
         elif block.width == 1:  # the row sees every key: nothing to mask, nothing to merge
             out[b] = _flash_prefix(folded[b], keys[slot, :, :end], values[slot, :, :end], scale)[0]
+        elif chunks and native.fits(q[b], keys[slot, :, :end], values[slot, :, :end]):
+            chunk = chunks.attend_chunk(q[b], keys[slot, :, :end], values[slot, :, :end], scale)
+            out[b] = chunk.view_as(out[b])
         else:
             out[b] = _many_rows(q[b], folded[b], keys[slot, :, :end], values[slot, :, :end], n, block, b, scale)
     return out.view(batch, heads, size, dim)
 
 
-def _few_rows(
+def few_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """q (Hkv, G*T, d); k, v (Hkv, n+W, d); tree (T, W), or None when all is seen -> like q."""
+    kernels = native.kernels()
+    if kernels is not None and native.fits(q, k, v):
+        return kernels.attend(q, k, v, tree, scale)
+    out = torch.empty_like(q)
+    width = 0 if tree is None else tree.shape[1]
+    _products(q * scale, k, v, k.shape[1] - width, tree, out)
+    return out
+
+
+def _products(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int, tree: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """q (Hkv, G*T, d), already scaled; k, v (Hkv, n+W, d); tree (T, W) or None when all is seen."""

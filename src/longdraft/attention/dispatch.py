@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from longdraft.attention import flash
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError
 
@@ -32,8 +33,11 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
     if name == "cpu" and device.type != "cpu":
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
     if name == "flash":
-        if importlib.util.find_spec("flash_attn") is None:
-            return "flash-attn is not installed; `pip install flash-attn` on a machine with an NVIDIA GPU"
+        if flash.package(device) is None:
+            return (
+                "flash-attn is not installed, or version 3 alone, which is for Hopper GPUs; `pip install flash-attn` "
+                "on a machine with an NVIDIA GPU"
+            )
         if device.type != "cuda":
             return f"flash-attn needs an NVIDIA GPU, the model is on {device}"
         if dtype not in (torch.float16, torch.bfloat16):

@@ -27,12 +27,11 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 def cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """A few rows in float32: products with the cache as it lies, transposed keys included; else torch's kernel."""
-    from longdraft.attention.cpu import FEW_ROWS, _few_rows, _flash_prefix
+    from longdraft.attention.cpu import FEW_ROWS, _flash_prefix, few_rows
 
     folded = _folded(q, k)
     if q.shape[1] <= FEW_ROWS and q.dtype == torch.float32:
-        out = torch.empty_like(folded)
-        _few_rows(folded * scale, k, v, k.shape[1], None, out)
+        out = few_rows(folded, k, v, None, scale)
     else:
         out = _flash_prefix(folded, k, v, scale)[0]
     return out.reshape(q.shape)
@@ -45,11 +44,9 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """flash-attn, which groups heads itself; float16 and bfloat16 on a GPU."""
-    from flash_attn import flash_attn_func
+    from longdraft.attention.flash import whole
 
-    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]  # (1, n, H, d), the order flash-attn wants
-    out: torch.Tensor = flash_attn_func(*rows, softmax_scale=scale, causal=False)
-    return out[0].transpose(0, 1)
+    return whole(q, k, v, scale, causal=False)
 
 
 def triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

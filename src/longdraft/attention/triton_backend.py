@@ -2,20 +2,23 @@
 
 Nothing here waits for the device: lengths and slots are read by the kernels, and the host's ``max_length``
 only chooses how many splits there are. A captured CUDA graph therefore stays right when they change, for any
-length up to the cache's capacity.
+length up to the cache's capacity. Tile sizes and splits are tuned once a GPU (:mod:`.triton_tuning`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 
 import torch
 import triton
 import triton.language as tl
 
+from longdraft.attention import triton_tuning
 from longdraft.attention.block import Block
 from longdraft.attention.triton_kernels import block_kernel, merge_kernel, prefix_kernel
+from longdraft.attention.triton_tuning import Choice, Kind, Tuning
 from longdraft.errors import CapabilityError
 
 MAX_HEAD_DIM = 256
@@ -32,6 +35,10 @@ WARPS = 4
 # Partial outputs that one program of the merge kernel holds in registers.
 MERGE_ELEMENTS = 8192
 
+# Keys that choices are measured on: more than a large GPU's cache holds.
+TUNING_KEYS, TUNING_RUNS = 16384, 5
+
+tuning = Tuning()
 INTERPRETED = not isinstance(prefix_kernel, triton.JITFunction)
 DOT_TYPES = {
     torch.float32: tl.float32,
@@ -64,11 +71,12 @@ def prefix_attention(
         o (B, Hq, T, d) and lse (B, Hq, T), both float32; o = 0 and lse = -inf for a prefix of length 0.
     """
     _check(q, keys, values)
-    splits = _choose_splits(q, keys, max_length) if num_splits is None else num_splits
+    choice = _choice(q, keys)
+    splits = _choose_splits(q, keys, max_length, choice) if num_splits is None else num_splits
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {splits}, expected 1 to {MAX_SPLITS}")
     o_parts, lse_parts = _parts(splits, q)
-    _launch_prefix(q, keys, values, slots_t, lengths_t, scale, o_parts, lse_parts, splits)
+    _launch_prefix(q, keys, values, slots_t, lengths_t, scale, o_parts, lse_parts, splits, choice)
     if splits == 1:
         return o_parts[0], lse_parts[0]
     o = torch.empty_like(o_parts[0])
@@ -118,10 +126,11 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     """
     _check(q, keys, values)
     slots, lengths = block.slots_t, block.lengths_t
-    splits = _choose_splits(q, keys, max(block.lengths, default=0))
+    choice = _choice(q, keys)
+    splits = _choose_splits(q, keys, max(block.lengths, default=0), choice)
     # The splits of the prefix and the block are all parts of one attention: one merge joins them.
     o_parts, lse_parts = _parts(splits + 1, q)
-    _launch_prefix(q, keys, values, slots, lengths, scale, o_parts, lse_parts, splits)
+    _launch_prefix(q, keys, values, slots, lengths, scale, o_parts, lse_parts, splits, choice)
     _launch_block(q, keys, values, block.mask, slots, lengths, scale, o_parts[splits], lse_parts[splits], block.behind)
     out = torch.empty_like(q)
     _launch_merge(o_parts, lse_parts, out, None)
@@ -165,13 +174,62 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _choose_splits(q: torch.Tensor, keys: torch.Tensor, max_length: int) -> int:
-    """As many splits as fill the GPU in one wave of two programs a processor, none of them tiny."""
+def _choice(q: torch.Tensor, keys: torch.Tensor) -> Choice:
+    """How to launch the prefix kernel: as measured on this GPU, measuring it now if need be; else the defaults."""
+    block_m, block_n, _ = _tiles(q, keys)
+    default = Choice(block_n, WARPS)
+    # float32 is there to check by, and larger tiles than the default's would not fit the registers.
+    if q.device.type != "cuda" or INTERPRETED or q.element_size() != 2 or not triton_tuning.wanted():
+        return default
+    kind = Kind(_device_name(q.device), q.shape[3], block_m, str(q.dtype), triton.__version__)
+    found = tuning.known(kind)
+    if found is None and not torch.cuda.is_current_stream_capturing():
+        found = tuning.find(kind, default, functools.partial(_seconds, _trial(q, keys, block_m)))
+    return found or default
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_name(device))
+
+
+def _trial(q: torch.Tensor, keys: torch.Tensor, block_m: int) -> tuple[torch.Tensor, ...]:
+    """Made-up q, keys, values, slots and lengths of the same kind, for one tile of rows."""
+    (_, heads, _, d), kv_heads = q.shape, keys.shape[1]
+    size = max(1, block_m * kv_heads // heads)
+    some_q, k, v = (
+        torch.randn(1, h, n, d, dtype=q.dtype, device=q.device)
+        for h, n in ((heads, size), (kv_heads, TUNING_KEYS), (kv_heads, TUNING_KEYS))
+    )
+    slot, length = (torch.full((1,), x, dtype=torch.int32, device=q.device) for x in (0, TUNING_KEYS))
+    return some_q, k, v, slot, length
+
+
+def _seconds(trial: tuple[torch.Tensor, ...], choice: Choice) -> float:
+    """GPU time of prefix kernel and merge, median of a few runs."""
+    q, keys, values, slots, lengths = trial
+    splits = _choose_splits(q, keys, TUNING_KEYS, choice)
+    o_parts, lse_parts = _parts(splits, q)
+    out = torch.empty_like(q)
+    times = []
+    for _ in range(1 + TUNING_RUNS):  # the first one compiles
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        _launch_prefix(q, keys, values, slots, lengths, 1.0, o_parts, lse_parts, splits, choice)
+        _launch_merge(o_parts, lse_parts, out, None)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[1:])
+
+
+def _choose_splits(q: torch.Tensor, keys: torch.Tensor, max_length: int, choice: Choice) -> int:
+    """As many splits as fill the GPU in one wave of a few programs a processor, none of them tiny."""
     block_m, _, _ = _tiles(q, keys)
     kv_heads = keys.shape[1]
     rows = q.shape[1] // kv_heads * q.shape[2]
     programs = max(1, q.shape[0] * kv_heads * triton.cdiv(rows, block_m))
-    wanted = 2 * _processors(q.device) // programs
+    wanted = choice.waves * _processors(q.device) // programs
     return max(1, min(wanted, MAX_SPLITS, max_length // MIN_KEYS_PER_SPLIT))
 
 
@@ -191,10 +249,11 @@ def _launch_prefix(
     o_parts: torch.Tensor,
     lse_parts: torch.Tensor,
     splits: int,
+    choice: Choice,
 ) -> None:
     """Fills parts [0, splits)."""
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
-    block_m, block_n, block_d = _tiles(q, keys)
+    block_m, _, block_d = _tiles(q, keys)
     group = heads // kv_heads
     grid = (triton.cdiv(group * size, block_m), batch * kv_heads, splits)
     if 0 in grid:
@@ -203,8 +262,8 @@ def _launch_prefix(
         prefix_kernel[grid](
             q, keys, values, slots_t, lengths_t, o_parts, lse_parts, scale * math.log2(math.e),
             size, kv_heads, splits, *q.stride(), *keys.stride(), *values.stride(),
-            GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
-            DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
+            GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=choice.block_n,
+            DOT=DOT_TYPES[q.dtype], num_warps=choice.warps, num_stages=choice.stages,
         )  # fmt: skip
 
 

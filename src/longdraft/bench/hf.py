@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.target.loading import quiet
+from longdraft.verify.sampling import RecentPenalty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,6 +112,7 @@ class Generate:
                 attention_mask=torch.tensor(mask, device=device),
                 streamer=clock,
                 return_dict_in_generate=True,
+                logits_processor=_window(job),
                 **arguments,
             )
         return out, width, clock
@@ -180,6 +182,12 @@ def _new_tokens(out: Any, width: int, job: Job) -> tuple[tuple[int, ...], ...]:
     return tuple(trimmed(row[width:].tolist(), job.eos)[: job.max_tokens] for row in out.sequences)
 
 
+def _window(job: Job) -> LogitsProcessorList:
+    """The penalty that transformers' settings cannot say."""
+    penalty, window = job.sampling.repetition_penalty, job.sampling.repetition_window
+    return LogitsProcessorList([RecentPenalty(penalty, window)] if penalty and window else [])
+
+
 def _config(job: Job, pad: int, more: Mapping[str, Any]) -> GenerationConfig:
     sampling = job.sampling
     settings: dict[str, Any] = {
@@ -188,7 +196,7 @@ def _config(job: Job, pad: int, more: Mapping[str, Any]) -> GenerationConfig:
         "eos_token_id": sorted(job.eos) or None,
         "pad_token_id": pad,
         "do_sample": not sampling.greedy,
-        "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "repetition_penalty": 1.0 if sampling.repetition_window else sampling.repetition_penalty or 1.0,
     }
     if not sampling.greedy:
         # Left out, top_k would be transformers' default of 50.

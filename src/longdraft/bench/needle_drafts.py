@@ -31,6 +31,7 @@ from longdraft.target.loading import LoadedModel
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.beam import Expand, Level
 from longdraft.trees.budget import Budget
+from longdraft.trees.full import Draws
 from longdraft.trees.plan import TreePlan
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Picker, Sampling
@@ -270,6 +271,7 @@ class _Listening(TreePlan):
         device: torch.device | str,
         drawn: bool = False,
         budget: Budget | None = None,
+        draws: Sequence[Draws | None] = (),
     ) -> list[TokenTree]:
         def overheard(level: Level) -> torch.Tensor:
             logits = expand(level)

@@ -87,6 +87,7 @@ def bench(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    repetition_window: options.RepetitionWindow = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
@@ -140,7 +141,7 @@ def bench(
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
     names = tuple(options.words(methods)) if methods is not None else _by_default(draft)
     with options.settings_checked():
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window)
         settings = Settings(
             names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, sampling, seed, raw, ignore_eos,
             cold,

@@ -6,19 +6,20 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from longdraft import drafts
+from longdraft import drafts, native
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.cli import console, options
 from longdraft.cli.draft_check import examined
 from longdraft.errors import LongdraftError
 from longdraft.kv import memory
-from longdraft.target import hosting
+from longdraft.target import graphs, hosting
 from longdraft.target.loading import LoadedModel, load
 from longdraft.target.runner import TargetRunner
 
@@ -64,7 +65,12 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
     except LongdraftError as error:
         reason = str(error)
     return {
-        "attention": {"path": path, "unavailable": {n: why for n, why in why_not.items() if why is not None}},
+        "attention": {
+            "path": path,
+            "unavailable": {n: why for n, why in why_not.items() if why is not None},
+            "no_kernels": native.missing() if model.device.type == "cpu" and model.dtype == torch.float32 else None,
+            "no_graphs": None if path is None else graphs.unavailable(model.device, path),
+        },
         "model": {
             "name": model.name_or_path or type(model).__name__,
             "class": type(model).__name__,
@@ -103,6 +109,11 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
         for name, why in attention["unavailable"].items():
             row("", f"{name} cannot run: {why}", "dim")
+        if (why := attention["no_kernels"]) is not None:
+            row("kernels", f"torch's own, which are slower for trees: {why}", "yellow")
+        if hardware["gpus"]:
+            why = attention["no_graphs"]
+            row("CUDA graphs", "of verifications, a graph a tree size" if why is None else f"none: {why}")
         kind = f"{model['class']}, {model['parameters'] / 1e6:,.0f}M parameters, {model['dtype']} on {model['device']}"
         row("model", f"{model['name']}: {kind}")
         row("context", f"{model['context_tokens']:,} tokens")

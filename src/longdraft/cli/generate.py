@@ -121,6 +121,7 @@ def generate(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    repetition_window: options.RepetitionWindow = None,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
@@ -140,7 +141,7 @@ def generate(
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window)
         drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
         method_options = options.method_options(method, option or []) | drafting
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.

@@ -22,7 +22,7 @@ from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
-from longdraft.cli.train import data, eagle3, lm, longspec
+from longdraft.cli.train import data, eagle3, heads, lm, longspec
 from longdraft.errors import CapabilityError, LongdraftError
 
 
@@ -69,7 +69,7 @@ app.command("bench needle")(_interruptible(needle))
 app.command("bench report")(_interruptible(bench_report))
 
 training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
-for trainer in (longspec, eagle3, lm, data):
+for trainer in (longspec, eagle3, lm, heads, data):
     training.command()(_interruptible(trainer))
 app.add_typer(training, name="train")
 

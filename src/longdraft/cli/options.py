@@ -77,6 +77,12 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option("--repetition-penalty", help="Above 1 makes tokens less likely to come again.")
 ]
+RepetitionWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--repetition-window", help="The penalty is for the last so many tokens of the text.", show_default="all of it"
+    ),
+]
 
 
 Draft = Annotated[
@@ -98,12 +104,16 @@ Nodes = Annotated[
 Tree = Annotated[
     str | None,
     typer.Option(
-        "--tree", help="What a draft grows: beam, dynamic or opt.", show_default="beam (longspec), else dynamic"
+        "--tree", help="What a draft grows: chain, beam, dynamic or opt.", show_default="beam (longspec), else dynamic"
     ),
 ]
 Depth = Annotated[
     int | None,
-    typer.Option("--depth", help="A dynamic or opt tree: its levels, at most.", show_default="7; 10 of an opt tree"),
+    typer.Option(
+        "--depth",
+        help="A dynamic or opt tree: its levels, at most. A chain: its tokens.",
+        show_default="7; 10 of an opt tree, 4 of a chain",
+    ),
 ]
 TreeTopK = Annotated[
     int | None,

@@ -100,6 +100,31 @@ def lm(
     _train(config, settings or [], LmConfig, recipe, as_json)
 
 
+def heads(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="YAML file of settings, such as configs/heads/1-answers.yaml."),
+    ] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train chained heads (TokenSwift); goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
+
+    Settings: docs/training.md, or any wrong one: the error lists them.
+    """
+    from longdraft.training.config import HeadsConfig
+
+    def recipe() -> Recipe[HeadsConfig]:
+        from longdraft.training.heads_recipe import train_heads
+
+        return train_heads
+
+    _train(config, settings or [], HeadsConfig, recipe, as_json)
+
+
 def _train(
     path: Path | None, words: list[str], kind: type[Config], recipe: Callable[[], Recipe[Config]], as_json: bool
 ) -> None:

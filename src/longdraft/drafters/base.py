@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,6 +14,9 @@ from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from longdraft.verify.sampling import Picker
 
 
 class Drafter(ABC):
@@ -28,8 +31,14 @@ class Drafter(ABC):
     free: bool = False
     """Whether it can propose without a forward of a draft."""
 
+    samples: bool = False
+    """Whether it draws what it proposes where the target's tokens are drawn, for residual acceptance."""
+
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""
+
+    query_window: int = 1
+    """Of how many of a prompt's last tokens it wants the queries, where it wants any; :meth:`looked` is told them."""
 
     def follow_budget(self) -> None:  # noqa: B027
         """Told before all else, if at all: a planner decides how large trees are; each propose brings a budget."""
@@ -45,6 +54,12 @@ class Drafter(ABC):
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
         """Told once a run, before anything else: the target, and where its KV lies (readable rows may be read)."""
 
+    def picked_by(self, pickers: Mapping[int, Picker]) -> None:  # noqa: B027
+        """Told once a run, after :meth:`bind`: how the target's tokens are picked, by the sequence's index.
+
+        It may rehearse coming picks, but not pick.
+        """
+
     def prefill(self, sequence: Sequence) -> None:  # noqa: B027
         """Told once a sequence, when its prompt has been read and its first token emitted."""
 
@@ -56,6 +71,14 @@ class Drafter(ABC):
 
         Args:
             budget: what the trees may be; None: as the drafter was made.
+        """
+
+    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
+        """Told what the prompt's last tokens looked for: after the prefill, before :meth:`attended` is told the last's.
+
+        Args:
+            queries: of the layers of :meth:`query_layers` -> (query heads, n, head size), after RoPE; n is
+                :attr:`query_window` at most, and fewer where a kept cache left fewer tokens to read.
         """
 
     def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.levels import LevelAttention
@@ -212,7 +213,7 @@ class Eagle3Drafter(Drafter):
             tokens: T of them, each one behind its row's own position.
         """
         assert self._bound is not None and self._store.features is not None
-        ids = torch.tensor(tokens, device=self._runner.device)
+        ids = on_device(tokens, self._runner.device)
         x: torch.Tensor = self._bound.embedding(ids)
         return x, self._bound.block.project(self._store.features[slot, start : start + len(tokens)])
 
@@ -269,7 +270,7 @@ class _Round:
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
         self._drafter.forwards += 1
-        with self._bound.packed.serving(level.tokens.numel()):
+        with self._bound.few_rows.serving(level.tokens.numel()):
             out = self._roots(level) if level.depth == 0 else self._nodes(level)
             self._outputs = dict(zip(level.rows, out.split(level.tokens.shape[1]), strict=True))
             return self._bound.block.logits(out).view(*level.tokens.shape, -1)
@@ -293,8 +294,8 @@ class _Round:
             self._drafter.fed(s)
 
         device = level.tokens.device
-        positions = torch.tensor(places, device=device)
-        newest = torch.tensor([end - 1 for end in ends[1:]], device=device)
+        positions = on_device(places, device)
+        newest = on_device([end - 1 for end in ends[1:]], device)
         self._rows = dict(zip(level.rows, positions[newest].split(1), strict=True))
         cos, sin = self._bound.rotary(positions)
         attend = self._attention.newest(level.rows, starts, ends)

@@ -15,7 +15,7 @@ from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_formats import KIND, OFFSETS, Eagle3Contents, usual_layers
 from longdraft.errors import CheckpointError
-from longdraft.packing import PackedModule
+from longdraft.few_rows import FewRowsModule
 from longdraft.target.rotary import Rotary
 from longdraft.target.runner import TargetRunner
 
@@ -34,9 +34,9 @@ class BoundDraft:
     ids: torch.Tensor | None
 
     @cached_property
-    def packed(self) -> PackedModule:
-        """The weights, head included, packed for a few rows on a CPU."""
-        return PackedModule(self.block)
+    def few_rows(self) -> FewRowsModule:
+        """The layers, head included, fast for a few rows on a CPU."""
+        return FewRowsModule(self.block)
 
 
 class Eagle3Draft:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from longdraft.attention import dispatch
+from longdraft.attention.transfer import on_device
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
@@ -192,7 +193,7 @@ class _Round:
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
         self._drafter.forwards += 1
-        with self._bound.packed.serving(level.tokens.numel()):
+        with self._bound.few_rows.serving(level.tokens.numel()):
             hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
         return self._bound.logits(hidden).view(*level.tokens.shape, -1)
 
@@ -210,8 +211,8 @@ class _Round:
             positions += range(start, end)
             ends.append(len(tokens))
 
-        ids, places = torch.tensor([tokens, positions], device=level.tokens.device)
-        roots = torch.tensor([end - 1 for end in ends[1:]], device=level.tokens.device)
+        ids, places = on_device([tokens, positions], level.tokens.device)
+        roots = on_device([end - 1 for end in ends[1:]], level.tokens.device)
         self._positions = dict(zip(level.rows, places[roots].split(1), strict=True))
         x, (cos, sin) = self._bound.parts.embedding(ids), self._bound.parts.rotary(places)
         self_attend = self._attention.newest(level.rows, starts, ends)

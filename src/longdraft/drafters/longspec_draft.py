@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.packing import PackedLinear, PackedModule, packable, pays
+from longdraft.few_rows import FewRowsLinear, FewRowsModule
 from longdraft.target.parts import SharedParts
 from longdraft.target.runner import TargetRunner
 
@@ -43,19 +42,17 @@ class BoundDraft:
     ids: torch.Tensor | None
 
     @cached_property
-    def packed(self) -> PackedModule:
-        """The block's weights, packed for a few rows on a CPU."""
-        return PackedModule(self.block)
+    def few_rows(self) -> FewRowsModule:
+        """The block's layers, fast for a few rows on a CPU."""
+        return FewRowsModule(self.block)
 
     @cached_property
-    def _packed_head(self) -> PackedLinear | None:
-        return PackedLinear(self.head) if packable(self.head) else None
+    def _head(self) -> FewRowsLinear:
+        return FewRowsLinear(self.head)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) -> (rows, draft vocabulary)."""
-        if self._packed_head is not None and pays(hidden.shape[0]):
-            return self._packed_head(hidden)
-        return F.linear(hidden, self.head)
+        return self._head(hidden)
 
 
 class LongSpecDraft:

@@ -65,6 +65,8 @@ class SmallLMDrafter(Drafter):
         chunk, chunks, every, adaptive: of the retrieval: tokens that are retrieved together, and how many times so
             many; verifications from one choice to the next; whether to choose earlier when acceptance falls. None: 32,
             32 or as many as the draft was trained for, 4, False.
+        acceptance: "residual": drawn text is drafted by chance and accepted by what it was drawn from; see
+            :func:`~longdraft.trees.plan.tree_plan`.
 
     Raises:
         ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
@@ -87,6 +89,7 @@ class SmallLMDrafter(Drafter):
         every: int | None = None,
         adaptive: bool | None = None,
         layer: int | None = None,
+        acceptance: str = "draw",
     ) -> None:
         if view not in VIEWS:
             raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
@@ -95,8 +98,8 @@ class SmallLMDrafter(Drafter):
         if given and view != "retrieval":
             raise ValueError(f"{', '.join(given)} shape the retrieval of chunks: give view=retrieval too")
         default = "opt" if view == "retrieval" else "dynamic"
-        self.plan = tree_plan(default, widths, nodes, tree, depth, top_k, threshold)
-        self.max_nodes = self.plan.max_nodes
+        self.plan = tree_plan(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
+        self.max_nodes, self.samples = self.plan.max_nodes, self.plan.sampled
         self.draft, self.view = draft, view
         # sink and recent mean nothing in full view: schedules have options of these names too.
         self.retrieval: ChunkRetrieval | None = None
@@ -157,7 +160,9 @@ class SmallLMDrafter(Drafter):
         Raises:
             CapabilityError: the text is longer than the table of positions that the model has, in full view.
         """
-        self._check_length(sequence)
+        assert self._bound is not None
+        if self.layout is None:
+            check_length(self.draft, self._bound, sequence)
         self._begin(sequence.slot)
         self._read(sequence.slot, sequence.prompt)
 
@@ -173,6 +178,7 @@ class SmallLMDrafter(Drafter):
             self._bound.runner.device,
             drawn=not sequences[0].greedy,
             budget=budget,
+            draws=[s.draws for s in sequences],
         )
 
     # Emitted tokens are fed at the start of the next round, so there is nothing to observe.
@@ -225,25 +231,29 @@ class SmallLMDrafter(Drafter):
             self._bound.runner.forward([piece], self.cache.store, [slot], logits="none")
             self.fed(slot, piece)
 
-    def _check_length(self, s: Sequence) -> None:
-        """In full view: refuses a text without positions, and says once where one outgrows the draft."""
-        assert self._bound is not None
-        trained, length = self.draft.trained_length, len(s.prompt) + s.max_new_tokens
-        if self.layout is not None or length <= trained:
-            return
-        positions = self._bound.runner.context_length
-        if length > positions and rotary_module(self._bound.runner.model) is None:
-            raise CapabilityError(
-                f"The text has up to {length} tokens, and the draft {self.draft.folder} has positions for {positions} "
-                "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
-            )
-        if self.draft not in _outgrown:
-            _outgrown.add(self.draft)
-            logger.warning(
-                "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
-                "acceptance will be lower: use view=retrieval (method specextend) or view=streaming.",
-                self.draft.folder, trained, length,
-            )  # fmt: skip
+
+def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
+    """Of a draft at true positions: says once where a text outgrows it.
+
+    Raises:
+        CapabilityError: it has no positions for so long a text.
+    """
+    trained, length = draft.trained_length, len(s.prompt) + s.max_new_tokens
+    if length <= trained:
+        return
+    positions = bound.runner.context_length
+    if length > positions and rotary_module(bound.runner.model) is None:
+        raise CapabilityError(
+            f"The text has up to {length} tokens, and the draft {draft.folder} has positions for {positions} "
+            "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
+        )
+    if draft not in _outgrown:
+        _outgrown.add(draft)
+        logger.warning(
+            "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
+            "acceptance will be lower: use view=retrieval (method specextend) or view=streaming.",
+            draft.folder, trained, length,
+        )  # fmt: skip
 
 
 def _streaming(sink: int, recent: int | None, room: int, depth: int, trained: int) -> CompactLayout:

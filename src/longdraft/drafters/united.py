@@ -17,6 +17,7 @@ from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import merged
 from longdraft.trees.tree import TokenTree
+from longdraft.verify.sampling import Picker
 
 # A lookup as sure as this of its first token needs no second opinion, where a second opinion costs time.
 SURE = 0.75
@@ -44,8 +45,16 @@ class UnitedDrafter(Drafter):
         return self.unpaid.max_nodes + self.paid.max_nodes
 
     @property
+    def samples(self) -> bool:  # type: ignore[override]
+        return self.unpaid.samples or self.paid.samples
+
+    @property
     def forwards(self) -> int:  # type: ignore[override]
         return self.paid.forwards
+
+    @property
+    def query_window(self) -> int:  # type: ignore[override]
+        return self.paid.query_window
 
     def follow_budget(self) -> None:
         self.unpaid.follow_budget()
@@ -60,6 +69,10 @@ class UnitedDrafter(Drafter):
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.unpaid.bind(runner, store)
         self.paid.bind(runner, store)
+
+    def picked_by(self, pickers: Mapping[int, Picker]) -> None:
+        self.unpaid.picked_by(pickers)
+        self.paid.picked_by(pickers)
 
     def prefill(self, sequence: Sequence) -> None:
         self.unpaid.prefill(sequence)
@@ -79,6 +92,9 @@ class UnitedDrafter(Drafter):
 
     def _paid(self, sequences: list[Sequence], budget: Budget | None) -> list[TokenTree]:
         return self.paid.propose(sequences, budget) if sequences else []
+
+    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        self.paid.looked(sequence, queries)
 
     def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
         self.paid.attended(sequence, queries)

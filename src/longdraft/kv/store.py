@@ -14,7 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.attention.block import Block
+from longdraft.attention.transfer import on_device
 from longdraft.kv import memory
+
+# Numbers of a cache line, float32.
+_LINE = 16
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,10 @@ class KVStore:
         values = torch.empty(size, dtype=self.shape.dtype, device=self.device)
         if not transposed_keys:
             return torch.empty_like(values), values
-        t_size = (*size[:3], self.shape.head_dim, self.capacity)
-        return torch.empty(t_size, dtype=self.shape.dtype, device=self.device).transpose(-1, -2), values
+        # Whole cache lines a row: a vector that straddles two is read twice.
+        pitch = -(-self.capacity // _LINE) * _LINE
+        turned = torch.empty((*size[:3], self.shape.head_dim, pitch), dtype=self.shape.dtype, device=self.device)
+        return turned[..., : self.capacity].transpose(-1, -2), values
 
     @staticmethod
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
@@ -124,7 +130,7 @@ class KVStore:
             k, v: (B, kv_heads, T, head_dim), keys after RoPE.
         """
         keys, values = self.layer(layer)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not block.captured:
             for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
                 own = slice(n + block.behind, n + block.width)
                 keys[slot, :, own] = k[b]
@@ -197,7 +203,7 @@ class KVStore:
         # A prefix of the path that is already in place (a chain: all of it) need not move.
         still = next((i for i, row in enumerate(path) if row != i), len(path))
         if still < len(path):
-            source = torch.tensor([n + row for row in path[still:]], device=self.device)
+            source = on_device([n + row for row in path[still:]], self.device)
             for layers in self.portions:
                 for rows in self.stored(slot, layers, n + still):
                     rows[:, :, n + still : n + len(path)] = rows.index_select(2, source.to(rows.device))

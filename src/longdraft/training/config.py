@@ -216,6 +216,33 @@ class LmConfig(RunConfig):
             )
 
 
+@dataclass(frozen=True)
+class HeadsConfig(RunConfig):
+    """A run that trains chained heads (TokenSwift, section 3.2).
+
+    Attributes:
+        heads: how many; each says one token further. Those in ``init`` bring their own number.
+        decay: weight of a head, against the one before; 1 sums them all alike (the paper).
+        lr: of heads that begin as large as the target's states; the paper's 5e-3 is of others.
+        weight_decay: here, none.
+    """
+
+    heads: int = 3
+    decay: float = 1.0
+    lr: float = 2e-3
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("heads")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay is a share above 0, up to 1, got {self.decay}")
+        if self.anchor_offset:
+            raise ConfigError("anchor_offset is for drafts with positions of their own; heads have none: leave it out.")
+        if self.intermediate_size is not None:
+            raise ConfigError("intermediate_size is of an MLP; heads have none: leave it out.")
+
+
 def read_config(
     path: Path | str | None,
     overrides: Sequence[str] = (),

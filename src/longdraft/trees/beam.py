@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.trees.tree import TokenTree
 
 
@@ -99,7 +100,7 @@ def beam(
 def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
     """The roots, one node a sequence."""
     zeros = torch.zeros(len(roots), 1, device=device)
-    tokens = torch.tensor(roots, device=device)[:, None]
+    tokens = on_device(roots, device)[:, None]
     return Scored(Level(tuple(range(len(roots))), 0, tokens, torch.zeros_like(tokens)), zeros, zeros)
 
 
@@ -132,8 +133,12 @@ def trees(roots: Sequence[int], levels: Sequence[Scored]) -> list[TokenTree]:
     """Levels to trees on the host. The one place that waits for the device."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
-    numbers = torch.cat([torch.stack([x.level.tokens, x.level.parents]).flatten() for x in levels]).tolist()
-    floats = torch.cat([x.log_probs.flatten() for x in levels]).tolist()
+    whole = torch.cat([torch.stack([x.level.tokens, x.level.parents]).flatten() for x in levels])
+    # The floats travel as what their bits are as integers: one transfer.
+    bits = torch.cat([x.log_probs.flatten() for x in levels]).view(torch.int32)
+    fetched = torch.cat([whole, bits]).cpu()
+    numbers = fetched[: len(whole)].tolist()
+    floats = fetched[len(whole) :].int().view(torch.float32).tolist()
     tokens, parents, log_probs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
     at = 0
     above = [0] * len(roots)  # index of the first node of each sequence's last level

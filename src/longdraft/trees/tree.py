@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp
 
 import torch
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Children of a node that a drafter drew by chance, one after the other, none twice.
+
+    Attributes:
+        law: (vocabulary,) the probabilities that the first was drawn with; each later one was with those of the rest.
+        tokens: in the order in which they were drawn.
+    """
+
+    law: torch.Tensor
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -22,11 +35,15 @@ class TokenTree:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root, and for it alone.
         log_probs: the drafter's log-probability of each node given its path, 0.0 where it has none to offer.
+        drawn: which nodes' children were drawn by chance, and how; what they are then accepted by. Such a tree is
+            verified as it was drawn, or cut at a depth that nothing drawn decides: to leave nodes out for being
+            unlikely would be to draw them otherwise than ``drawn`` says.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
+    drawn: Mapping[int, Drawn] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
@@ -133,6 +150,7 @@ class TokenTree:
             tuple(self.tokens[i] for i in kept),
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.log_probs[i] for i in kept) if self.log_probs else (),
+            {new[i]: law for i, law in self.drawn.items() if self.depths[i] < max_depth},
         )
 
 

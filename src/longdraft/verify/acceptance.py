@@ -5,6 +5,9 @@ If a child carries that token, the child is accepted and the walk goes on from i
 all the same and the walk ends. Every emitted token is thus a pick from p(. | its own path), so the output has the
 target's distribution for any tree, whoever drafted it and however well: the tree only decides how many picks one
 forward can serve.
+
+Where a drafter drew a node's children by chance and says from what, the token is found by residual acceptance instead
+(:mod:`longdraft.verify.residual`): distributed alike, and more often one of theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.target.runner import not_a_number
 from longdraft.trees.tree import TokenTree
+from longdraft.verify import residual
 from longdraft.verify.sampling import Picker
 
 
@@ -48,10 +53,19 @@ def accept(
         picker: greedy or sampling, with its processors.
         text: gives the (n,) token ids up to and including the root; called only when processors need it.
         stop: told each emitted token in order; True ends the walk there (nothing is picked after an EOS).
+
+    Raises:
+        NumericalError: a node's logits are NaN.
     """
+    # A maximum is NaN when any of its terms is. (-inf alone, a masked vocabulary, is allowed.)
     if picker.plain_greedy:
-        # One reduction and one transfer for all nodes; the walk itself is on the host.
-        best = logits[: tree.size].argmax(-1).tolist()
+        # One reduction and one transfer for all nodes, the check among them; the walk itself is on the host.
+        top, token_of = logits[: tree.size].max(-1)
+        best, wrong = torch.stack([token_of, top.isnan().long()]).tolist()
+        if any(wrong):
+            raise not_a_number()
+    elif bool(logits[: tree.size].amax().isnan()):
+        raise not_a_number()
     prefix = None if picker.plain_greedy or not len(picker.processors) else text()
     empty = torch.empty(0, dtype=torch.long)
     node, path, tokens = 0, [0], list[int]()
@@ -60,7 +74,11 @@ def accept(
             token = best[node]
         else:
             upto = empty if prefix is None else torch.cat([prefix, prefix.new_tensor(tokens)])
-            token = picker.pick(upto, logits[node])
+            drawn = None if picker.greedy else tree.drawn.get(node)
+            if drawn is None:
+                token = picker.pick(upto, logits[node])
+            else:
+                token = residual.draw(picker.distribution(upto, logits[node]), drawn, picker.generator)
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:

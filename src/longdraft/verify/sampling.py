@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -20,13 +21,33 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longdraft.trees.full import Draws
+
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RecentPenalty(LogitsProcessor):
+    """transformers' repetition penalty, for the last tokens of the text alone (TokenSwift's contextual penalty).
+
+    Args:
+        penalty: above 1 makes them less likely. window: how many tokens count, those of the prompt among them.
+    """
+
+    def __init__(self, penalty: float, window: int) -> None:
+        self._penalty, self._window = RepetitionPenaltyLogitsProcessor(penalty), window
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._penalty(input_ids[:, -self._window :], scores)
+        return found
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the target's distribution is processed. Temperature 0 is greedy.
+
+    Attributes:
+        repetition_window: the penalty is for tokens among the last so many of the text; None: for all of it.
 
     Raises:
         ValueError: for a value outside its range, from transformers' processors or from here.
@@ -37,6 +58,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repetition_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -48,6 +70,11 @@ class Sampling:
             raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
         if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if self.repetition_window is not None:
+            if type(self.repetition_window) is not int or self.repetition_window < 1:
+                raise ValueError(f"repetition_window must be a whole number from 1 on, got {self.repetition_window!r}")
+            if self.repetition_penalty is None:
+                raise ValueError("repetition_window says where repetition_penalty counts: give that too")
         self.processors()  # refuses bad values now rather than after the prefill
 
     @property
@@ -58,7 +85,10 @@ class Sampling:
         """The processors in the order that ``generate`` applies them."""
         processors = LogitsProcessorList()
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            if self.repetition_window is None:
+                processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            else:
+                processors.append(RecentPenalty(self.repetition_penalty, self.repetition_window))
         if self.greedy:
             return processors
         if self.temperature != 1.0:
@@ -108,15 +138,37 @@ class Picker:
         twin.set_state(torch.get_rng_state() if own is None else own.get_state())
         return Picker(False, copy.deepcopy(self.processors), twin)
 
+    def draws(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> Draws:
+        """What a drafter draws with, for residual acceptance: processed as the target's tokens are, other numbers.
+
+        The numbers follow from this picker's coming draws, which it leaves as they are: a seed fixes both.
+
+        Args:
+            text: gives the (n,) token ids so far, on the device where logits are. vocabulary: of the target.
+            number: of the sequence: several may share a generator.
+        """
+        twin = self.rehearsal()
+        assert twin.generator is not None, "greedy tokens are not drawn"
+        seed = int(torch.randint(2**62, (), generator=twin.generator, device=twin.generator.device))
+        own = torch.Generator(text().device)
+        own.manual_seed(seed + number)
+        return Draws(twin.processors if len(twin.processors) else None, own, text, vocabulary)
+
     def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         """Args:
         text: (n,) token ids from the prompt's first to the node.
         logits: (vocabulary,) the target's raw logits at the node.
         """
+        if self.greedy:
+            return int(self._scores(text, logits).argmax())
+        return int(torch.multinomial(self.distribution(text, logits), num_samples=1, generator=self.generator))
+
+    def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """(vocabulary,) the probabilities that a token is drawn with; arguments as of :meth:`pick`."""
+        return torch.softmax(self._scores(text, logits), dim=-1)
+
+    def _scores(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].float()
         if len(self.processors):
             scores = self.processors(text[None], scores.clone())
-        if self.greedy:
-            return int(scores.argmax())
-        p = torch.softmax(scores, dim=-1)
-        return int(torch.multinomial(p, num_samples=1, generator=self.generator))
+        return scores[0]

@@ -1,0 +1,154 @@
+"""Which tiles and how many splits the Triton prefix kernel runs with on this GPU: measured once, and kept on disk.
+
+The best sizes depend on the GPU, the head size, the rows that share a key tile and the dtype, and the result on none of
+them. The first attention of a kind tries a few choices on made-up keys, which takes some seconds to compile; a later
+process finds the best of them in the cache folder. In a recording, in float32 and where no GPU is, the defaults serve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from longdraft.folders import cache_folder
+
+logger = logging.getLogger("longdraft")
+
+SWITCH = "LONGDRAFT_TUNE"
+# Raise it when a choice means something else than before.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the prefix kernel is launched.
+
+    Attributes:
+        block_n: keys of a tile.
+        warps, stages: of a program; loads of so many tiles are under way at once.
+        waves: programs a processor that the splits make, if the prefix is long enough for so many.
+    """
+
+    block_n: int
+    warps: int = 4
+    stages: int = 2
+    waves: int = 2
+
+    def __post_init__(self) -> None:
+        powers = all(type(x) is int and x >= 1 and x & (x - 1) == 0 for x in (self.block_n, self.warps))
+        if not powers or self.block_n < 16 or not all(type(x) is int and x >= 1 for x in (self.stages, self.waves)):
+            raise ValueError(f"no launch of a kernel: {self}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a choice is for.
+
+    Attributes:
+        device: the GPU's name.
+        rows: of a tile of queries, the heads of a group folded into rows.
+        triton: its version: another compiler, another choice.
+    """
+
+    device: str
+    head_dim: int
+    rows: int
+    dtype: str
+    triton: str
+
+
+def candidates(default: Choice) -> list[Choice]:
+    """Tiles to try, the default first; waves are tried with the best of them. Few: each takes a second to compile."""
+    tiles = [
+        Choice(n, w, s, default.waves) for n, w, s in ((32, 4, 3), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 3))
+    ]
+    return [default, *(c for c in tiles if c != default)]
+
+
+class Tuning:
+    """Choices found so far.
+
+    Args:
+        folder: where they are kept; None: in the package's cache.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._known: dict[Kind, Choice] = {}
+
+    def known(self, kind: Kind) -> Choice | None:
+        """The choice that was found here or by an earlier process; None where none was."""
+        if kind not in self._known:
+            found = _read(self._file(kind), kind)
+            if found is None:
+                return None
+            self._known[kind] = found
+        return self._known[kind]
+
+    def find(self, kind: Kind, default: Choice, seconds: Callable[[Choice], float]) -> Choice:
+        """The fastest choice, measured now and kept.
+
+        Args:
+            seconds: how long the kernel takes with a choice. What it raises says that the choice does not run here.
+        """
+        logger.info("Tuning attention for %s (rows %d, %s; once)", kind.device, kind.rows, kind.dtype)
+        times = {choice: _time(seconds, choice) for choice in candidates(default)}
+        best = min(times, key=lambda c: times[c])
+        if math.isinf(times[best]):  # nothing could be measured: perhaps another time
+            self._known[kind] = default
+            return default
+        waves = [replace(best, waves=n) for n in (1, 2, 4)]
+        times |= {choice: _time(seconds, choice) for choice in waves if choice not in times}
+        best = min(waves, key=lambda c: times[c])
+        self._known[kind] = best
+        _write(self._file(kind), kind, best)
+        return best
+
+    def _file(self, kind: Kind) -> Path:
+        digest = hashlib.sha256(json.dumps(asdict(kind), sort_keys=True).encode()).hexdigest()[:16]
+        return (cache_folder() / "triton" if self._folder is None else self._folder) / f"{digest}.json"
+
+
+def wanted() -> bool:
+    """Whether anything is to be measured: LONGDRAFT_TUNE=0 says no."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def _time(seconds: Callable[[Choice], float], choice: Choice) -> float:
+    try:
+        return seconds(choice)
+    except Exception:  # too much shared memory, or whatever else a compiler does not like about a size
+        return math.inf
+
+
+def _read(file: Path, kind: Kind) -> Choice | None:
+    """A kept choice; None where there is none, or one that cannot be read: it is found again."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT or found["kind"] != asdict(kind):
+            return None
+        return Choice(**found["choice"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, kind: Kind, choice: Choice) -> None:
+    """Keeps a choice; where that fails, it is found again the next time."""
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {"format": _FORMAT, "kind": asdict(kind), "choice": asdict(choice)}
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        logger.info("What was tuned cannot be kept in %s: %s", file, error.strerror)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

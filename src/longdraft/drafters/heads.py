@@ -1,0 +1,255 @@
+"""Chained heads: the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, section 3.2).
+
+The state is that of the last token which the target has verified; it lies in the store, so drafting costs one product
+with the target's head and no forward. Head i then says the i-th token behind the root.
+
+The paper drafts from the root's own state instead, which a forward of the target on a part of its KV gives; the
+target's own next token is then the first level, and head i says the one i levels further. That forward would be a
+:class:`StateSource`: whatever brings states can be put underneath.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.beam import Level
+from longdraft.trees.budget import Budget
+from longdraft.trees.plan import STATIC, TreePlan, tree_plan
+from longdraft.trees.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class States:
+    """Attributes:
+    hidden: (B, hidden size) states of the target's last layer, before its final norm.
+    logits: (B, vocabulary) what the target says by them, where they are the roots' own; None where they are those of
+        the tokens before the roots.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
+class StateSource(ABC):
+    """Brings the states that the heads continue. It is told what a drafter is told, and need not care.
+
+    Attributes:
+        ahead: whether its states are the roots' own: trees are then a level deeper.
+        forwards: of the target that it has made.
+        query_window: as of a drafter.
+    """
+
+    ahead: bool = False
+    forwards: int = 0
+    query_window: int = 1
+
+    @abstractmethod
+    def states(self, sequences: SequenceOf[Sequence]) -> States:
+        """Of each sequence, for this round; logits where it is ``ahead``."""
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return ()
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return ()
+
+    @abstractmethod
+    def bind(self, runner: TargetRunner, store: KVStore) -> None: ...
+
+    def prefill(self, sequence: Sequence) -> None:  # noqa: B027
+        ...
+
+    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
+        ...
+
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
+        ...
+
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:  # noqa: B027
+        ...
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:  # noqa: B027
+        ...
+
+    def rewind(self, sequence: Sequence) -> None:  # noqa: B027
+        ...
+
+    def release(self, sequence: Sequence) -> None:  # noqa: B027
+        ...
+
+
+class VerifiedStates(StateSource):
+    """The states that the last verification left in the store."""
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return (runner.kv_shape.layers - 1,)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        self._store = store
+
+    def states(self, sequences: SequenceOf[Sequence]) -> States:
+        features = self._store.features
+        assert features is not None
+        # The root has none yet: the row before it.
+        return States(torch.stack([features[s.slot, len(s.prompt) + len(s.output) - 2] for s in sequences]))
+
+
+class HeadsDrafter(Drafter):
+    """Drafts trees with chained heads.
+
+    Args:
+        draft: trained heads.
+        heads: use so many of them; None: all.
+        widths: of a static tree, which is the default: children of each node, level by level; None: 3 at each of at
+            most three levels (and one at a first level that is the target's own). A static tree of all nodes is the
+            paper's; a planner is given the best nodes instead.
+        nodes: verify only this many drafted nodes, the most probable; None: all of a static tree.
+        tree: "static", "beam", "dynamic", "opt" or "chain".
+        depth, top_k, threshold: of the latter ones; see :func:`~longdraft.trees.plan.tree_plan`. Levels cost nothing.
+        acceptance: "residual": drawn text is drafted by chance and accepted by what it was drawn from.
+
+    Raises:
+        ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
+    """
+
+    def __init__(
+        self,
+        draft: HeadsDraft,
+        heads: int | None = None,
+        widths: SequenceOf[int] | None = None,
+        nodes: int | None = None,
+        tree: str | None = None,
+        depth: int | None = None,
+        top_k: int | None = None,
+        threshold: float | None = None,
+        acceptance: str = "draw",
+        _source: StateSource | None = None,
+    ) -> None:
+        own = draft.shape.heads
+        if heads is not None and (type(heads) is not int or not 1 <= heads <= own):
+            raise ValueError(f"heads must be a whole number from 1 to {own}, which the draft has, got {heads!r}")
+        self.heads = heads or own
+        self.draft = draft
+        self._source = _source or VerifiedStates()
+        levels = self.heads + self._source.ahead
+        plan = tree_plan("static", widths, nodes, tree, depth, top_k, threshold, acceptance)
+        if plan.depth > levels and (widths is not None or depth is not None):
+            raise ValueError(f"a tree of {plan.depth} levels needs as many heads; there are {levels} to draft with")
+        self.plan = _fitted(plan, levels, self._source.ahead and widths is None)
+        self.max_nodes, self.samples = self.plan.max_nodes, self.plan.sampled
+        self._bound: BoundHeads | None = None
+        self._rounds = 0
+
+    @classmethod
+    def load(cls, folder: Path | str, **options: Any) -> HeadsDrafter:
+        """From a draft folder, with the options of the drafter.
+
+        Raises:
+            CheckpointError: when it cannot be read.
+        """
+        return cls(HeadsDraft.load(folder), **options)
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        """Products with the target's head, which are what drafting costs, or forwards of the source."""
+        return max(self._rounds, self._source.forwards)
+
+    @property
+    def query_window(self) -> int:  # type: ignore[override]
+        return self._source.query_window
+
+    def follow_budget(self) -> None:
+        """Grows an OPT-Tree unless another tree was asked for."""
+        self.plan = self.plan.adaptive()
+        self.max_nodes = self.plan.max_nodes
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """The last one, unless the source brings states of its own."""
+        return self._source.feature_layers(runner)
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return self._source.query_layers(runner)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Takes the target's head.
+
+        Raises:
+            CheckpointError: the heads were made for another target.
+            UnsupportedModelError: the target has nothing that a draft could share.
+        """
+        self._bound = self.draft.bound(runner)
+        self._source.bind(runner, store)
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        assert self._bound is not None
+        bound, states = self._bound, self._source.states(sequences)
+        self._rounds += 1
+        said = bound.logits(states.hidden, self.heads)  # (B, levels, draft vocabulary)
+        if states.logits is not None:
+            first = states.logits if bound.ids is None else states.logits[:, bound.ids]
+            said = torch.cat([first[:, None].to(said.dtype), said], dim=1)
+
+        def expand(level: Level) -> torch.Tensor:
+            # What a head says does not depend on the path before it.
+            return said[list(level.rows), level.depth, None].expand(-1, level.tokens.shape[1], -1)
+
+        return self.plan.grow(
+            [s.output[-1] for s in sequences],
+            expand,
+            # A path of depth k emits k + 1 tokens.
+            [s.remaining - 1 for s in sequences],
+            bound.ids,
+            said.device,
+            drawn=not sequences[0].greedy,
+            # All levels are there already: one more costs nothing.
+            budget=None if budget is None else replace(budget, price=0.0),
+            draws=[s.draws for s in sequences],
+        )
+
+    def prefill(self, sequence: Sequence) -> None:
+        self._source.prefill(sequence)
+
+    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        self._source.looked(sequence, queries)
+
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        self._source.attended(sequence, queries)
+
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+        self._source.observe(sequence, tree, accepted)
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:
+        self._source.refreshed(sequence, start)
+
+    def rewind(self, sequence: Sequence) -> None:
+        self._source.rewind(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self._source.release(sequence)
+
+
+def _fitted(plan: TreePlan, levels: int, ahead: bool) -> TreePlan:
+    """A plan that is no deeper than there are levels.
+
+    Args:
+        ahead: a static tree that nobody asked for begins with the one token that the target itself says.
+    """
+    if plan.static and not plan.sampled and not plan.asked:
+        widths = ((1,) if ahead else ()) + STATIC
+        return replace(plan, widths=widths[:levels], depth=min(levels, len(widths)))
+    if plan.widths is not None:
+        return replace(plan, widths=plan.widths[:levels], depth=min(plan.depth, levels))
+    return replace(plan, depth=min(plan.depth, levels))

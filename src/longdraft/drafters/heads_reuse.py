@@ -1,0 +1,138 @@
+"""Token reuse: what followed the last token most often in the output so far (TokenSwift, section 3.3).
+
+A long output repeats itself. Each phrase of n tokens that was emitted is counted, and the k that began most often with
+the token that came last are proposed together, the most frequent first, the latest first among equals.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
+from math import log
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.heads import HeadsDrafter
+from longdraft.drafters.heads_draft import HeadsDraft
+from longdraft.drafters.united import UnitedDrafter
+from longdraft.sequence import Sequence
+from longdraft.trees.budget import Budget
+from longdraft.trees.builders import union
+from longdraft.trees.tree import TokenTree
+
+# TokenSwift, section 4.1: phrases of four tokens, twenty of them.
+PHRASE, PHRASES = 4, 20
+
+
+class Phrases:
+    """The phrases of a growing text, counted. Adding a token and looking up take the same time however long it is.
+
+    Args:
+        n: tokens of a phrase. k: how many that begin with the same token are kept in order.
+    """
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+        self.text: list[int] = []
+        # How often each phrase stood in the text, and each beginning of one.
+        self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        # By first token, the best k, in order. One that falls out comes back by being seen again, and only so.
+        self._best: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+
+    def extend(self, tokens: SequenceOf[int]) -> None:
+        for token in tokens:
+            self.text.append(token)
+            if len(self.text) < self.n:
+                continue
+            phrase = tuple(self.text[-self.n :])
+            for length in range(1, self.n + 1):
+                self._counts[phrase[:length]] += 1
+            self._rank(phrase)
+
+    def _rank(self, phrase: tuple[int, ...]) -> None:
+        """Puts the phrase that was just seen before those that were seen no more often."""
+        best = self._best[phrase[0]]
+        if phrase in best:
+            best.remove(phrase)
+        count = self._counts[phrase]
+        place = next((i for i, other in enumerate(best) if self._counts[other] <= count), len(best))
+        best.insert(place, phrase)
+        del best[self.k :]
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """The most frequent continuations of a token, n - 1 tokens each, the best first."""
+        return [phrase[1:] for phrase in self._best.get(token, ())]
+
+    def log_probs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
+        """Of its tokens, each given those before: how often it came there, with one time more for something new."""
+        phrase = (token, *continuation)
+        seen = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
+        return [log(after / (before + 1)) for before, after in zip(seen, seen[1:], strict=False)]
+
+
+class ReuseDrafter(Drafter):
+    """Proposes the phrases of the output that began most often with its last token.
+
+    Args:
+        n: tokens of a phrase, the last token of the text among them. k: phrases at most.
+
+    Raises:
+        ValueError: sizes that make no phrase.
+    """
+
+    free = True
+
+    def __init__(self, n: int = PHRASE, k: int = PHRASES) -> None:
+        for name, size, least in (("reuse_n", n, 2), ("reuse_k", k, 1)):
+            if type(size) is not int or size < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+        self.n, self.k = n, k
+        self.max_nodes = k * (n - 1)
+        self._phrases: dict[int, Phrases] = {}
+
+    def prefill(self, sequence: Sequence) -> None:
+        self._phrases[sequence.index] = Phrases(self.n, self.k)
+
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        return [self._propose(s) for s in sequences]
+
+    def _propose(self, sequence: Sequence) -> TokenTree:
+        phrases, root = self._phrases[sequence.index], sequence.output[-1]
+        phrases.extend(sequence.output[len(phrases.text) :])
+        found = phrases.after(root)
+        return union(root, found, log_probs=[phrases.log_probs(root, path) for path in found])
+
+    def rewind(self, sequence: Sequence) -> None:
+        self._phrases[sequence.index] = Phrases(self.n, self.k)
+
+    def release(self, sequence: Sequence) -> None:
+        self._phrases.pop(sequence.index, None)
+
+
+def tokenswift(
+    draft: HeadsDraft,
+    heads: int | None = None,
+    widths: SequenceOf[int] | None = None,
+    nodes: int | None = None,
+    tree: str | None = None,
+    depth: int | None = None,
+    top_k: int | None = None,
+    threshold: float | None = None,
+    acceptance: str = "draw",
+    reuse: bool = True,
+    reuse_n: int = PHRASE,
+    reuse_k: int = PHRASES,
+) -> Drafter:
+    """TokenSwift's drafter: heads and token reuse in one tree.
+
+    Args:
+        reuse, reuse_n, reuse_k: whether phrases of the output are proposed too, their length and number. The others are
+            :class:`~longdraft.drafters.heads.HeadsDrafter`'s; ``nodes`` counts those of the heads alone.
+
+    Raises:
+        ValueError: a value that cannot be used.
+    """
+    if not isinstance(reuse, bool):
+        raise ValueError(f"reuse must be True or False, got {reuse!r}")
+    own = HeadsDrafter(draft, heads, widths, nodes, tree, depth, top_k, threshold, acceptance)
+    phrases = ReuseDrafter(reuse_n, reuse_k)
+    return UnitedDrafter(phrases, own) if reuse else own

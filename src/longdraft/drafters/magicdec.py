@@ -1,0 +1,87 @@
+"""MagicDec's drafters: the target or a small language model, on a part of its KV, with a chain (Sadhukhan et al. 2024).
+
+The view's size is fixed, so a draft forward costs the same at any length, and beside a large batch or a long text it
+costs ever less of a verification. How long a chain pays follows from that: with a planner, each ends where another
+token would promise less than its time is worth.
+"""
+
+from __future__ import annotations
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.self_small_lm import SparseLMDrafter
+from longdraft.drafters.self_views import BUDGET, sparse_view
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.small_lm_cache import fresh_room
+from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.trees.chain import LONGEST
+from longdraft.trees.plan import tree_plan
+
+VIEWS = ("streaming", "snapkv")
+
+
+def magicdec_self(
+    view: str = "snapkv",
+    budget: int | None = None,
+    sink: int | None = None,
+    window: int | None = None,
+    refresh: int | None = None,
+    depth: int | None = None,
+    acceptance: str = "draw",
+) -> SelfDrafter:
+    """The target drafts for itself.
+
+    Args:
+        view, budget, sink, window, refresh: as :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them.
+        depth: tokens of the chain (the paper's gamma); None: 4, and with a planner as many as pay.
+        acceptance: "draw" or "residual".
+
+    Raises:
+        ValueError: another view, or sizes that make none.
+    """
+    _check(view)
+    return SelfDrafter(view, budget, sink, window, refresh=refresh, depth=depth, acceptance=acceptance)
+
+
+def magicdec_small_lm(
+    draft: SmallLMDraft,
+    view: str = "snapkv",
+    budget: int | None = None,
+    sink: int | None = None,
+    window: int | None = None,
+    refresh: int | None = None,
+    depth: int | None = None,
+    acceptance: str = "draw",
+) -> Drafter:
+    """A small language model drafts.
+
+    Its streaming view lies at positions that it was trained on (:class:`~longdraft.drafters.small_lm.SmallLMDrafter`),
+    SnapKV's at the text's.
+
+    Args:
+        budget: with "streaming" 512, or as many as it was trained for.
+        others: as of :func:`magicdec_self`.
+
+    Raises:
+        ValueError: another view, sizes that make none, or more than the draft was trained for.
+    """
+    _check(view)
+    if view == "snapkv":
+        return SparseLMDrafter(
+            draft, view=view, budget=budget, sink=sink, window=window, refresh=refresh, depth=depth,
+            acceptance=acceptance,
+        )  # fmt: skip
+    plan = tree_plan("chain", depth=depth, acceptance=acceptance)
+    longest = max(LONGEST, plan.depth)
+    if budget is None and window is None:
+        budget = min(BUDGET, draft.trained_length - longest - fresh_room(longest))
+    sizes = sparse_view(view, budget, sink, window, None)
+    # Made for the longest chain that a planner may want.
+    made = SmallLMDrafter(draft, tree="chain", depth=longest, view=view, sink=sizes.sink, recent=sizes.window)
+    made.plan, made.max_nodes, made.samples = plan, plan.max_nodes, plan.sampled
+    return made
+
+
+def _check(view: str) -> None:
+    if view not in VIEWS:
+        raise ValueError(f"view must be {' or '.join(VIEWS)}, got {view!r}: method self has others")

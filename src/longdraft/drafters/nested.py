@@ -1,0 +1,285 @@
+"""Drafting in levels: what one drafter proposes is verified by another before the target sees it (TriForce, section 4).
+
+A level is the target on a part of its KV (or a small language model on a part of its own): cheaper than the target on
+all of it, surer than the drafter under it. A round: the level walks down the drafter's tree as the target will down
+its own, with picks from its own distribution; what it emits goes on in the next tree, until there are enough tokens;
+these are the chain that the target verifies. Each level's tokens follow that level's distribution, and since the target
+picks every token that is emitted, the output is the target's whatever the levels did: a level only has to be right.
+
+Where tokens are drawn, a level picks with the draws that the target's coming picks will use (Picker.rehearsal): from
+two like distributions, both then mostly pick the same token.
+
+What a level computes for tokens that it emitted is shown to the drafter as provisional rows of the target's store, as
+in partial verification; the target's verification overwrites them. Nothing of it is committed there. When the target
+refutes one, level and drafter go back to where it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp
+
+import torch
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.self_drafter import Mark, SelfDrafter
+from longdraft.drafters.self_views import SINK
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.budget import Budget
+from longdraft.trees.chain import LONGEST
+from longdraft.trees.tree import TokenTree
+from longdraft.verify.acceptance import accept
+from longdraft.verify.sampling import Picker, Sampling
+
+# TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
+# model drafts for the level (gamma_1), and the rows that it sees.
+LENGTH, DRAFTED, STREAMED = 6, 1, 256
+
+
+@dataclass
+class _Walk:
+    """One sequence's round.
+
+    Attributes:
+        twin: the sequence with what the level emitted. picker: the level's.
+        start: tokens of the sequence before. room: how many may be emitted.
+        mark: where level and store were.
+        log_probs: of each emitted token, as the level says.
+    """
+
+    twin: Sequence
+    picker: Picker
+    start: int
+    room: int
+    mark: Mark
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def emitted(self) -> list[int]:
+        return self.twin.output[len(self.twin.output) - len(self.log_probs) :] if self.log_probs else []
+
+    def emit(self, token: int) -> bool:
+        """Appends a token, and says whether it was the last that there is room for."""
+        self.twin.append(token)
+        self.room -= 1
+        return self.room == 0
+
+
+class NestedDrafter(Drafter):
+    """A drafter whose proposals another one verifies first.
+
+    Args:
+        inner: drafts for the level: any drafter, a nested one too.
+        level: verifies: the target, or a small language model, on a sparse view.
+        depth: tokens that the level emits before the target verifies them; None: 6, and with a planner as many as pay.
+
+    Raises:
+        ValueError: a level that cannot verify or sees no more than the drafter under it, a drafter that needs to know
+            how its own tokens were drawn, or no tokens.
+    """
+
+    def __init__(self, inner: Drafter, level: Drafter, depth: int | None = None) -> None:
+        if not isinstance(level, SelfDrafter):
+            raise ValueError(
+                f"{type(level).__name__} cannot verify what another one drafts: a level is the target, or a small "
+                "language model, on a sparse view (SelfDrafter, SparseLMDrafter)"
+            )
+        if inner.samples or level.samples:
+            raise ValueError(
+                "acceptance=residual has no meaning under a level, whose tokens are picks of its own: leave it out"
+            )
+        under = inner.level if isinstance(inner, NestedDrafter) else inner
+        if type(under) is type(level) is SelfDrafter and under.view.budget >= level.view.budget:
+            raise ValueError(
+                f"a level must see more than the one under it: give it a budget above {under.view.budget} rows, not "
+                f"{level.view.budget}"
+            )
+        if depth is not None and (type(depth) is not int or depth < 1):
+            raise ValueError(f"depth must be a whole number of at least 1, got {depth!r}")
+        self.inner = inner
+        self.level: SelfDrafter = level
+        self.max_nodes, self._asked = depth or LENGTH, depth is not None
+        self._pickers: Mapping[int, Picker] = {}
+        self._walks: dict[int, _Walk] = {}
+        # Layers whose queries drafter and level want.
+        self._layers: list[tuple[Drafter, tuple[int, ...]]] = []
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        """Of the level; those of the drafter under it count as part of theirs."""
+        return self.level.forwards
+
+    @property
+    def query_window(self) -> int:  # type: ignore[override]
+        return max(self.inner.query_window, self.level.query_window)
+
+    def follow_budget(self) -> None:
+        """The level stops where another token does not pay, unless a length was asked for."""
+        if not self._asked:
+            self.max_nodes = max(self.max_nodes, LONGEST)
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return self.inner.feature_layers(runner)
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        self._layers = [(each, each.query_layers(runner)) for each in (self.inner, self.level)]
+        return tuple(sorted({layer for _, layers in self._layers for layer in layers}))
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Binds both.
+
+        Raises:
+            MemoryBudgetError, CheckpointError, UnsupportedModelError: as they do.
+        """
+        self.level.judged = self.max_nodes + self.inner.max_nodes
+        self.level.bind(runner, store)
+        self.inner.bind(runner, store)
+        self._walks = {}
+
+    def picked_by(self, pickers: Mapping[int, Picker]) -> None:
+        self._pickers = pickers
+
+    def prefill(self, sequence: Sequence) -> None:
+        self._walks.pop(sequence.index, None)
+        self.level.prefill(sequence)
+        self.inner.prefill(sequence)
+
+    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        for each, layers in self._layers:
+            if layers:
+                each.looked(sequence, {layer: queries[layer][:, -each.query_window :] for layer in layers})
+
+    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+        """Told of the target's queries alone: a level's are of tokens that may be taken back."""
+        for each, layers in self._layers:
+            if layers:
+                each.attended(sequence, {layer: queries[layer] for layer in layers})
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        length, price = self.max_nodes, 0.0
+        if budget is not None and not self._asked:
+            length, price = max(1, min(length, budget.nodes)), budget.price
+        # A path of depth k emits k + 1 tokens.
+        drafted = [s for s in sequences if s.remaining > 1]
+        self.level.follow(drafted)
+        self._walks |= {s.index: self._begin(s, min(length, s.remaining - 1)) for s in drafted}
+        walks = [self._walks[s.index] for s in drafted]
+        self.inner.picked_by({w.twin.index: w.picker for w in walks})
+        going = walks
+        while going:
+            self._step(going)
+            going = [w for w in going if w.room and (not price or exp(sum(w.log_probs)) > price)]
+        for w in walks:
+            self.level.drop(w.twin, w.mark)
+        return [self._chain(s) for s in sequences]
+
+    def _begin(self, s: Sequence, room: int) -> _Walk:
+        picker = self._pickers.get(s.index)
+        # Nobody said how its tokens are picked: the likeliest will do.
+        own = Picker(True, Sampling().processors()) if picker is None else picker.rehearsal()
+        return _Walk(s.fork(), own, len(s.prompt) + len(s.output), room, self.level.mark(s))
+
+    def _step(self, walks: list[_Walk]) -> None:
+        """The drafter proposes, the level verifies, and both go on behind what it emitted."""
+        twins = [w.twin for w in walks]
+        proposed = self.inner.propose(twins)
+        trees = [tree.limited(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
+        for w, tree, logits in zip(walks, trees, self.level.judge(twins, trees), strict=True):
+            accepted = accept(tree, logits, w.picker, w.twin.ids, w.emit)
+            said = torch.log_softmax(logits[list(accepted.path)], -1)
+            w.log_probs += said.gather(1, torch.tensor(accepted.tokens, device=said.device)[:, None])[:, 0].tolist()
+            self.level.keep(w.twin, list(accepted.path))
+            self.inner.observe(w.twin, tree, accepted.from_draft)
+
+    def _chain(self, s: Sequence) -> TokenTree:
+        """What the level emitted, behind the sequence's last token."""
+        walk = self._walks.get(s.index) if s.remaining > 1 else None
+        tokens, log_probs = (walk.emitted, walk.log_probs) if walk is not None else ([], [])
+        return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *log_probs))
+
+    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+        """Drafter and level go on from what the target made of the round."""
+        self.level.observe(sequence, tree, accepted)
+        walk = self._walks.pop(sequence.index, None)
+        if walk is None:
+            self.inner.observe(sequence, tree, accepted)
+            return
+        # What it saw of the level's rows is exact now.
+        self.inner.refreshed(sequence, walk.start - 1)
+        before, now = walk.twin.tokens, sequence.tokens
+        if now[: len(before)] == before:
+            # All was right: it knows all but the last token.
+            self.inner.observe(sequence, TokenTree(tree.tokens[:1], (-1,)), 0)
+        else:
+            self.inner.rewind(sequence)
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:
+        self.level.refreshed(sequence, start)
+        self.inner.refreshed(sequence, start)
+
+    def rewind(self, sequence: Sequence) -> None:
+        self._walks.pop(sequence.index, None)
+        self.level.rewind(sequence)
+        self.inner.rewind(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self._walks.pop(sequence.index, None)
+        self.level.release(sequence)
+        self.inner.release(sequence)
+
+
+def triforce(
+    draft: SmallLMDraft,
+    budget: int | None = None,
+    chunk: int | None = None,
+    sink: int | None = None,
+    window: int | None = None,
+    refresh: int | None = None,
+    depth: int | None = None,
+    drafted: int = DRAFTED,
+    streamed: int = STREAMED,
+) -> NestedDrafter:
+    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves.
+
+    Args:
+        draft: the small model.
+        budget, chunk, sink, window, refresh: of the target's view, as
+            :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them.
+        depth: tokens that the target on its chunks emits before it verifies them on everything (gamma_2); None: 6, and
+            with a planner as many as pay.
+        drafted: tokens that the small model drafts at a time (gamma_1).
+        streamed: tokens that it sees.
+
+    Raises:
+        ValueError: sizes that make no view, or more than the small model was trained for.
+    """
+    for name, size, least in (("drafted", drafted, 1), ("streamed", streamed, SINK + 1)):
+        if type(size) is not int or size < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+    small = SmallLMDrafter(draft, tree="chain", depth=drafted, view="streaming", sink=SINK, recent=streamed - SINK)
+    return NestedDrafter(small, SelfDrafter("chunks", budget, sink, window, chunk, refresh), depth)
+
+
+def nested(
+    inner: Drafter,
+    level_view: str = "chunks",
+    level_budget: int | None = None,
+    level_sink: int | None = None,
+    level_window: int | None = None,
+    level_chunk: int | None = None,
+    level_refresh: int | None = None,
+    level_depth: int | None = None,
+) -> NestedDrafter:
+    """A drafter with the target on a sparse view over it; the options of :class:`SelfDrafter`, and the depth.
+
+    Raises:
+        ValueError: as :class:`NestedDrafter` and :class:`SelfDrafter` do.
+    """
+    level = SelfDrafter(level_view, level_budget, level_sink, level_window, level_chunk, level_refresh)
+    return NestedDrafter(inner, level, level_depth)

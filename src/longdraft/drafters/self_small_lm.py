@@ -1,0 +1,162 @@
+"""A small language model that drafts on a part of its own KV, at true positions (MagicDec's small draft with SnapKV).
+
+Its KV of the whole text is kept beside the target's. A round: the tokens emitted since the last one are fed on all of
+it, as a verification would, and their rows enter the view; then the tree is drafted on the view. So its KV is never
+computed on a part, and a round costs one forward on the whole text, and the others a few hundred rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.small_lm import check_length
+from longdraft.drafters.small_lm_cache import PIECE
+from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
+from longdraft.kv.prompt_cache import common_prefix
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence
+from longdraft.target.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.trees.tree import TokenTree
+
+# Of tokens that the model does not know.
+_NEVER = -1e9
+
+
+class SparseLMDrafter(SelfDrafter):
+    """Drafts with a small language model on a sparse view of its own KV.
+
+    Args:
+        draft: the model.
+        options: of :class:`SelfDrafter`.
+
+    Raises:
+        ValueError: as :class:`SelfDrafter` does.
+    """
+
+    def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
+        super().__init__(**options)
+        self.draft = draft
+
+    query_window = 1  # of the target's
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """None of the target's: its own queries choose."""
+        return ()
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Hosts the model, and takes memory for its KV and the views.
+
+        Raises:
+            CheckpointError: its vocabulary is not the target's, or its weights cannot be read.
+            UnsupportedModelError: it cannot be hosted.
+            MemoryBudgetError: it does not fit the memory that is free.
+        """
+        self._bound: BoundLM = self.draft.bound(runner)
+        own = self._bound.runner
+        # In a batch, short chains of new tokens are padded to the longest.
+        self.host(own, own.new_store(store.slots, store.capacity + PIECE))
+        self._taps = Taps(queries=tuple(range(own.kv_shape.layers))) if self.view.looks else NO_TAPS
+        self._vocabulary = runner.vocab_size
+        # What was fed of each slot's text, token by token.
+        self._fed: list[list[int]] = [[] for _ in range(store.slots)]
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        return self._bound.ids
+
+    @torch.inference_mode()
+    def prefill(self, sequence: Sequence) -> None:
+        """Reads the prompt.
+
+        Raises:
+            CapabilityError: the model has no positions for so long a text.
+        """
+        check_length(self.draft, self._bound, sequence)
+        self._begin(sequence.slot)
+        self._read(sequence, sequence.prompt)
+
+    @torch.inference_mode()
+    def follow(self, sequences: SequenceOf[Sequence]) -> None:
+        """Feeds what was emitted since the last round, then brings the views up to it."""
+        for s in sequences:
+            if len(new := self._new(s)) > PIECE:
+                self._read(s, new[:-1])
+        going = [s for s in sequences if self._new(s)]
+        if going:
+            self._feed(going)
+        super().follow(sequences)
+
+    def judge(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
+        # A draft that overflows judges badly, that is all.
+        found = [x.nan_to_num(nan=0.0) for x in super().judge(sequences, trees)]
+        if self.ids is None:
+            return found
+        # Not -inf: where processors leave nothing else, one of these is picked.
+        whole = [x.new_full((len(x), self._vocabulary), _NEVER) for x in found]
+        for x, logits in zip(whole, found, strict=True):
+            x[:, self.ids] = logits
+        return whole
+
+    def refreshed(self, sequence: Sequence, start: int) -> None:
+        """Its own KV was exact before."""
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Keeps what the texts before and now have in common."""
+        kept = common_prefix(self._fed[sequence.slot], sequence.tokens[:-1])
+        self.full.truncate(sequence.slot, kept)
+        del self._fed[sequence.slot][kept:]
+        super().rewind(sequence)
+
+    def _begin(self, slot: int) -> None:
+        super()._begin(slot)
+        self.full.truncate(slot, 0)
+        self._fed[slot] = []
+
+    def _new(self, s: Sequence) -> list[int]:
+        """Tokens before the root that were not fed."""
+        return s.tokens[len(self._fed[s.slot]) : -1]
+
+    def _read(self, s: Sequence, tokens: list[int]) -> None:
+        """Feeds a text in pieces, the last of which has all rows whose queries are wanted."""
+        while tokens:
+            count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.looks, PIECE))
+            piece, tokens = tokens[:count], tokens[count:]
+            taps = NO_TAPS if tokens else self._taps
+            out = self.runner.forward([piece], self.full, [s.slot], logits="none", taps=taps)
+            self._keep_queries(s, out, 0, count)
+            self._commit(s, piece)
+
+    def _feed(self, sequences: list[Sequence]) -> None:
+        """Feeds the new tokens of a batch."""
+        chains = [self._new(s) for s in sequences]
+        size = max(map(len, chains))
+        self.forwards += 1
+        out = self.runner.forward(
+            # Padding comes last, so under a chain's causal mask nobody sees it; it has positions that are there.
+            [chain + chain[-1:] * (size - len(chain)) for chain in chains],
+            self.full,
+            [s.slot for s in sequences],
+            depths=[[*range(len(chain)), *[0] * (size - len(chain))] for chain in chains],
+            logits="none",
+            taps=self._taps,
+        )
+        for b, (s, chain) in enumerate(zip(sequences, chains, strict=True)):
+            self._keep_queries(s, out, b, len(chain))
+            self._commit(s, chain)
+
+    def _keep_queries(self, s: Sequence, out: TargetOutput, b: int, count: int) -> None:
+        """Of the first ``count`` rows of the block's sequence ``b``, the last ones that choose."""
+        if not out.queries:
+            return
+        first = max(0, count - self.view.looks)
+        if self._queries[s.slot] is None:
+            self.looked(s, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
+        self.attended(s, {layer: q[b, :, count - 1] for layer, q in out.queries.items()})
+
+    def _commit(self, s: Sequence, tokens: list[int]) -> None:
+        self.full.commit(s.slot, range(len(tokens)))
+        self._fed[s.slot] += tokens

@@ -1,0 +1,69 @@
+// What Python calls, and the structures that it fills in: structures.py declares the same, in the same order.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// One of several matrices that the same x (rows, size) is multiplied with: y = x w^T + bias.
+struct Matrix {
+  const float *w;      // (outs, size)
+  const float *bias;   // (outs,) or null
+  float *y;            // (rows, outs)
+  std::int64_t w_row;  // floats from one row of w to the next
+  std::int64_t outs;
+  std::int64_t adds;  // whether y is added to, not overwritten
+};
+
+// A decoder layer of the Llama kind.
+struct Layer {
+  const float *norm, *second_norm;  // (hidden,)
+  float eps, second_eps, scale;     // of the two norms; of the attention
+  Matrix q, k, v, o, gate, up, down;
+  std::int64_t hidden, heads, kv_heads, d, inner;
+};
+
+// T rows of each of B sequences, and where their keys and values lie.
+struct Batch {
+  std::int64_t sequences, size;       // B, T
+  const float *cos, *sin;             // (B, T, d)
+  const std::int64_t *slots, *first;  // (B,): of the store; the row that a sequence's first new key is written to
+  const std::int64_t *ends;           // (B,): keys of a sequence, the new ones included
+  const std::uint8_t *masks;          // (B, T, width) or null: which of its last keys a row sees
+  std::int64_t width;
+};
+
+// Keys and values of one layer: (slots, kv_heads, capacity, d).
+struct KeysValues {
+  float *k, *v;
+  std::int64_t k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
+};
+
+// Floats that a vector holds.
+int longdraft_lanes();
+
+// Multiplies x with several matrices, their outputs shared out among the threads.
+void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
+                      int threads);
+
+// out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
+// k (heads, n, d) with the strides given, one of k_row and k_dim being 1; v (heads, n, d), rows contiguous.
+// mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them.
+// d: a multiple of 16. Scores are multiplied by `scale`.
+void longdraft_attend(const float *q, const float *k, std::int64_t k_head, std::int64_t k_row, std::int64_t k_dim,
+                      const float *v, std::int64_t v_head, std::int64_t v_row, std::int64_t heads, std::int64_t rows,
+                      std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
+                      std::int64_t width, float scale, float *out, int threads);
+
+// A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
+// rows - 1 - r of the n keys. k, v, scale as above.
+void longdraft_attend_chunk(const float *q, const float *k, std::int64_t k_head, std::int64_t k_row, std::int64_t k_dim,
+                            const float *v, std::int64_t v_head, std::int64_t v_row, std::int64_t heads,
+                            std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n, float scale,
+                            float *out, int threads);
+
+// out (B, T, hidden) = the layer of x; its keys and values are written where `batch` says, its queries, after RoPE, to
+// queries (B, heads, T, d).
+void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *kv, const float *x, float *out,
+                     float *queries, int threads);
+}

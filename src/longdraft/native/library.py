@@ -1,0 +1,163 @@
+"""The kernels as functions of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from longdraft.native.build import shared_object
+from longdraft.native.structures import DecoderLayer, KeysValues, Long, Matrix, Pointer, Rows, Weights
+
+logger = logging.getLogger("longdraft")
+
+SWITCH = "LONGDRAFT_NATIVE"
+# Without AVX the compiler's vectors are too narrow to beat torch's products.
+_LANES = 8
+# Head sizes are whole vectors.
+HEAD_UNIT = 16
+
+
+class Kernels:
+    """What was compiled. All tensors are float32 on the CPU; nothing is differentiated through."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.lanes = int(library.longdraft_lanes())
+        self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
+        self._layer, self._chunk = library.longdraft_layer, library.longdraft_attend_chunk
+        for function in (self._linear, self._attend, self._layer, self._chunk):
+            function.restype = None
+        self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
+        # q; k, its strides; v, its strides; heads, rows, d, n; mask, its shape; scale; out; threads
+        self._attend.argtypes = [
+            *(Pointer, Pointer, Long, Long, Long, Pointer, Long, Long, Long, Long, Long, Long, Pointer, Long, Long),
+            *(ctypes.c_float, Pointer, ctypes.c_int),
+        ]
+        self._chunk.argtypes = [
+            *(Pointer, Pointer, Long, Long, Long, Pointer, Long, Long, Long, Long, Long, Long, Long),
+            *(ctypes.c_float, Pointer, ctypes.c_int),
+        ]
+        self._layer.argtypes = [Pointer] * 6 + [ctypes.c_int]
+
+    def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
+        """x (..., in) times several matrices (out, in), with their biases, in one go -> each (..., out)."""
+        x = x.contiguous()
+        size = x.shape[-1]
+        outs = [torch.empty(*x.shape[:-1], w.shape[0]) for w, _ in products]
+        matrices = (Matrix * len(outs))(*map(Matrix.of, products, outs))
+        self._linear(x.data_ptr(), x.numel() // size, size, matrices, len(outs), torch.get_num_threads())
+        return outs
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """Attention of folded rows.
+
+        Args:
+            q: (Hkv, G*T, d), row g*T + t of a KV head being query head g of its group, row t; d a multiple of 16.
+            k, v: (Hkv, n, d); of the strides of k, one of the last two is 1; rows of v are contiguous.
+            tree: (T, W) bool: which of the last W keys a row sees; it sees all before them. None: all keys.
+
+        Returns:
+            Like q.
+        """
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        heads, rows, d = q.shape
+        mask: tuple[int | None, int, int] = (None, 1, 0)
+        if tree is not None:
+            tree = tree.contiguous()
+            mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
+        self._attend(
+            *(q.data_ptr(), k.data_ptr(), *k.stride(), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def attend_chunk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of a chunk of a prompt, whose row t sees all keys but those of the rows behind it.
+
+        Args:
+            q: (Hq, T, d). k, v: (Hkv, n, d), as for :meth:`attend`, the chunk's own keys the last of them.
+
+        Returns:
+            Like q.
+        """
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        heads, rows, d = q.shape
+        self._chunk(
+            *(q.data_ptr(), k.data_ptr(), *k.stride(), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def layer(
+        self, layer: DecoderLayer, rows: Rows, keys: torch.Tensor, values: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole decoder layer; writes the rows' keys and values.
+
+        Args:
+            keys, values: (slots, kv_heads, capacity, d).
+            x: (B, T, hidden).
+
+        Returns:
+            Hidden states like x; queries (B, heads, T, d) after RoPE.
+        """
+        x = x.contiguous()
+        out, queries = torch.empty_like(x), torch.empty(rows.sequences, layer.heads, rows.size, layer.d)
+        kv = KeysValues.of(keys, values)
+        structures = (ctypes.addressof(layer.struct), ctypes.addressof(rows.struct), ctypes.addressof(kv))
+        self._layer(*structures, x.data_ptr(), out.data_ptr(), queries.data_ptr(), torch.get_num_threads())
+        return out, queries
+
+
+def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether :meth:`Kernels.attend` takes these: dtype, device, head size, strides."""
+    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q, k, v))
+    return plain and q.shape[-1] % HEAD_UNIT == 0 and 1 in k.stride()[-2:] and v.stride(-1) == 1 and k.shape[1] > 0
+
+
+def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
+    """The kernels of this machine, compiled when they are first asked for.
+
+    Args:
+        progress: called with a line of text before they are compiled.
+
+    Returns:
+        None where there are none: switched off (LONGDRAFT_NATIVE=0), no compiler, an old processor; the log says why.
+    """
+    return None if os.environ.get(SWITCH, "1") == "0" else _once(progress)[0]
+
+
+def missing() -> str | None:
+    """Why there are no kernels here; None where there are."""
+    return f"{SWITCH}=0" if os.environ.get(SWITCH, "1") == "0" else _once(None)[1]
+
+
+# The kernels of this process, or why there are none.
+_known: list[tuple[Kernels | None, str | None]] = []
+_lock = threading.Lock()
+
+
+def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
+    with _lock:
+        if not _known:
+            _known.append(_made(progress))
+        return _known[0]
+
+
+def _made(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
+    try:
+        found = Kernels(ctypes.CDLL(str(shared_object(progress=progress))))
+        why = None if found.lanes >= _LANES else "the processor has no AVX"
+    except (OSError, AttributeError) as error:
+        why = str(error)
+    if why is None:
+        return found, None
+    logger.info("No kernels of our own on this CPU (%s): torch's are taken, which are slower for trees.", why)
+    return None, why

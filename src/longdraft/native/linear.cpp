@@ -1,0 +1,122 @@
+// y = x W^T + b for a few rows of x: what a verification multiplies every weight matrix with.
+//
+// A single row is bound by reading W, and so are some ten rows as long as arithmetic and reading overlap. So each weight
+// is read once, from where it lies, for all rows; a tile of sums stays in registers; and while one tile is computed, the
+// weights of a later one are fetched.
+#include "kernels.h"
+#include "vectors.h"
+
+#include <algorithm>
+
+using std::int64_t;
+
+namespace {
+
+constexpr int64_t SHARE = 24;  // outputs that a thread takes at a time: whole tiles of every shape
+
+struct Rows {
+  const float *x;  // (rows, size)
+  int64_t rows, x_row, size;
+};
+
+// What is fetched while a tile is computed: of the tile after it, from `from` on `step` floats of each row for every LANES
+// floats computed.
+struct Fetch {
+  int64_t from, step;
+};
+
+// R rows of x from `row` on, times O rows of W from `out` on.
+template <int R, int O>
+inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
+  const float *x = in.x + row * in.x_row, *w = m.w + out * m.w_row;
+  const float *next = w + O * m.w_row + fetch.from;
+  vec acc[R * O] = {};
+  int64_t i = 0;
+  for (; i + LANES <= in.size; i += LANES, next += fetch.step) {
+    vec b[O];
+    UNROLLED for (int o = 0; o < O; o++) {
+      b[o] = load(w + o * m.w_row + i);
+      __builtin_prefetch(next + o * m.w_row);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+      const vec a = load(x + r * in.x_row + i);
+      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] += a * b[o];
+    }
+  }
+  if (const int64_t rest = in.size - i; rest > 0) {
+    UNROLLED for (int r = 0; r < R; r++) {
+      const vec a = load_some(x + r * in.x_row + i, rest);
+      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] += a * load_some(w + o * m.w_row + i, rest);
+    }
+  }
+  constexpr int N = R * O;
+  float found[(N + LANES - 1) / LANES * LANES];
+  store(found, sums<std::min(N, LANES)>(acc));
+  if constexpr (N > LANES) store(found + LANES, sums<std::clamp(N - LANES, 1, LANES)>(acc + LANES));
+  if constexpr (N > 2 * LANES) store(found + 2 * LANES, sums<std::clamp(N - 2 * LANES, 1, LANES)>(acc + 2 * LANES));
+  static_assert(N <= 3 * LANES);
+  float *y = m.y + row * m.outs + out;
+  UNROLLED for (int r = 0; r < R; r++) {
+    UNROLLED for (int o = 0; o < O; o++) {
+      const float before = m.adds ? y[r * m.outs + o] : 0.0f;
+      y[r * m.outs + o] = before + (found[r * O + o] + (m.bias ? m.bias[out + o] : 0.0f));
+    }
+  }
+}
+
+template <int R, int O>
+inline void tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
+  if (rows == R) return tile<R, O>(in, m, row, out, fetch);
+  if constexpr (R > 1) tile_of<R - 1, O>(rows, in, m, row, out, fetch);
+}
+
+// Outputs [from, to) of all rows, R rows and O outputs at a time at most: a few rows of W meet all rows of x, then the
+// next few. Each group of rows fetches its share of the next tile.
+template <int R, int O>
+void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
+  const int64_t groups = (in.rows + R - 1) / R;
+  const int64_t whole = from + (to - from) / O * O;
+  for (int64_t out = from; out < whole; out += O) {
+    for (int64_t g = 0, row = 0; g < groups; g++) {
+      const int64_t end = in.rows * (g + 1) / groups;
+      const Fetch fetch{in.size * g / groups, std::max<int64_t>(1, LANES / groups)};
+      tile_of<R, O>(end - row, in, m, row, out, fetch);
+      row = end;
+    }
+  }
+  if constexpr (O > 1) {
+    if (whole < to) outputs<R, 1>(in, m, whole, to);
+  }
+}
+
+// The tile's shape: as many outputs a load of x as the rows leave registers for.
+void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
+  if constexpr (TILE == 24) {
+    if (in.rows <= 3) return outputs<3, 8>(in, m, from, to);
+    if (in.rows <= 4) return outputs<4, 6>(in, m, from, to);
+    if (in.rows <= 6 || (in.rows > 8 && in.rows <= 12)) return outputs<6, 4>(in, m, from, to);
+    return outputs<8, 3>(in, m, from, to);
+  } else {
+    if (in.rows <= 2) return outputs<2, 6>(in, m, from, to);
+    if (in.rows <= 3) return outputs<3, 4>(in, m, from, to);
+    if (in.rows <= 4 || (in.rows > 6 && in.rows <= 8)) return outputs<4, 3>(in, m, from, to);
+    return outputs<6, 2>(in, m, from, to);
+  }
+}
+
+}  // namespace
+
+void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
+  const Rows in{x, rows, size, size};
+  int64_t shares = 0;
+  for (int64_t i = 0; i < count; i++) shares += (matrices[i].outs + SHARE - 1) / SHARE;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t s = 0; s < shares; s++) {
+    int64_t number = s;
+    const Matrix *m = matrices;
+    for (; number >= (m->outs + SHARE - 1) / SHARE; m++) number -= (m->outs + SHARE - 1) / SHARE;
+    share(in, *m, number * SHARE, std::min(m->outs, (number + 1) * SHARE));
+  }
+}
+
+int longdraft_lanes() { return LANES; }

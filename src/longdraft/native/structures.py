@@ -1,0 +1,124 @@
+"""The structures of kernels.h, filled from tensors: same fields, same order. Each keeps alive what it points to."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+Long, Pointer = ctypes.c_int64, ctypes.c_void_p
+
+# A matrix (out, in) and its bias.
+Weights = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Matrix(ctypes.Structure):
+    """See kernels.h."""
+
+    _fields_ = [("w", Pointer), ("bias", Pointer), ("y", Pointer), ("w_row", Long), ("outs", Long), ("adds", Long)]
+
+    @classmethod
+    def of(cls, weights: Weights, y: torch.Tensor | None = None) -> Matrix:
+        w, bias = weights
+        into = None if y is None else y.data_ptr()
+        return cls(w.data_ptr(), None if bias is None else bias.data_ptr(), into, w.stride(0), w.shape[0], 0)
+
+
+_PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in ("norm", "second_norm")),
+        *((name, ctypes.c_float) for name in ("eps", "second_eps", "scale")),
+        *((name, Matrix) for name in _PRODUCTS),
+        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner")),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, Long) for name in ("sequences", "size")),
+        *((name, Pointer) for name in ("cos", "sin", "slots", "first", "ends", "masks")),
+        ("width", Long),
+    ]
+
+
+class KeysValues(ctypes.Structure):
+    """See kernels.h."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("k", "v")),
+        *((name, Long) for name in ("k_slot", "k_head", "k_row", "k_dim", "v_slot", "v_head", "v_row")),
+    ]
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """keys, values: (slots, kv_heads, capacity, d)."""
+        return cls(keys.data_ptr(), values.data_ptr(), *keys.stride(), *values.stride()[:3])
+
+
+class DecoderLayer:
+    """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP with SiLU.
+
+    Args:
+        norms: weight (hidden,) and epsilon of each.
+        products: q, k, v, o, gate, up and down projection.
+        heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
+        scale: of the scores.
+    """
+
+    def __init__(
+        self,
+        norms: Sequence[tuple[torch.Tensor, float]],
+        products: Sequence[Weights],
+        heads: int,
+        kv_heads: int,
+        d: int,
+        scale: float,
+    ) -> None:
+        self.heads, self.d = heads, d
+        self._norms, self._products = norms, products
+        (first, eps), (second, second_eps) = norms
+        self.struct = _Layer(
+            first.data_ptr(), second.data_ptr(), eps, second_eps, scale, *map(Matrix.of, products),
+            first.shape[0], heads, kv_heads, d, products[4][0].shape[0],
+        )  # fmt: skip
+
+    def is_of(self, norms: Sequence[tuple[torch.Tensor, float]], products: Sequence[Weights]) -> bool:
+        """Whether it was made of tensors in these places."""
+        pairs = [(a, b) for (a, _), (b, _) in zip(self._norms, norms, strict=True)]
+        for mine, other in zip(self._products, products, strict=True):
+            if (mine[1] is None) != (other[1] is None):
+                return False
+            pairs += [(a, b) for a, b in zip(mine, other, strict=True) if a is not None and b is not None]
+        return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
+
+
+class Rows:
+    """The rows of one forward: T of each of B sequences, and where their keys and values belong.
+
+    Args:
+        cos, sin: (B, T, d).
+        slots, first, ends: B numbers each: slot in the store, row of the first new key, keys with the new ones.
+        mask: (B, T, width) bool: which of its last keys a row sees; None: all.
+    """
+
+    def __init__(
+        self,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slots: Sequence[int],
+        first: Sequence[int],
+        ends: Sequence[int],
+        mask: torch.Tensor | None,
+    ) -> None:
+        self.sequences, self.size = cos.shape[:2]
+        numbers = [(Long * self.sequences)(*x) for x in (slots, first, ends)]
+        mask = None if mask is None else mask.contiguous()
+        self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask)
+        self.struct = _Batch(
+            self.sequences, self.size, cos.data_ptr(), sin.data_ptr(), *(ctypes.addressof(x) for x in numbers),
+            None if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[-1],
+        )  # fmt: skip

@@ -1,0 +1,143 @@
+// Vectors of floats in GNU C++'s own notation: 16 lanes with AVX-512, 8 with AVX, else 4.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int TILE = 24;  // sums that stay in registers, beside what they are made of
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int TILE = 12;
+#else
+constexpr int LANES = 4;
+constexpr int TILE = 12;
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+// Memory that is kept from call to call, so that a round allocates nothing. Loads from it do not straddle cache lines, if
+// what it is divided into has whole_lines() each.
+class Scratch {
+ public:
+  ~Scratch() { std::free(kept_); }
+
+  float *of(std::int64_t size) {
+    if (size > size_) {
+      std::free(kept_);
+      size_ = 0;
+      kept_ = static_cast<float *>(std::aligned_alloc(64, whole_lines(size) * sizeof(float)));
+      if (!kept_) throw std::bad_alloc();
+      size_ = size;
+    }
+    return kept_;
+  }
+
+  static std::int64_t whole_lines(std::int64_t floats) { return (floats + 15) / 16 * 16; }
+
+ private:
+  float *kept_ = nullptr;
+  std::int64_t size_ = 0;
+};
+
+// Loops over registers must be unrolled, or the compiler keeps the registers in memory.
+#define UNROLLED _Pragma("GCC unroll 32")
+
+static inline vec load(const float *p) { return *reinterpret_cast<const unaligned *>(p); }
+
+static inline void store(float *p, vec x) { *reinterpret_cast<unaligned *>(p) = x; }
+
+// The first n < LANES floats, zeros behind them.
+static inline vec load_some(const float *p, std::int64_t n) {
+  vec x = {};
+  std::memcpy(&x, p, sizeof(float) * n);
+  return x;
+}
+
+static inline vec every(float x) { return vec{} + x; }
+
+static inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+struct Add {
+  static inline vec of(vec a, vec b) { return a + b; }
+};
+
+struct Larger {
+  static inline vec of(vec a, vec b) { return larger(a, b); }
+};
+
+template <typename Op, int STEP, int... I>
+static inline vec fold(vec a, vec b, std::integer_sequence<int, I...>) {
+  // Lane i of the result joins two lanes, STEP apart, of a (the lower half of the lanes) or b (the upper half).
+  constexpr int HALF = LANES / 2;
+  const ivec first = {(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...};
+  return Op::of(__builtin_shuffle(a, b, first), __builtin_shuffle(a, b, first + STEP));
+}
+
+// Lane i of the result is the sum (the maximum) of v[i]'s lanes, for N <= LANES vectors. They are folded together in
+// pairs, which takes fewer than three operations a vector.
+template <typename Op, int N, int STEP = LANES / 2>
+static inline vec across(const vec *v) {
+  static_assert(0 < N && N <= 2 * STEP);
+  constexpr int PAIRS = (N + 1) / 2;
+  vec folded[PAIRS];
+  UNROLLED for (int i = 0; i < PAIRS; i++) {
+    folded[i] = fold<Op, STEP>(v[2 * i], 2 * i + 1 < N ? v[2 * i + 1] : vec{}, std::make_integer_sequence<int, LANES>{});
+  }
+  if constexpr (STEP == 1) {
+    return folded[0];
+  } else {
+    return across<Op, PAIRS, STEP / 2>(folded);
+  }
+}
+
+template <int N>
+static inline vec sums(const vec *v) {
+  return across<Add, N>(v);
+}
+
+template <int... I>
+static inline void shuffled_pair(vec a, vec b, vec *out, std::integer_sequence<int, I...>) {
+  // a0 b0 a1 b1 ..., and its other half.
+  const ivec low = {(I / 2 + I % 2 * LANES)...};
+  out[0] = __builtin_shuffle(a, b, low);
+  out[1] = __builtin_shuffle(a, b, low + LANES / 2);
+}
+
+// LANES x LANES numbers, transposed: a perfect shuffle for every bit of a lane's number.
+static inline void transpose(vec *a) {
+  vec b[LANES];
+  for (int turn = 1; turn < LANES; turn *= 2) {
+    UNROLLED for (int i = 0; i < LANES / 2; i++) {
+      shuffled_pair(a[i], a[i + LANES / 2], b + 2 * i, std::make_integer_sequence<int, LANES>{});
+    }
+    UNROLLED for (int i = 0; i < LANES; i++) a[i] = b[i];
+  }
+}
+
+// e^x for x <= 0, within 2^-22 of the largest value that a softmax's weights take; below -87 next to nothing. NaN stays.
+static inline vec exponential(vec x) {
+  const vec lowest = every(-87.0f);
+  const vec shift = every(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
+  const vec y = (lowest > x ? lowest : x) * 1.44269504088896341f;
+  const vec t = y + shift;
+  const vec f = y - (t - shift);
+  vec p = every(1.326472707e-03f);
+  p = p * f + 9.671512649e-03f;
+  p = p * f + 5.550733744e-02f;
+  p = p * f + 2.402224209e-01f;
+  p = p * f + 6.931469776e-01f;
+  p = p * f + 1.0f;
+  ivec whole, bits;
+  std::memcpy(&whole, &t, sizeof whole);
+  std::memcpy(&bits, &p, sizeof bits);
+  bits += whole << 23;  // times 2^n
+  std::memcpy(&p, &bits, sizeof p);
+  return p;
+}

@@ -1,0 +1,112 @@
+"""Tuning: the fastest choice is found with a clock, kept, and found again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from longdraft.attention import triton_tuning
+from longdraft.attention.triton_tuning import Choice, Kind, Tuning, candidates
+
+KIND = Kind("GPU of a test", 128, 16, "torch.bfloat16", "3.9")
+DEFAULT = Choice(64)
+
+
+class Clock:
+    """Seconds by choice; what is not named takes one."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.asked: list[Choice] = []
+        self._seconds = seconds
+
+    def __call__(self, choice: Choice) -> float:
+        self.asked.append(choice)
+        if choice.block_n == 128:
+            raise RuntimeError("out of resource: shared memory")
+        named = f"n{choice.block_n}w{choice.warps}s{choice.stages}x{choice.waves}"
+        return self._seconds.get(named, 1.0)
+
+
+def test_the_fastest_tiles_and_then_the_fastest_waves_are_taken(tmp_path):
+    clock = Clock(n64w8s2x2=0.5, n64w8s2x4=0.4, n64w4s3x2=0.6, n64w4s3x1=0.1)
+    found = Tuning(tmp_path).find(KIND, DEFAULT, clock)
+    assert found == Choice(64, 8, 2, 4)
+    assert len(clock.asked) == len(set(clock.asked)) == len(candidates(DEFAULT)) + 2
+
+
+def test_what_was_found_is_kept_for_later_processes_and_for_its_kind_alone(tmp_path):
+    tuning = Tuning(tmp_path)
+    assert tuning.known(KIND) is None
+    found = tuning.find(KIND, DEFAULT, Clock(n32w4s3x2=0.5))
+    assert found == Choice(32, 4, 3) and tuning.known(KIND) == found
+    assert Tuning(tmp_path).known(KIND) == found
+    for other in ({"device": "another"}, {"head_dim": 64}, {"rows": 64}, {"dtype": "torch.float16"}, {"triton": "4"}):
+        assert Tuning(tmp_path).known(Kind(**{**vars(KIND), **other})) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"format": 1, "kind": {}, "choice": {}}', "no json"])
+def test_a_damaged_file_is_found_anew(tmp_path, damage):
+    Tuning(tmp_path).find(KIND, DEFAULT, Clock())
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert Tuning(tmp_path).known(KIND) is None
+
+
+@pytest.mark.parametrize("wrong", [{"block_n": 48}, {"warps": 3}, {"stages": 0}, {"waves": 1.5}, {"colour": 1}])
+def test_a_choice_that_launches_nothing_is_found_anew(tmp_path, wrong):
+    Tuning(tmp_path).find(KIND, DEFAULT, Clock())
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text())
+    content["choice"].update(wrong)
+    file.write_text(json.dumps(content))
+    assert Tuning(tmp_path).known(KIND) is None
+
+
+def test_where_nothing_can_be_measured_the_default_serves_and_nothing_is_kept(tmp_path):
+    def fail(choice: Choice) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    tuning = Tuning(tmp_path)
+    assert tuning.find(KIND, DEFAULT, fail) == DEFAULT == tuning.known(KIND)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_next_tuning(tmp_path):
+    (tmp_path / "file").write_text("")
+    tuning = Tuning(tmp_path / "file" / "folder")
+    assert tuning.find(KIND, DEFAULT, Clock(n32w4s3x2=0.5)) == Choice(32, 4, 3) == tuning.known(KIND)
+
+
+def test_it_is_kept_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
+    Tuning().find(KIND, DEFAULT, Clock())
+    assert [f.parent for f in tmp_path.rglob("*.json")] == [tmp_path / "triton"]
+
+
+def test_the_switch(monkeypatch):
+    assert triton_tuning.wanted()
+    monkeypatch.setenv("LONGDRAFT_TUNE", "0")
+    assert not triton_tuning.wanted()
+
+
+def test_the_interpreter_uses_the_defaults_and_any_choice_gives_the_same(monkeypatch):
+    pytest.importorskip("triton")
+    from longdraft.attention import reference, triton_backend
+    from longdraft.attention.block import Block
+
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is not in use")
+    monkeypatch.setattr(triton_backend.tuning, "find", lambda *a: pytest.fail("nothing is measured here"))
+    g = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(1, h, n, 16, generator=g) for h, n in ((4, 5), (2, 700), (2, 700)))
+    block = Block.make([0], [650], 5)
+    expected = reference.attend(q, keys, values, block, 0.25)
+    torch.testing.assert_close(triton_backend.attend(q, keys, values, block, 0.25), expected, atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(triton_backend, "_processors", lambda device: 4)
+    for choice in (Choice(16, waves=1), Choice(32, 8, 3, 2), Choice(128, waves=4)):
+        monkeypatch.setattr(triton_backend, "_choice", lambda q, keys, choice=choice: choice)
+        assert triton_backend._choose_splits(q, keys, 650, choice) == min(2, 2 * choice.waves)
+        got = triton_backend.attend(q, keys, values, block, 0.25)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,335 @@
+"""Chained heads: their folder, what they say, their trees, and where their states come from; the phrases of a text."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from math import exp
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft import Speculator
+from longdraft.drafters.heads import HeadsDrafter, States, StateSource
+from longdraft.drafters.heads_draft import HeadsDraft
+from longdraft.drafters.heads_reuse import Phrases, ReuseDrafter, tokenswift
+from longdraft.engine import Engine
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.budget import Budget
+from longdraft.verify.sampling import Picker, Sampling
+from tests.drafts import random_heads
+from tests.tiny import tiny_model
+
+PROMPT = [3, 9, 4, 7, 2, 5, 1]
+
+
+@pytest.fixture
+def model():
+    return tiny_model(vocab=11, dtype=torch.float64)
+
+
+@pytest.fixture
+def draft(tmp_path, model):
+    return HeadsDraft.load(random_heads(tmp_path / "draft", model))
+
+
+def proposals(model, drafter, n=12, budget=None, prompts=(PROMPT,)):
+    """(text up to the root, tree) of every round of a greedy run."""
+    found, propose = [], drafter.propose
+
+    def listening(sequences, given=None):
+        trees = propose(sequences, budget or given)
+        found.extend((s.tokens[:], tree) for s, tree in zip(sequences, trees, strict=True))
+        return trees
+
+    drafter.propose = listening
+    sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts)]
+    pickers = [Picker(True, Sampling().processors()) for _ in sequences]
+    engine = Engine(TargetRunner(model), drafter, sequences, pickers)
+    for _ in engine.steps(engine.open()):
+        pass
+    return found
+
+
+def norm(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def plain(model, draft, text, heads=3):
+    """(heads, vocabulary) log-probabilities of the tokens behind the last one of ``text``, from the definition."""
+    last = []
+    hook = model.model.layers[-1].register_forward_hook(lambda m, i, out: last.append(out))
+    with torch.no_grad():
+        model(torch.tensor([text[:-1]]))
+    hook.remove()
+    h = (last[0][0] if isinstance(last[0], tuple) else last[0]).reshape(-1, model.config.hidden_size)[-1]
+    w = {n: t.double() for n, t in draft.weights.items()}
+    eps, said = draft.shape.rms_norm_eps, []
+    for i in range(heads):
+        h = h + w[f"heads.{i}.proj.weight"] @ norm(h, w[f"heads.{i}.norm.weight"], eps)
+        said.append(norm(h, w["norm.weight"], eps) @ model.lm_head.weight.T)
+    return torch.log_softmax(torch.stack(said), -1).detach()
+
+
+def test_a_static_tree_holds_the_likeliest_of_every_head(model, draft):
+    rounds = proposals(model, HeadsDrafter(draft))
+    assert len(rounds) > 3
+    for text, tree in rounds:
+        log_probs = plain(model, draft, text)
+        left = len(PROMPT) + 12 - len(text)
+        assert tree.drafted == sum([3, 9, 27][: max(0, min(3, left - 1))])
+        for node in range(1, tree.size):
+            head = tree.depths[node] - 1
+            assert tree.log_probs[node] == pytest.approx(float(log_probs[head, tree.tokens[node]]), abs=1e-4)
+            assert tree.tokens[node] in log_probs[head].topk(3).indices
+    # Every path of three choices a level is there once.
+    tree = rounds[0][1]
+    assert len({tuple(tree.tokens[i] for i in tree.path(node)) for node in range(tree.size)}) == tree.size
+
+
+@pytest.mark.parametrize(
+    ("options", "drafted", "depth"),
+    [
+        ({"widths": (4, 2)}, 12, 2),
+        ({"heads": 1}, 3, 1),
+        ({"heads": 2}, 12, 2),
+        ({"nodes": 5}, 5, 3),
+        ({"tree": "chain", "depth": 2}, 2, 2),
+        ({"tree": "beam", "widths": (3, 2)}, 5, 2),
+        ({"tree": "dynamic", "nodes": 7}, 7, 3),
+        ({"tree": "opt", "nodes": 6, "threshold": 0.0}, 6, 3),
+    ],
+    ids=str,
+)
+def test_sizes(model, draft, options, drafted, depth):
+    drafter = HeadsDrafter(draft, **options)
+    assert drafter.max_nodes >= drafted
+    tree = proposals(model, drafter)[0][1]
+    assert tree.drafted == drafted and max(tree.depths) <= depth
+    assert drafter.forwards > 0
+
+
+def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
+    drafter = HeadsDrafter(draft)
+    drafter.follow_budget()
+    text, tree = proposals(model, drafter, budget=Budget(8, 0.9))[0]
+    assert tree.drafted == 8
+    # The most probable paths: of a child that is in, so is every likelier sibling.
+    log_probs = plain(model, draft, text)
+    kept = sorted((tree.path_log_probs[i] for i in range(1, tree.size)), reverse=True)
+    every = [log_probs[0, a] for a in range(11)]
+    every += [log_probs[0, a] + log_probs[1, b] for a in range(11) for b in range(11)]
+    every += [x + log_probs[2, c] for x in every[11:] for c in range(11)]
+    best = sorted(map(float, every), reverse=True)[:8]
+    assert kept == pytest.approx(best, abs=1e-4)
+    asked = HeadsDrafter(draft, widths=(2, 2))
+    asked.follow_budget()
+    assert proposals(model, asked, budget=Budget(8, 0.9))[0][1].drafted == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heads": 4}, "from 1 to 3, which the draft has"),
+        ({"heads": -1}, "heads must be"),
+        ({"heads": True}, "heads must be"),
+        ({"widths": (3, 3, 3, 1)}, "a tree of 4 levels needs as many heads; there are 3"),
+        ({"heads": 1, "widths": (3, 3)}, "there are 1"),
+        ({"depth": 4}, "there are 3"),
+        ({"widths": (3, -1)}, "widths must be"),
+        ({"nodes": -2}, "nodes must be"),
+        ({"depth": 2, "tree": "static"}, "a static tree takes widths"),
+        ({"acceptance": "residual", "depth": 4}, "there are 3"),
+    ],
+)
+def test_sizes_that_make_no_tree(draft, options, said):
+    with pytest.raises(ValueError, match=said):
+        HeadsDrafter(draft, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reuse": 3}, "reuse must be True or False"),
+        ({"reuse_n": 1}, "reuse_n must be a whole number of at least 2"),
+        ({"reuse_k": -3}, "reuse_k must be"),
+    ],
+)
+def test_reuse_that_cannot_be(draft, options, said):
+    with pytest.raises(ValueError, match=said):
+        tokenswift(draft, **options)
+
+
+def test_reuse_is_on_unless_it_is_switched_off(draft):
+    assert tokenswift(draft).max_nodes == 39 + 60
+    assert isinstance(tokenswift(draft, reuse=False), HeadsDrafter)
+    assert tokenswift(draft, reuse_n=3, reuse_k=5, heads=1).max_nodes == 3 + 10
+
+
+# --- states from elsewhere ---
+
+
+class OwnStates(StateSource):
+    """The roots' own states, from a forward of the whole text: as a forward on a part of the KV would bring them."""
+
+    ahead = True
+
+    def __init__(self, model):
+        self.model, self.told = model, []
+
+    def bind(self, runner, store):
+        self.told.append("bind")
+
+    def prefill(self, sequence):
+        self.told.append("prefill")
+
+    def observe(self, sequence, tree, accepted):
+        self.told.append("observe")
+
+    def release(self, sequence):
+        self.told.append("release")
+
+    def states(self, sequences):
+        hidden, logits = [], []
+        for s in sequences:
+            last = []
+            hook = self.model.model.layers[-1].register_forward_hook(lambda m, i, o, last=last: last.append(o))
+            logits.append(self.model(torch.tensor([s.tokens])).logits[0, -1])
+            hook.remove()
+            out = last[0][0] if isinstance(last[0], tuple) else last[0]
+            hidden.append(out.reshape(-1, self.model.config.hidden_size)[-1])
+        self.forwards += 1
+        return States(torch.stack(hidden), torch.stack(logits))
+
+
+@pytest.mark.parametrize("kept", [None, [0, 2, 3, 5, 7, 10]])
+def test_states_of_the_roots_themselves(tmp_path, model, kept):
+    """The first level is then what the target says, one token of it, and the heads follow (the paper's tree)."""
+    draft = HeadsDraft.load(random_heads(tmp_path, model, kept=kept))
+    source = OwnStates(model)
+    drafter = HeadsDrafter(draft, _source=source)
+    assert drafter.max_nodes == 1 + 3 + 9 + 27
+    rounds = proposals(model, drafter, prompts=(PROMPT, [4, 4]))
+    right = 0
+    for text, tree in rounds:
+        if tree.drafted < 40:
+            continue
+        with torch.no_grad():
+            first = int(model(torch.tensor([text])).logits[0, -1].argmax())
+        right += tree.tokens[1] == first
+        log_probs = plain(model, draft, [*text, 0])
+        ids = torch.arange(11) if kept is None else torch.tensor(kept)
+        best = ids[log_probs[0, ids].topk(3).indices]
+        assert {tree.tokens[i] for i in range(tree.size) if tree.depths[i] == 2} == set(best.tolist())
+    assert right == sum(t.drafted == 40 for _, t in rounds) if kept is None else right > 0
+    assert drafter.forwards == source.forwards
+    assert [source.told.count(x) for x in ("bind", "prefill", "release")] == [1, 2, 2] and "observe" in source.told
+
+
+# --- folders ---
+
+
+def test_a_folder_comes_back(tmp_path, model):
+    folder = random_heads(tmp_path, model, heads=2, kept=[1, 4, 9])
+    draft = HeadsDraft.load(folder)
+    assert (draft.kind, draft.shape.heads, draft.vocabulary, draft.trained_length) == ("heads", 2, 3, 64)
+    assert draft.ids.tolist() == [1, 4, 9] and draft.parameters == 2 * (48 * 48 + 48) + 48
+    assert Speculator(folder, target=model).method.name == "heads"
+    assert draft.bound(runner := TargetRunner(model)) is draft.bound(runner)
+
+
+def test_heads_for_another_target(tmp_path, model):
+    folder = random_heads(tmp_path, model)
+    for over, said in (({"hidden": 96}, "hidden_size 48"), ({"vocab": 13}, "vocab_size 11"), ({"layers": 4}, "layers 3")):
+        with pytest.raises(CheckpointError, match=f"made for another target: .*{said}"):
+            Speculator("tokenswift", target=tiny_model(**({"vocab": 11} | over)), draft=folder)
+
+
+def test_heads_that_nobody_says_the_target_of(tmp_path, model):
+    """The hidden size is checked all the same."""
+    folder = random_heads(tmp_path, model)
+    edit(folder, target={})
+    Speculator("heads", target=model, draft=folder)
+    with pytest.raises(CheckpointError, match="hidden_size 48"):
+        Speculator("heads", target=tiny_model(vocab=11, hidden=96), draft=folder)
+
+
+def edit(folder, **over):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | over))
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"heads": -3}, "no number that could be right for heads"),
+        ({"heads": 2}, "unexpected: heads.2"),
+        ({"heads": 4}, "missing: heads.3"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": 40}, "of a wrong shape"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"draft_vocab_size": 5}, "missing: d2t"),
+        ({"drafter": "eagle3"}, "holds a draft for eagle3"),
+    ],
+)
+def test_damaged_folders(tmp_path, model, over, said):
+    folder = random_heads(tmp_path, model)
+    edit(folder, **over)
+    with pytest.raises(CheckpointError, match=said):
+        HeadsDraft.load(folder)
+
+
+def test_truncated_weights_and_foreign_tokens(tmp_path, model):
+    folder = random_heads(tmp_path / "a", model)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        HeadsDraft.load(folder)
+    with pytest.raises(CheckpointError, match="names tokens outside the target's vocabulary of 11"):
+        Speculator("heads", target=model, draft=random_heads(tmp_path / "b", model, kept=[3, 11]))
+    with pytest.raises(CapabilityError):
+        Speculator("tokenswift", target=model)
+
+
+# --- phrases ---
+
+texts = st.lists(st.integers(0, 3), max_size=60)
+
+
+@given(texts, st.integers(2, 4), st.integers(1, 5))
+def test_phrases_come_by_frequency_and_then_the_latest_first(text, n, k):
+    phrases = Phrases(n, k)
+    for token in text:  # in pieces of any size: one by one is the hardest
+        phrases.extend([token])
+    every = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+    counts, last = Counter(every), {phrase: i for i, phrase in enumerate(every)}
+    for first in range(4):
+        ranked = sorted((p for p in counts if p[0] == first), key=lambda p: (-counts[p], -last[p]))
+        assert phrases.after(first) == [p[1:] for p in ranked[:k]]
+        for phrase in ranked[:k]:
+            seen = [sum(p[:i] == phrase[:i] for p in every) for i in range(1, n + 1)]
+            wanted = [seen[i + 1] / (seen[i] + 1) for i in range(n - 1)]
+            assert [exp(x) for x in phrases.log_probs(first, phrase[1:])] == pytest.approx(wanted)
+
+
+def test_what_repeats_in_the_output_is_proposed():
+    drafter = ReuseDrafter(n=3, k=2)
+    s = Sequence(0, [1, 2, 9, 9], 40)
+    drafter.prefill(s)
+    for token in [5]:
+        s.append(token)
+    assert drafter.propose([s])[0].drafted == 0  # the prompt does not count
+    for token in [6, 7, 5, 6, 8, 5, 6, 8, 5, 1, 1, 5]:
+        s.append(token)
+    (tree,) = drafter.propose([s])
+    paths = [[tree.tokens[i] for i in tree.path(node)] for node in range(tree.size)]
+    assert paths == [[5], [5, 6], [5, 6, 8], [5, 1], [5, 1, 1]]  # 5 6 8 twice; of 5 6 7 and 5 1 1 the later one
+    assert tree.first_chance == pytest.approx(3 / 5)  # 5 came four times with two tokens behind it, three times 6
+    s.output[-2:] = []
+    drafter.rewind(s)
+    assert drafter.propose([s])[0].tokens[0] == 1
+    drafter.release(s)

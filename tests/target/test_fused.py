@@ -1,0 +1,108 @@
+"""Fused layers: taken where they give what the model's own code gives, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from longdraft import native
+from longdraft.target.runner import Taps, TargetRunner
+from tests.tiny import FAMILIES, tiny_model
+
+pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
+
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+DEPTHS = [0, 1, 1, 2]
+
+
+def outputs(model, fused: bool, monkeypatch):
+    """Logits, taps and the store after prefill, a tree and a commit, for two ragged sequences."""
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "1" if fused else "0")
+    runner = TargetRunner(model)
+    store = runner.new_store(3, 40)
+    for slot, n in ((2, 9), (0, 4)):
+        runner.forward([list(range(1, n + 1))], store, [slot], logits="none")
+        store.commit(slot, range(n))
+    taps = Taps(hidden=(0, 2), queries=(1, 2))
+    mask, depths = TREE.expand(2, -1, -1), [DEPTHS, DEPTHS]
+    tree = runner.forward([[5, 6, 7, 8], [9, 10, 11, 12]], store, [2, 0], mask=mask, depths=depths, taps=taps)
+    store.commit(2, [0, 1, 3])
+    after = runner.forward([[20]], store, [2])
+    return runner, [tree.logits, *tree.hidden.values(), *tree.queries.values(), after.logits, store.keys[:, 2, :, :12]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_as_the_models_own_code(family, monkeypatch):
+    model = tiny_model(family)
+    runner, found = outputs(model, True, monkeypatch)
+    assert bool(runner._fused._fused) == (family != "qwen3")  # its queries and keys have norms of their own
+    _, wanted = outputs(model, False, monkeypatch)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    "over",
+    [{"attention_bias": True}, {"mlp_bias": True}, {"rope_parameters": YARN}],
+    ids=["attention bias", "mlp bias", "yarn"],
+)
+def test_variants_of_a_llama(over, monkeypatch):
+    model = tiny_model(**over)
+    runner, found = outputs(model, True, monkeypatch)
+    assert runner._fused._fused
+    for a, b in zip(found, outputs(model, False, monkeypatch)[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("over", [{"hidden_act": "gelu"}, {"head_dim": 8}], ids=["activation", "head size"])
+def test_another_layer_computes_by_its_own_code(over, monkeypatch):
+    model = tiny_model(**over)
+    runner, found = outputs(model, True, monkeypatch)
+    assert not runner._fused._fused
+    for a, b in zip(found, outputs(model, False, monkeypatch)[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+def test_one_strange_layer_among_others():
+    model = tiny_model()
+    model.model.layers[1].input_layernorm.forward = lambda x: 2 * x
+    runner = TargetRunner(model)
+    runner.new_store(1, 8)
+    assert not runner._fused._fused
+
+
+def test_hooks_and_adapters_are_not_passed_by():
+    model = tiny_model()
+    runner = TargetRunner(model)
+    runner.new_store(1, 8)
+    assert runner._fused._fused
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+    assert len(seen) == 1
+    handle.remove()
+    runner.new_store(1, 8)
+    assert runner._fused._fused
+
+
+def test_weights_that_were_replaced_are_read_anew():
+    model = tiny_model()
+    runner = TargetRunner(model)
+    before = runner.forward([[1, 2]], runner.new_store(1, 8), [0]).logits
+    own = model.model.layers[0].mlp.up_proj
+    own.weight = nn.Parameter(torch.randn_like(own.weight))
+    after = runner.forward([[1, 2]], runner.new_store(1, 8), [0]).logits
+    assert not torch.allclose(before, after)
+    expected = model(torch.tensor([[1, 2]])).logits
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model()
+    runner = TargetRunner(model)
+    runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+    assert not any("forward" in vars(module) for module in model.modules())
