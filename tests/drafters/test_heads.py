@@ -244,7 +244,8 @@ def test_a_folder_comes_back(tmp_path, model):
 
 def test_heads_for_another_target(tmp_path, model):
     folder = random_heads(tmp_path, model)
-    for over, said in (({"hidden": 96}, "hidden_size 48"), ({"vocab": 13}, "vocab_size 11"), ({"layers": 4}, "layers 3")):
+    cases = ({"hidden": 96}, "hidden_size 48"), ({"vocab": 13}, "vocab_size 11"), ({"layers": 4}, "layers 3")
+    for over, said in cases:
         with pytest.raises(CheckpointError, match=f"made for another target: .*{said}"):
             Speculator("tokenswift", target=tiny_model(**({"vocab": 11} | over)), draft=folder)
 

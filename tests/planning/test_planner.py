@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import exp, log
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from longdraft.planning.calibration import Calibration
@@ -72,7 +72,9 @@ def test_no_other_number_of_nodes_promises_more(chances, steps, rng):
     best = sorted(paths[1:], reverse=True)
     values = [sum(best[:n]) - planner.costs.verification(n + 1, [4]) / 1.0 for n in range(drafted.drafted + 1)]
     # One plain step makes one token: a second is worth a token here.
-    assert values[kept.drafted] == pytest.approx(max(values), abs=1e-6)
+    gain = max(values) - values[0]
+    assume(abs(gain - 0.04) > 1e-6)  # a smaller gain is not believed
+    assert values[kept.drafted] == pytest.approx(max(values) if gain > 0.04 else values[0], abs=1e-6)
 
 
 def test_dear_nodes_must_be_likely():
@@ -80,6 +82,12 @@ def test_dear_nodes_must_be_likely():
     assert speculating(Planner(CHEAP)).worthwhile([drafted])[0].drafted == 4
     assert speculating(Planner(table(1.0, 1.85, 2.75, 3.7, 4.7))).worthwhile([drafted])[0].drafted == 1
     assert speculating(Planner(DEAR)).worthwhile([drafted])[0].drafted == 0
+
+
+def test_a_gain_that_may_be_an_error_is_not_taken():
+    """Chances and costs are estimates: 3 % of a plain step are within what they are wrong by."""
+    assert speculating(Planner(table(1.0, 1.47))).worthwhile([tree(0.5)])[0].drafted == 0
+    assert speculating(Planner(table(1.0, 1.45))).worthwhile([tree(0.5)])[0].drafted == 1
 
 
 def test_the_best_nodes_are_kept_with_their_parents():
@@ -192,7 +200,7 @@ def test_what_was_given_up_is_believed_again_in_time():
     for _ in range(50):
         seen.saw(0.5, grade, False)
     doubted = seen.chance(0.5, grade)
-    for _ in range(500):
+    for _ in range(1500):
         seen.fade()
     assert doubted < 0.05 and seen.chance(0.5, grade) > 0.45
 
@@ -237,6 +245,19 @@ def test_a_bad_text_costs_little():
         time += cost
         tokens += 1
     assert time < 256 * 1.03
+
+
+def test_after_a_bad_text_the_next_one_has_a_shorter_trial():
+    gate = Gate()
+    lengths = []
+    for _ in range(2):
+        gate.begin()
+        tried = 0
+        while gate.open():
+            gate.saw(1.0, 1.3)
+            tried += 1
+        lengths.append(tried)
+    assert lengths[1] < lengths[0]
 
 
 def test_a_good_text_keeps_it_open():

@@ -20,7 +20,7 @@ from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.target.loading import load
 from longdraft.target.parts import final_norm
 from longdraft.target.runner import TargetRunner
-from longdraft.training.config import HeadsConfig
+from longdraft.training.config import HeadsConfig, read_config
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader
 from longdraft.training.heads import HeadsTrainee
@@ -28,7 +28,7 @@ from longdraft.training.heads_recipe import train_heads
 from longdraft.training.measure import by_step, simulate
 from tests.drafts import random_draft, random_heads
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
+from tests.training.helpers import ROOT, checkpoint_tensors, losses_of, run_elsewhere
 
 KEPT = torch.arange(0, 61, 2)
 
@@ -153,7 +153,9 @@ def same(a: dict, b: dict) -> bool:
 
 
 def test_a_run_learns_and_leaves_heads_that_draft(config, target, tmp_path):
-    reports = steps(config(epochs=3.0, lr=2e-2, precision="bf16", vocabulary=40, heads=2, cache=str(tmp_path / "cache")))
+    reports = steps(
+        config(epochs=3.0, lr=2e-2, precision="bf16", vocabulary=40, heads=2, cache=str(tmp_path / "cache"))
+    )
     assert reports[-1].loss < 0.8 * reports[0].loss
     assert set(reports[-1].agreement) == {1, 2} and reports[-1].agreement[1] > reports[0].agreement[1]
     found = reports[-1].simulated
@@ -231,3 +233,9 @@ def test_the_command(target, text, tmp_path, capsys):
     assert "No data" in capsys.readouterr().err
     assert main(["train", "heads", "head=2", f"data={text}"]) == 2
     assert "Settings:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "heads").glob("**/*.yaml")), ids=lambda p: p.parent.name)
+def test_configurations_are_complete(path):
+    found = read_config(path, ["data=x.jsonl"], HeadsConfig)
+    assert found.out.startswith("drafts/") and (found.heads, found.distill, found.max_length) == (3, 0.8, 2048)

@@ -51,9 +51,7 @@ class Remembering(Draws):
 def draft(sampling, seed) -> Draws:
     processors = sampling.processors()
     generator = torch.Generator().manual_seed(seed)
-    return Remembering(
-        processors if len(processors) else None, generator, lambda: torch.tensor(PROMPT), VOCABULARY
-    )
+    return Remembering(processors if len(processors) else None, generator, lambda: torch.tensor(PROMPT), VOCABULARY)
 
 
 def p_value(sampling, trees, walk=accept, seed=1) -> float:

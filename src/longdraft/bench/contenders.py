@@ -130,7 +130,7 @@ class Ours:
         return None if used is None else Path(used.folder)
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        return self.spec.method.exact
+        return self.spec.method.exact and (greedy or not self.spec.draws_anew)
 
     def cold(self, job: Job) -> Run:
         self._kept.clear()

@@ -215,4 +215,6 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
         found = comparison(own, ar, run.prompt, spec.runner(), run.sampling, run.cache)
     console.stderr().print()
     console.show(console.stderr(), found.shown(spec.decode))
+    if spec.draws_anew and not run.sampling.greedy:
+        console.note("Residual acceptance draws another text of the same distribution: the two need not agree.")
     return found.payload()

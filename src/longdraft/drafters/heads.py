@@ -1,4 +1,4 @@
-"""Chained heads: the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, section 3.2).
+"""Chained heads: the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, arXiv:2502.18890).
 
 The state is that of the last token which the target has verified; it lies in the store, so drafting costs one product
 with the target's head and no forward. Head i then says the i-th token behind the root.

@@ -1,4 +1,4 @@
-"""TokenSwift's chained heads, for training and inference alike (Wu et al. 2025, section 3.2).
+"""TokenSwift's chained heads, for training and inference alike (Wu et al. 2025, arXiv:2502.18890).
 
     h_i = h_{i-1} + W_i RMSNorm(h_{i-1})        i = 1 .. heads
     logits_i = target_head(RMSNorm(h_i))        the target's own head, by reference

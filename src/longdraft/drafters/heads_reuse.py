@@ -1,4 +1,4 @@
-"""Token reuse: what followed the last token most often in the output so far (TokenSwift, section 3.3).
+"""Token reuse: what followed the last token most often in the output so far (TokenSwift, Wu et al. 2025).
 
 A long output repeats itself. Each phrase of n tokens that was emitted is counted, and the k that began most often with
 the token that came last are proposed together, the most frequent first, the latest first among equals.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 from math import log
 
 from longdraft.drafters.base import Drafter
@@ -19,7 +20,7 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.builders import union
 from longdraft.trees.tree import TokenTree
 
-# TokenSwift, section 4.1: phrases of four tokens, twenty of them.
+# TokenSwift: phrases of four tokens, twenty of them.
 PHRASE, PHRASES = 4, 20
 
 
@@ -66,7 +67,7 @@ class Phrases:
         """Of its tokens, each given those before: how often it came there, with one time more for something new."""
         phrase = (token, *continuation)
         seen = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
-        return [log(after / (before + 1)) for before, after in zip(seen, seen[1:], strict=False)]
+        return [log(after / (before + 1)) for before, after in pairwise(seen)]
 
 
 class ReuseDrafter(Drafter):

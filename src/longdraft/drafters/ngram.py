@@ -66,15 +66,18 @@ class Luck:
 
     # So many guesses are believed in before any was seen, and what each new one leaves of the others.
     PRIOR, KEEP = 2.0, 0.96
+    # Drawn text repeats less of what stands before it.
+    DRAWN = 0.3
 
     def __init__(self) -> None:
+        self.trust = 1.0
         self._right: dict[tuple[int, bool], float] = {}
         self._seen: dict[tuple[int, bool], float] = {}
 
     def chance(self, n: int, first: bool) -> float:
         """Of a token, the first of its match or a later one."""
         # A longer match is right more often.
-        expected = self.PRIOR * n / (n + 1)
+        expected = self.trust * self.PRIOR * n / (n + 1)
         return (expected + self._right.get((n, first), 0.0)) / (self.PRIOR + self._seen.get((n, first), 0.0))
 
     def log_probs(self, n: int, length: int) -> list[float]:
@@ -130,6 +133,7 @@ class NGramDrafter(Drafter):
         index.extend(sequence.tokens)
         self._indexes[sequence.index] = index
         self._lengths[sequence.index] = self.max_draft // 2 + 1
+        self._luck.trust = 1.0 if sequence.greedy else Luck.DRAWN
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         return [self._propose(s, budget) for s in sequences]

@@ -5,7 +5,7 @@ from __future__ import annotations
 # Nodes are told apart by the log-probability of their path, in steps of this many nats, the last one open.
 _STEP, _GRADES = 0.25, 24
 # Tokens' worth of belief in the drafter before anything was seen, and what a round leaves of what was seen.
-_PRIOR, _KEEP = 1.0, 0.985
+_PRIOR, _KEEP = 1.0, 0.995
 
 
 class Calibration:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 # What a round leaves of the rounds before it; how much a fresh judgement weighs, in plain steps.
 _KEEP, _PRIOR = 0.9, 3.0
-# Rounds that a trial lasts at least; rounds of plain decoding after a bad one, at first and at most.
-_TRIAL, _PAUSE, _LONGEST = 6, 48, 512
+# Rounds that a trial lasts at least, at first and after one that went badly; rounds of plain decoding after a bad one,
+# at first and at most.
+_TRIAL, _DOUBTFUL, _PAUSE, _LONGEST = 6, 3, 48, 512
 # Below the first, speculation is given up; above the second, an earlier failure is forgotten.
 _BAD, _GOOD = 1.0, 1.05
 
@@ -17,7 +18,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._pause, self._next = 0, _PAUSE
+        self._pause, self._next, self._trial = 0, _PAUSE, _TRIAL
         self._reset()
 
     def _reset(self) -> None:
@@ -51,9 +52,9 @@ class Gate:
         self._tokens = _KEEP * self._tokens + tokens
         self._cost = _KEEP * self._cost + cost
         self._rounds += 1
-        if self._rounds >= _TRIAL and self.gain < _BAD:
-            self._pause = self._next
+        if self._rounds >= self._trial and self.gain < _BAD:
+            self._pause, self._trial = self._next, _DOUBTFUL
             self._next = min(2 * self._next, _LONGEST)
             self._reset()
         elif self._rounds >= 3 * _TRIAL and self.gain > _GOOD:
-            self._next = _PAUSE
+            self._next, self._trial = _PAUSE, _TRIAL

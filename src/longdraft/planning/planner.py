@@ -26,6 +26,8 @@ from longdraft.trees.tree import TokenTree
 _PROBE = 64
 # A draft forward, in plain steps, before one was seen; how fast estimates follow.
 _FORWARD, _FOLLOW = 0.05, 0.2
+# A gain smaller than this, in plain steps, is not believed: chances and costs are estimates, and wrong by as much.
+_MARGIN = 0.04
 
 
 class Planner:
@@ -87,7 +89,7 @@ class Plan:
             chances = sorted(self._chances(tree)[1:], reverse=True)
             for i, p in enumerate(chances, 1):
                 gains[i] += p
-        best, value, sum_so_far = 0, -self._worth * self._plain, 0.0
+        best, value, sum_so_far = 0, -self._worth * self._plain * (1 - _MARGIN), 0.0
         for n in range(1, most + 1):
             sum_so_far += gains[n]
             here = sum_so_far - self._worth * self._costs.verification(n + 1, self._lengths)

@@ -26,7 +26,7 @@ from longdraft.target.parts import rotary_module
 logger = logging.getLogger("longdraft")
 
 # Rows up to which the kernels win.
-MOST = 64
+MOST = 128
 # Largest difference between both ways, by the size of what a layer adds.
 _TOLERANCE = 1e-4
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

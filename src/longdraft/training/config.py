@@ -218,7 +218,7 @@ class LmConfig(RunConfig):
 
 @dataclass(frozen=True)
 class HeadsConfig(RunConfig):
-    """A run that trains chained heads (TokenSwift, section 3.2).
+    """A run that trains chained heads (TokenSwift, Wu et al. 2025).
 
     Attributes:
         heads: how many; each says one token further. Those in ``init`` bring their own number.

@@ -7,6 +7,7 @@ i says token t+1+i. The target is not trained, and no head sees a token that com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ class HeadsTrainee(nn.Module):
             log_probs.append(document.top_log_probs[1:])
             sizes.append(sizes[-1] + end - first)
         for i in range(count):  # head i + 1 of the rows that have a token so far behind them
-            rows.append(torch.cat([torch.arange(a, max(a, b - i)) for a, b in zip(sizes, sizes[1:], strict=False)]))
+            rows.append(torch.cat([torch.arange(a, max(a, b - i)) for a, b in pairwise(sizes)]))
         with torch.no_grad():
             wanted = self._to_draft[torch.cat(truth).to(device)]
             near = self._to_draft[torch.cat(likely).to(device)]

@@ -1,4 +1,4 @@
-"""Trees of a fixed shape: every node of a level has as many children (TokenSwift's static tree, section 3.2).
+"""Trees of a fixed shape: every node of a level has as many children (TokenSwift's static tree).
 
 The children are a node's likeliest tokens, or tokens drawn by chance from what the draft says follows it. Of drawn ones
 the tree remembers the probabilities, and the target may accept them by these (:mod:`longdraft.verify.residual`). The
@@ -95,7 +95,7 @@ class Draws:
     def draw(self, law: torch.Tensor, count: int) -> tuple[list[int], int]:
         """Up to ``count`` different tokens in the order in which they are drawn, and how many may be.
 
-        p / e with one exponential e a token: the largest is a draw from p, the next one a draw from the rest, and so on.
+        p / e with one exponential e a token: the largest is a draw from p, the next one a draw from the rest.
         """
         noise = torch.empty_like(law).exponential_(generator=self._generator).clamp_min_(1e-30)
         keys, tokens = (law / noise).topk(min(count, len(law)))

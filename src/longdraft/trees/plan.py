@@ -21,7 +21,7 @@ WIDTHS = (4, 16, 16, 16, 16)
 # As many nodes for text that is drawn: what is drawn is often none of a few likeliest tokens, so width tells and depth
 # does not (docs/longspec.md).
 DRAWN_WIDTHS = (32, 24, 8, 4)
-# TokenSwift, section 3.2, but for its first level, which is the target's own token.
+# TokenSwift, but for its first level, which is the target's own token.
 STATIC = (3, 3, 3)
 KINDS = ("chain", "static", "beam", "dynamic", "opt")
 _WIDE = ("beam", "static")  # take widths

@@ -1,7 +1,7 @@
 """Residual acceptance: a drafted token is kept with the odds that leave the target's distribution as it is.
 
 A token x that was drawn from q is kept with probability min(1, p(x) / q(x)); if it is not, the next token is drawn from
-what is left, max(p - q, 0), normalised (Leviathan et al. 2023, section 2.3; Chen et al. 2023, section 2.2). Of several
+what is left, max(p - q, 0), normalised (Leviathan et al. 2023, section 2.3; Chen et al. 2023). Of several
 tokens drawn from q without replacement each is tried in turn, p being what the last refusal left and q the law of the
 draws not yet tried (Jeon et al. 2024, arXiv:2402.14160). What comes out is distributed as p, given that x came from q
 and by chance alone: so the drafter says its true q, and its draws and the target's are independent.
