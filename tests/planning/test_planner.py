@@ -277,3 +277,17 @@ def test_what_costs_nothing_goes_on_behind_a_closed_gate():
         budget = plan.budget([sequence()])
         plan.saw([tree(0.5)], [(0,)], 1, 0, 0.0, 1.5)
     assert budget is not None and budget.paid
+
+
+def test_in_a_batch_a_closed_gate_stops_lookups_too():
+    sequences = [sequence(i) for i in range(4)]
+    planner = Planner(CHEAP)
+    plan = planner.start(True)
+    drafted = [tree(0.5) for _ in sequences]
+    asked = []
+    for _ in range(40):
+        budget = plan.budget(sequences)
+        asked.append(budget is not None)
+        if budget is not None:
+            plan.saw(drafted, [(0,)] * 4, 4, 0, 0.0, 8.0)
+    assert asked[1] and not asked[-1]

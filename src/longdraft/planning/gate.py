@@ -15,10 +15,13 @@ class Gate:
     """Open while speculation pays. Closed, it opens for a trial after ever longer pauses.
 
     A trial costs little: trees shrink to what is believed in, and pauses double until one goes well.
+
+    Args:
+        doubtful: a failure is likely: the first trial is a short one.
     """
 
-    def __init__(self) -> None:
-        self._pause, self._next, self._trial = 0, _PAUSE, _TRIAL
+    def __init__(self, doubtful: bool = False) -> None:
+        self._pause, self._next, self._trial = 0, _PAUSE, _DOUBTFUL if doubtful else _TRIAL
         self._reset()
 
     def _reset(self) -> None:

@@ -39,9 +39,9 @@ class Planner:
 
     def __init__(self, table: CostTable) -> None:
         self.costs = Costs(table)
-        # Drawn text is accepted by other chances than greedy text.
+        # Drawn text is accepted by other chances than greedy text, and by smaller ones.
         self.calibrations = {greedy: Calibration() for greedy in (True, False)}
-        self.gates = {greedy: Gate() for greedy in (True, False)}
+        self.gates = {greedy: Gate(doubtful=not greedy) for greedy in (True, False)}
         self.forward: float | None = None  # seconds of a draft forward
         self.chosen = 8.0  # nodes lately worth verifying
 
@@ -67,7 +67,8 @@ class Plan:
         probing = self._rounds % _PROBE == 0
         self._rounds += 1
         self._speculating = not probing and self._gate.open()
-        if probing:
+        # In a batch every sequence pays for the rows of all others: a closed gate stops lookups too.
+        if probing or (len(sequences) > 1 and not self._speculating):
             return None
         forward = self._planner.forward or _FORWARD * self._plain
         node = max(0.0, self._costs.verification(2, self._lengths) - self._plain)
@@ -132,7 +133,7 @@ class Plan:
             for node, (promised, grade) in enumerate(_promises(tree)[1:], 1):
                 self._calibration.saw(promised, grade, node in taken)
         self._calibration.fade()
-        if forwards:  # a round without says nothing of what they bring
+        if forwards or (len(trees) > 1 and self._speculating):  # a round without says nothing of what they bring
             self._gate.saw(tokens / len(trees), (drafting + verifying) / self._plain)
 
 
