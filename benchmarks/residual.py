@@ -56,7 +56,7 @@ def main() -> None:
     prompts = [fitted(s, tokenizer, options.context) for s in read([options.file], options.limit)]
     draft = {"draft": options.draft} if options.draft else {}
     results = []
-    print(f"{'shape':10} {'nodes':>5} {'acceptance':10} {'accepted':>8} {'rounds':>6}  by depth 1 .. 5")
+    print(f"{'shape':10} {'nodes':>5} {'acceptance':10} {'accepted':>8} {'rounds':>6}  by depth")
     for shape in options.shapes:
         widths = tuple(int(w) for w in shape.split(","))
         for acceptance in ("draw", "residual"):

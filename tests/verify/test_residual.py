@@ -26,11 +26,11 @@ from tests.verify.test_distribution import (
     tree_logits,
 )
 
-DRAWS = 4_000
+DRAWS = 3_000
 # The draft: another table, that knows the last token alone and never says the token 6.
 DRAFT = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(9)) * 1.3
 DRAFT[:, 6] = float("-inf")
-SHAPES = [(1, 1, 1), (3,), (2, 2), (8, 1)]
+SHAPES = [(1, 1, 1), (3,), (2, 2), (8,)]
 
 
 def expand(level):
@@ -108,12 +108,12 @@ def test_a_draft_that_is_processed_otherwise_keeps_it_too():
 def test_joined_by_another_drafters_tree():
     found = union(PROMPT[-1], [[2, 6, 1], [6, 4], [0]])
     for order in (lambda t: merged(found, t), lambda t: merged(t, found)):
-        trees = grown((2, 2), SETTINGS["plain"], change=order)
+        trees = grown((2, 1), SETTINGS["plain"], change=order)
         assert next(trees).drawn and p_value(SETTINGS["plain"], trees) > 0.01
 
 
 def test_cut_at_a_depth():
-    trees = grown((2, 2, 2), SETTINGS["plain"], change=lambda t: t.limited(1))
+    trees = grown((2, 2), SETTINGS["plain"], change=lambda t: t.limited(1))
     assert list(next(trees).drawn) == [0] and p_value(SETTINGS["plain"], trees) > 0.01
 
 
@@ -241,7 +241,8 @@ def test_draws_without_replacement_have_their_law():
         counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
     expected = dict(without_replacement(law.tolist(), 3))
     assert counts.keys() == expected.keys()
-    assert chisquare([counts[t] for t in expected], [6000 * expected[t] for t in expected]).pvalue > 0.01
+    wanted = torch.tensor([expected[t] for t in expected], dtype=torch.double)
+    assert chisquare([counts[t] for t in expected], 6000 * wanted / wanted.sum()).pvalue > 0.01
 
 
 def test_a_smaller_vocabulary_and_a_draft_that_overflowed():
