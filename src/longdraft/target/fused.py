@@ -37,10 +37,14 @@ class FusedLayers:
 
     Args:
         model: float32 on the CPU, or nothing is fused.
+
+    Attributes:
+        paused: layers run their own code: whoever wants to watch a layer's parts sets it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self.paused = False
         self._kernels = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
         self._layers: list[nn.Module] = []
         self._fused: list[DecoderLayer] = []
@@ -71,7 +75,13 @@ class FusedLayers:
         """Inside the ``with``, the layers compute by our kernels, if this forward is one of theirs."""
         block = hosted.block
         # Other kinds of stores move layers in and out as attention asks for them.
-        if not self._fused or block.batch * block.size > MOST or block.captured or type(hosted.store) is not KVStore:
+        if (
+            self.paused
+            or not self._fused
+            or block.batch * block.size > MOST
+            or block.captured
+            or type(hosted.store) is not KVStore
+        ):
             yield
             return
         assert self._kernels is not None
