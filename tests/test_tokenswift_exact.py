@@ -13,7 +13,14 @@ from tests.drafts import random_draft, random_heads, small_lm
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
-KINDS = [("heads", {}), ("heads", {"tree": "opt", "nodes": 6}), ("tokenswift", {"reuse_n": 2})]
+# A view that the longer prompts do not fit.
+VIEW = {"budget": 24, "sink": 4, "window": 8}
+KINDS = [
+    ("heads", {}),
+    ("heads", {"tree": "opt", "nodes": 6}),
+    ("tokenswift", {"reuse_n": 2, "view": "none"}),
+    ("tokenswift", {"reuse_n": 2, **VIEW}),
+]
 kinds = pytest.mark.parametrize(("method", "options"), KINDS, ids=str)
 
 
@@ -169,7 +176,8 @@ def test_specpv_takes_them_for_a_drafter(tmp_path, method):
 
 RESIDUAL = [
     ("heads", {"acceptance": "residual"}),
-    ("tokenswift", {"acceptance": "residual", "widths": (2, 2), "reuse_n": 2}),
+    ("tokenswift", {"acceptance": "residual", "widths": (2, 2), "reuse_n": 2, "view": "none"}),
+    ("tokenswift", {"acceptance": "residual", "widths": (1, 2), "budget": 4, "sink": 1, "window": 1}),
     ("small-lm", {"acceptance": "residual", "depth": 3}),
     ("small-lm", {"acceptance": "residual", "widths": (2, 2)}),
 ]
@@ -179,12 +187,13 @@ PENALISED = Sampling(1.5, repetition_penalty=1.3, repetition_window=3)
 @pytest.mark.parametrize(
     ("method", "options", "sampling"),
     [
-        ("tokenswift", {"reuse_n": 2}, Sampling(1.0)),
-        ("tokenswift", {"reuse_n": 2}, Sampling(0.6, top_p=0.95)),
+        ("tokenswift", {"reuse_n": 2, "view": "none"}, Sampling(1.0)),
+        ("tokenswift", {"reuse_n": 2, "budget": 4, "sink": 1, "window": 1}, Sampling(0.6, top_p=0.95)),
         ("tokenswift", {"reuse_n": 2}, PENALISED),
         (*RESIDUAL[1], PENALISED),
-        (*RESIDUAL[2], Sampling(0.6, top_p=0.95)),
-        (*RESIDUAL[3], Sampling(1.0)),
+        (*RESIDUAL[2], Sampling(1.0)),
+        (*RESIDUAL[3], Sampling(0.6, top_p=0.95)),
+        (*RESIDUAL[4], Sampling(1.0)),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """longdraft: speculative decoding for long contexts, on Hugging Face models as they are."""
 
 from longdraft import errors
+from longdraft.composing import compose
 from longdraft.errors import LongdraftError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import methods
@@ -20,6 +21,7 @@ __all__ = [
     "Sampling",
     "Speculator",
     "Step",
+    "compose",
     "errors",
     "load",
     "methods",

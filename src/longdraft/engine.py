@@ -186,7 +186,7 @@ class Engine:
         end = time.perf_counter()
         steps[0] = replace(steps[0], seconds=end - start)
         if self._plan is not None:
-            tokens = sum(len(step.token_ids) for step in steps)
+            tokens = [len(step.token_ids) for step in steps]
             forwards = self.drafter.forwards - forwards
             self._plan.saw(trees, paths, tokens, forwards, drafted - start, end - drafted)
         return steps

@@ -16,7 +16,6 @@ from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.heads import HeadsDrafter
 from longdraft.drafters.heads_draft import HeadsDraft
-from longdraft.drafters.heads_reuse import tokenswift
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.magicdec import magicdec_self, magicdec_small_lm
@@ -25,6 +24,7 @@ from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafters.tokenswift import tokenswift
 from longdraft.errors import CheckpointError, UnknownMethodError
 from longdraft.kv.partial import PartialLayout
 from longdraft.verify.schedule import Schedule
@@ -71,7 +71,7 @@ class Method:
     def options(self) -> dict[str, inspect.Parameter]:
         """The method's own options by name."""
         if self.drafter is not None:
-            return self.drafter_options
+            return self.schedule_options | self.drafter_options
         inner = {name: p for each in self.choices.values() for name, p in each.drafter_options.items()}
         # Of options that both have, such as `recent`, the schedule's defaults are the method's.
         own = self.schedule_options | self.wrap_options
@@ -244,7 +244,7 @@ METHODS = {
             True,
             True,
             "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
-            "the same heads, and the phrases that came most often in the output so far; for very long outputs",
+            "the same heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
             tokenswift,
             HeadsDraft.load,
             "heads",

@@ -55,11 +55,11 @@ class Recipe:
         return {name: self.options[name] for name in known if name in self.options}
 
 
-def asked_for(name: str | Path | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
+def asked_for(name: str | Path | Method | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
     """The method and the options that a user's words stand for, checked as far as that goes without a target.
 
     Args:
-        name: a method's name or a draft folder; None leaves the choice to :func:`recipe`.
+        name: a method, its name or a draft folder; None leaves the choice to :func:`recipe`.
         options: the method's own; a draft folder among them is read.
 
     Raises:
@@ -68,8 +68,10 @@ def asked_for(name: str | Path | None, options: Mapping[str, Any]) -> tuple[Meth
         ValueError: for an option that the method does not have, or a value it cannot use.
     """
     options = dict(options)
-    if isinstance(name, str) and (name in METHODS or not Path(name).is_dir()):
-        found: Method | None = method(name)
+    if isinstance(name, Method):
+        found: Method | None = name
+    elif isinstance(name, str) and (name in METHODS or not Path(name).is_dir()):
+        found = method(name)
     elif name is not None:
         options = {"draft": name} | options
         found = method_of(name)

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from longdraft import Speculator
 from longdraft.drafters.heads import HeadsDrafter, States, StateSource
 from longdraft.drafters.heads_draft import HeadsDraft
-from longdraft.drafters.heads_reuse import Phrases, ReuseDrafter, tokenswift
+from longdraft.drafters.heads_reuse import Phrases, ReuseDrafter
+from longdraft.drafters.heads_self import ViewStates
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.tokenswift import tokenswift
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.sequence import Sequence
@@ -165,9 +168,10 @@ def test_reuse_that_cannot_be(draft, options, said):
 
 
 def test_reuse_is_on_unless_it_is_switched_off(draft):
-    assert tokenswift(draft).max_nodes == 39 + 60
+    assert tokenswift(draft).max_nodes == 40 + 60
+    assert tokenswift(draft, view="none").max_nodes == 39 + 60
     assert isinstance(tokenswift(draft, reuse=False), HeadsDrafter)
-    assert tokenswift(draft, reuse_n=3, reuse_k=5, heads=1).max_nodes == 3 + 10
+    assert tokenswift(draft, view="none", reuse_n=3, reuse_k=5, heads=1).max_nodes == 3 + 10
 
 
 # --- states from elsewhere ---
@@ -228,6 +232,18 @@ def test_states_of_the_roots_themselves(tmp_path, model, kept):
     assert right == sum(t.drafted == 40 for _, t in rounds) if kept is None else right > 0
     assert drafter.forwards == source.forwards
     assert [source.told.count(x) for x in ("bind", "prefill", "release")] == [1, 2, 2] and "observe" in source.told
+
+
+def test_a_view_that_sees_all_says_what_the_target_says(tmp_path, model):
+    """Its states and its tokens are then the target's own, batch and all."""
+    draft = HeadsDraft.load(random_heads(tmp_path, model))
+    drafted = [
+        proposals(model, HeadsDrafter(draft, _source=source), prompts=(PROMPT, [4, 4]))
+        for source in (OwnStates(model), ViewStates(SelfDrafter("tokens", depth=1)))
+    ]
+    for (text, expected), (other, tree) in zip(*drafted, strict=True):
+        assert text == other and tree.tokens == expected.tokens and tree.parents == expected.parents
+        assert tree.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
 
 
 # --- folders ---

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longdraft.planning.calibration import Calibration
 from longdraft.planning.costs import CostTable
 from longdraft.planning.gate import Gate
-from longdraft.planning.planner import Planner
+from longdraft.planning.planner import Ends, Planner
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
@@ -45,7 +45,7 @@ def speculating(planner, sequences=None):
     sequences = sequences or [sequence()]
     assert plan.budget(sequences) is None
     roots = [TokenTree((0,), (-1,)) for _ in sequences]
-    plan.saw(roots, [(0,)] * len(sequences), len(sequences), 0, 0.0, 1.0)
+    plan.saw(roots, [(0,)] * len(sequences), [1] * len(sequences), 0, 0.0, 1.0)
     assert plan.budget(sequences) is not None
     return plan
 
@@ -103,7 +103,7 @@ def test_trees_without_probabilities_are_sized_by_what_becomes_of_them():
     plan = speculating(planner)
     assert plan.worthwhile([drafted])[0].drafted == 8
     for _ in range(30):
-        plan.saw([drafted], [(0,)], 1, 0, 0.0, 3.4)
+        plan.saw([drafted], [(0,)], [1], 0, 0.0, 3.4)
     assert plan.worthwhile([drafted])[0].drafted == 0
 
 
@@ -114,6 +114,34 @@ def test_a_batch_shares_a_forward():
     likely, unlikely = tree(0.9, 0.9), tree(0.02, 0.02)
     assert [t.drafted for t in plan.worthwhile([likely] * 4)] == [2] * 4
     assert max(t.drafted for t in plan.worthwhile([unlikely] * 4)) == 0
+
+
+STEPS = [3.0, 3.5, 4.0, 8.0]
+
+
+def test_texts_that_end_together_share_what_a_step_costs():
+    assert Ends().shares([(i, 40) for i in range(4)], STEPS) == pytest.approx([1.0] * 4)
+    assert Ends().shares([(7, 12)], [5.0]) == [1.0]
+
+
+def test_the_last_text_decides_when_a_batch_ends():
+    """What is left of it is steps of its own; of the first to end, only its rows in the steps of all."""
+    shares = Ends().shares([(0, 10), (1, 30), (2, 20), (3, 30)], STEPS)
+    assert shares == pytest.approx([4.0 / 2, 3.5 / 2 / 2, 0.5 / 2, 3.5 / 2 / 2])
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 4)), min_size=1, max_size=4), st.integers(0, 30))
+def test_shares_are_one_on_average_and_follow_the_pace(texts, rounds):
+    ends = Ends()
+    for i, (_, pace) in enumerate(texts):
+        for _ in range(rounds):
+            ends.saw(i, pace)
+    shares = ends.shares([(i, remaining) for i, (remaining, _) in enumerate(texts)], STEPS[: len(texts)])
+    assert sum(shares) == pytest.approx(len(texts)) and min(shares) > 0
+    if len({remaining for remaining, _ in texts}) == 1 and rounds:
+        slow, fast = (f(range(len(texts)), key=lambda i: texts[i][1]) for f in (min, max))
+        assume(texts[slow][1] < texts[fast][1] and len(texts) < 4)  # the fourth text makes a step dear here
+        assert shares[slow] > shares[fast]
 
 
 def test_nothing_to_choose_from():
@@ -127,7 +155,7 @@ def test_nothing_to_choose_from():
 def test_a_dear_draft_has_to_promise_more():
     planner = Planner(CHEAP)
     plan = speculating(planner)
-    plan.saw([tree(0.5)], [(0,)], 1, 2, 0.02, 1.0)
+    plan.saw([tree(0.5)], [(0,)], [1], 2, 0.02, 1.0)
     cheap = plan.budget([sequence()])
     planner.forward = 0.5
     dear = plan.budget([sequence()])
@@ -151,7 +179,7 @@ def test_every_so_often_a_round_is_plain():
     plain = 0
     for _ in range(256):
         plain += plan.budget([sequence()]) is None
-        plan.saw([tree(0.9)], [(0, 1)], 2, 1, 0.0, 1.0)
+        plan.saw([tree(0.9)], [(0, 1)], [2], 1, 0.0, 1.0)
     assert 4 <= plain <= 8
 
 
@@ -161,10 +189,10 @@ def test_speculation_that_does_not_pay_is_given_up_and_tried_again():
     for _ in range(400):
         budget = plan.budget([sequence()])
         if budget is None or not budget.paid:
-            plan.saw([TokenTree((0,), (-1,))], [(0,)], 1, 0, 0.0, 1.0)
+            plan.saw([TokenTree((0,), (-1,))], [(0,)], [1], 0, 0.0, 1.0)
         else:
             speculated += 1
-            plan.saw([tree(0.5, 0.5)], [(0,)], 1, 2, 0.1, 1.2)
+            plan.saw([tree(0.5, 0.5)], [(0,)], [1], 2, 0.1, 1.2)
     assert 8 <= speculated <= 40
 
 
@@ -173,9 +201,9 @@ def test_greedy_and_drawn_text_are_learned_apart():
     plan = planner.start(True)
     for _ in range(20):
         if plan.budget([sequence()]) is not None:
-            plan.saw([tree(0.5)], [(0,)], 1, 1, 0.3, 1.0)
+            plan.saw([tree(0.5)], [(0,)], [1], 1, 0.3, 1.0)
         else:
-            plan.saw([TokenTree((0,), (-1,))], [(0,)], 1, 0, 0.0, 1.0)
+            plan.saw([TokenTree((0,), (-1,))], [(0,)], [1], 0, 0.0, 1.0)
     assert planner.calibrations[True].trust < 0.9 and planner.calibrations[False].trust == 1.0
 
 
@@ -275,7 +303,7 @@ def test_what_costs_nothing_goes_on_behind_a_closed_gate():
     plan = speculating(Planner(CHEAP))
     for _ in range(40):
         budget = plan.budget([sequence()])
-        plan.saw([tree(0.5)], [(0,)], 1, 0, 0.0, 1.5)
+        plan.saw([tree(0.5)], [(0,)], [1], 0, 0.0, 1.5)
     assert budget is not None and budget.paid
 
 
@@ -289,5 +317,5 @@ def test_in_a_batch_a_closed_gate_stops_lookups_too():
         budget = plan.budget(sequences)
         asked.append(budget is not None)
         if budget is not None:
-            plan.saw(drafted, [(0,)] * 4, 4, 0, 0.0, 8.0)
+            plan.saw(drafted, [(0,)] * 4, [1] * 4, 0, 0.0, 8.0)
     assert asked[1] and not asked[-1]

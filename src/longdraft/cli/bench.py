@@ -124,6 +124,7 @@ def bench(
     ] = False,
     as_json: options.Json = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
+    composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).

@@ -137,6 +137,7 @@ def generate(
     device: options.Device = None,
     offload: options.Offload = None,
     rope_factor: options.RopeFactor = None,
+    composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""

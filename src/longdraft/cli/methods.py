@@ -12,7 +12,7 @@ from longdraft.methods import METHODS
 from longdraft.methods import methods as described
 
 
-def methods(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def methods(composed: options.Load = None, as_json: options.Json = False, debug: options.Debug = False) -> None:
     """List the methods. An exact one writes what the model alone would; it is only faster."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for head in ("method", "exact", "draft", "available"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,31 @@ def reset_debug() -> None:
     _debug = False
 
 
+def load_file(paths: list[Path] | None) -> None:
+    """Runs the user's own Python files, whose ``longdraft.compose`` makes methods.
+
+    Raises:
+        SettingError: one that is not there or fails.
+    """
+    for path in paths or []:
+        try:
+            runpy.run_path(str(path))
+        except OSError as error:
+            raise SettingError(f"--load {path}: {error.strerror or error}.") from error
+        except Exception as error:
+            raise SettingError(f"--load {path}: {type(error).__name__}: {error}") from error
+
+
+Load = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--load",
+        callback=load_file,
+        is_eager=True,
+        help="Run a Python file first, which makes methods with longdraft.compose; repeatable.",
+        show_default="none",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"),

@@ -3,9 +3,9 @@
 The state is that of the last token which the target has verified; it lies in the store, so drafting costs one product
 with the target's head and no forward. Head i then says the i-th token behind the root.
 
-The paper drafts from the root's own state instead, which a forward of the target on a part of its KV gives; the
-target's own next token is then the first level, and head i says the one i levels further. That forward would be a
-:class:`StateSource`: whatever brings states can be put underneath.
+The paper drafts from the root's own state instead, which a forward of the target on a part of its KV gives
+(:mod:`longdraft.drafters.heads_self`); the target's own next token is then the first level, and head i says the one i
+levels further. Whatever brings states, a :class:`StateSource`, can be put underneath.
 """
 
 from __future__ import annotations

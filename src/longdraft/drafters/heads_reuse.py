@@ -12,9 +12,6 @@ from itertools import pairwise
 from math import log
 
 from longdraft.drafters.base import Drafter
-from longdraft.drafters.heads import HeadsDrafter
-from longdraft.drafters.heads_draft import HeadsDraft
-from longdraft.drafters.united import UnitedDrafter
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import union
@@ -107,33 +104,3 @@ class ReuseDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         self._phrases.pop(sequence.index, None)
-
-
-def tokenswift(
-    draft: HeadsDraft,
-    heads: int | None = None,
-    widths: SequenceOf[int] | None = None,
-    nodes: int | None = None,
-    tree: str | None = None,
-    depth: int | None = None,
-    top_k: int | None = None,
-    threshold: float | None = None,
-    acceptance: str = "draw",
-    reuse: bool = True,
-    reuse_n: int = PHRASE,
-    reuse_k: int = PHRASES,
-) -> Drafter:
-    """TokenSwift's drafter: heads and token reuse in one tree.
-
-    Args:
-        reuse, reuse_n, reuse_k: whether phrases of the output are proposed too, their length and number. The others are
-            :class:`~longdraft.drafters.heads.HeadsDrafter`'s; ``nodes`` counts those of the heads alone.
-
-    Raises:
-        ValueError: a value that cannot be used.
-    """
-    if not isinstance(reuse, bool):
-        raise ValueError(f"reuse must be True or False, got {reuse!r}")
-    own = HeadsDrafter(draft, heads, widths, nodes, tree, depth, top_k, threshold, acceptance)
-    phrases = ReuseDrafter(reuse_n, reuse_k)
-    return UnitedDrafter(phrases, own) if reuse else own

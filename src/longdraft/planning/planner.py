@@ -6,6 +6,9 @@ maximises sum_{i <= n} p_i - lambda * V(1 + n). One more level of drafting pays 
 lambda times the seconds of a draft forward. Chances are the drafter's probabilities, corrected by what became of nodes
 like these; V is measured. Where all of it brings less than plain decoding, nothing is drafted for a while.
 
+A batch that nobody joins ends when its slowest text does. There a token is worth what the text's last step will cost,
+which it saves: little for a text that ends while many are left, a whole step of its own for the last (:class:`Ends`).
+
 What is emitted does not depend on any of this: any tree verifies exactly.
 """
 
@@ -28,6 +31,8 @@ _PROBE = 64
 _FORWARD, _FOLLOW = 0.05, 0.2
 # A gain smaller than this, in plain steps, is not believed: chances and costs are estimates, and wrong by as much.
 _MARGIN = 0.04
+# Rounds of one token that a text of a batch is credited with: its own first rounds say little.
+_USUAL = 8
 
 
 class Planner:
@@ -59,11 +64,15 @@ class Plan:
         self._calibration, self._gate = calibration, gate
         self._rounds = 0
         self._speculating = False
+        self._ends = Ends()
 
     def budget(self, sequences: SequenceOf[Sequence]) -> Budget | None:
         """What this round's trees may be; None: nothing shall be drafted, to see what that costs."""
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences]
         self._plain = self._costs.verification(1, self._lengths)
+        self._indices = [s.index for s in sequences]
+        steps = [self._costs.verification(1, self._lengths[:n]) for n in range(1, len(sequences))]
+        self._shares = self._ends.shares([(s.index, s.remaining) for s in sequences], [*steps, self._plain])
         probing = self._rounds % _PROBE == 0
         self._rounds += 1
         self._speculating = not probing and self._gate.open()
@@ -86,10 +95,10 @@ class Plan:
             return trees
         most = max(tree.drafted for tree in trees)
         gains = [0.0] * (most + 1)
-        for tree in trees:
+        for tree, share in zip(trees, self._shares, strict=True):
             chances = sorted(self._chances(tree)[1:], reverse=True)
             for i, p in enumerate(chances, 1):
-                gains[i] += p
+                gains[i] += share * p
         best, value, sum_so_far = 0, -self._worth * self._plain * (1 - _MARGIN), 0.0
         for n in range(1, most + 1):
             sum_so_far += gains[n]
@@ -110,7 +119,7 @@ class Plan:
         self,
         trees: list[TokenTree],
         paths: list[tuple[int, ...]],
-        tokens: int,
+        tokens: list[int],
         forwards: int,
         drafting: float,
         verifying: float,
@@ -119,7 +128,7 @@ class Plan:
 
         Args:
             trees: what was verified; paths: the accepted nodes of each, the root's included.
-            tokens: emitted by all sequences.
+            tokens: emitted by each sequence.
             forwards: of the draft; drafting, verifying: seconds.
         """
         rows = max(tree.size for tree in trees)
@@ -134,7 +143,45 @@ class Plan:
                 self._calibration.saw(promised, grade, node in taken)
         self._calibration.fade()
         if forwards or (len(trees) > 1 and self._speculating):  # a round without says nothing of what they bring
-            self._gate.saw(tokens / len(trees), (drafting + verifying) / self._plain)
+            worth = sum(share * n for share, n in zip(self._shares, tokens, strict=True))
+            self._gate.saw(worth / len(trees), (drafting + verifying) / self._plain)
+        for index, n in zip(self._indices, tokens, strict=True):
+            self._ends.saw(index, n)
+
+
+class Ends:
+    """In which order the texts of a batch will end, and so what a token of each is worth."""
+
+    def __init__(self) -> None:
+        # Tokens and rounds of each text, so far.
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def saw(self, index: int, tokens: int) -> None:
+        """A round of a text."""
+        before, rounds = self._seen.get(index, (0, 0))
+        self._seen[index] = (before + tokens, rounds + 1)
+
+    def shares(self, left: SequenceOf[tuple[int, int]], steps: SequenceOf[float]) -> list[float]:
+        """What a token of each text saves, 1 on average.
+
+        Args:
+            left: index of each text, and the tokens it may still emit.
+            steps: what a plain step of 1, 2, ... texts costs.
+        """
+        rounds = [remaining / self._pace(index) for index, remaining in left]
+        # With the n-th last text, a step of n texts becomes one of n - 1.
+        saved = [max(0.0, b - a) for a, b in zip((0.0, *steps), steps, strict=False)]
+        found = []
+        for mine in rounds:
+            # Of those that end together, none ends first.
+            later, together = sum(r > mine for r in rounds), rounds.count(mine)
+            found.append(sum(saved[later : later + together]) / together)
+        return [each * len(left) / sum(saved) for each in found]
+
+    def _pace(self, index: int) -> float:
+        """Tokens a round, at first believed to be one."""
+        tokens, rounds = self._seen.get(index, (0, 0))
+        return (tokens + _USUAL) / (rounds + _USUAL)
 
 
 def _promises(tree: TokenTree) -> list[tuple[float, int]]:

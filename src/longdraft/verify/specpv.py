@@ -37,6 +37,8 @@ class SpecPV(Schedule):
         layout: sizes of the partial cache.
     """
 
+    exact = False
+
     def __init__(self, layout: PartialLayout) -> None:
         self.layout = layout
 
@@ -162,6 +164,8 @@ class ExactSpecPV(SpecPV):
     A wrong guess makes all behind it worthless, so how many may wait follows its luck: twice as many, up to the
     layout's margin, when all were right; as many as were right when not.
     """
+
+    exact = True
 
     def open(
         self,

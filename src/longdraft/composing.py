@@ -1,0 +1,60 @@
+"""Methods of one's own: a drafter and a schedule that no paper put together.
+
+    drafter (what it reads, what tree it grows)  x  schedule (on what it is verified)
+
+What is composed is a method like any other: Speculator, the bench and the command line know it by its name, a planner
+sizes its trees, and its output is exact wherever its schedule is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from longdraft.drafters.base import Drafter
+from longdraft.methods import METHODS, Method
+from longdraft.verify.schedule import Schedule
+
+_BUILT_IN = frozenset(METHODS)
+
+
+def compose(
+    name: str,
+    drafter: Callable[..., Drafter],
+    schedule: Callable[..., Schedule] = Schedule,
+    draft: str | None = None,
+    summary: str = "a composition of one's own",
+    paper: str = "",
+) -> Method:
+    """Makes a method and registers it. A composition of the same name is replaced.
+
+    Args:
+        name: what to call it.
+        drafter: builds a fresh drafter for a run. Its keyword parameters are the method's options.
+        schedule: builds what verifies; on the whole cache by default. Its parameters are options too.
+        draft: kind of trained draft ("longspec", "eagle3", "small-lm", "heads") that ``drafter`` takes as ``draft``:
+            the shipped one that fits the target, or the folder that a user names.
+        summary, paper: for the list of methods.
+
+    Raises:
+        ValueError: the name is that of a method of this package or cannot be one, no such kind of draft, or a factory
+            that does not take what it is given.
+    """
+    if name in _BUILT_IN:
+        raise ValueError(f"{name} is a method of longdraft: give the composition another name")
+    if not name or any(c in name for c in ":, /="):
+        raise ValueError(f"a method's name has no colon, comma, blank, slash or equals sign, got {name!r}")
+    kinds = {m.draft_kind: m.load_draft for m in METHODS.values() if m.needs_draft}
+    if draft is not None and draft not in kinds:
+        raise ValueError(f"draft must be one of {', '.join(map(str, kinds))}, got {draft!r}")
+    takes = "draft" in inspect.signature(drafter).parameters
+    if takes != (draft is not None):
+        wanted = f"takes no `draft`, but {draft} was named" if draft else "takes a `draft`: name its kind with draft="
+        raise ValueError(f"the drafter of {name} {wanted}")
+    both = {*inspect.signature(drafter).parameters} & {*inspect.signature(schedule).parameters}
+    if both:
+        raise ValueError(f"drafter and schedule of {name} both have an option {', '.join(sorted(both))}")
+    exact = schedule().exact
+    load = kinds.get(draft)
+    METHODS[name] = Method(name, exact, draft is not None, paper, summary, drafter, load, draft, schedule)
+    return METHODS[name]

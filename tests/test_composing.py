@@ -1,0 +1,112 @@
+"""Methods of one's own."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft import Speculator, compose
+from longdraft.cli.main import main
+from longdraft.drafters.heads_reuse import ReuseDrafter
+from longdraft.drafters.nested import NestedDrafter
+from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.united import UnitedDrafter
+from longdraft.kv.partial import PartialLayout
+from longdraft.methods import METHODS
+from longdraft.methods import methods as listed
+from longdraft.verify.specpv import ExactSpecPV, SpecPV
+from tests.drafts import small_lm
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
+EVERYTHING = Path(__file__).parents[1] / "examples" / "everything.py"
+
+
+@pytest.fixture(autouse=True)
+def methods_as_before():
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def lookups(n: int = 3):
+    return UnitedDrafter(NGramDrafter(), ReuseDrafter(n))
+
+
+def layout() -> PartialLayout:
+    return PartialLayout(16, 4, 4, 4, 6, "minmax", "mean")
+
+
+def three_levels():
+    streaming = NestedDrafter(NGramDrafter(), SelfDrafter("streaming", budget=24), depth=3)
+    return NestedDrafter(streaming, SelfDrafter("chunks", budget=64), depth=6)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "schedule"),
+    [(lookups, None), (three_levels, None), (lookups, lambda: ExactSpecPV(layout()))],
+    ids=["lookups", "three levels", "lookups, partly verified"],
+)
+def test_what_is_composed_decodes_as_the_target_does(drafter, schedule):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    made = compose("mine", drafter, **({} if schedule is None else {"schedule": schedule}))
+    assert made.exact and METHODS["mine"] is made
+    for name in ("mine", made):
+        results = Speculator(name, target=model).generate(PROMPTS, max_new_tokens=40)
+        want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40)
+        assert [r.token_ids for r in results] == [r.token_ids for r in want]
+        assert sum(r.accepted for r in results) > 0 and {r.method for r in results} == {"mine"}
+
+
+def test_its_options_are_its_parameters():
+    made = compose("mine", lookups, schedule=lambda budget=16: SpecPV(layout()))
+    assert set(made.options) == {"n", "budget"} and not made.exact
+    assert next(m for m in listed() if m["name"] == "mine")["exact"] is False
+    with pytest.raises(ValueError, match="Method mine has no option m"):
+        Speculator("mine", m=3)
+    with pytest.raises(ValueError, match="reuse_n must be"):
+        Speculator("mine", n=1)
+
+
+def test_one_with_a_draft(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    runpy.run_path(str(EVERYTHING))
+    spec = Speculator("everything", target=model, draft=small_lm(tmp_path, 11))
+    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=40)] == [r.token_ids for r in want]
+    with pytest.raises(RuntimeError, match="Method everything needs a draft"):
+        Speculator("everything", target=model)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("longspec", {}, "is a method of longdraft"),
+        ("a:b", {}, "has no colon"),
+        ("", {}, "has no colon"),
+        ("mine", {"draft": "bert"}, "draft must be one of longspec"),
+        ("mine", {"draft": "eagle3"}, "takes no `draft`, but eagle3 was named"),
+        ("mine", {"schedule": lambda n=3: SpecPV(layout())}, "both have an option n"),
+    ],
+)
+def test_what_cannot_be_a_method(name, options, said):
+    with pytest.raises(ValueError, match=said):
+        compose(name, lookups, **options)
+    with pytest.raises(ValueError, match="name its kind"):
+        compose("mine", lambda draft: lookups())
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    assert main(["methods", "--load", str(EVERYTHING)]) == 0
+    assert "everything" in capsys.readouterr().out
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n", encoding="utf-8")
+    for path, said in ((tmp_path / "none.py", "No such file"), (broken, "ZeroDivisionError")):
+        assert main(["methods", "--load", str(path)]) != 0
+        err = capsys.readouterr().err
+        assert said in err and "Traceback" not in err
