@@ -237,7 +237,7 @@ def test_specpv_takes_it_for_a_drafter(tmp_path):
 @pytest.mark.parametrize("table", [FREE, SOME, DEAR], ids=["free", "some", "dear"])
 @drawn_too
 def test_planned_rounds(tmp_path, monkeypatch, table, sampling):
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
     model = six_layers()
     spec = Speculator("triforce", target=model, plan="auto", draft=small_lm(tmp_path), **TRIFORCE)
     results = spec.generate(PROMPTS, max_new_tokens=40, sampling=sampling, seed=5)

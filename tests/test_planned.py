@@ -32,7 +32,7 @@ def made(tmp_path, monkeypatch):
     """A planned method on a tiny model, and plain decoding of it."""
 
     def make(method, table=FREE, plan="auto", **options):
-        monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+        monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
         model = tiny_model(vocab=11, layers=6, dtype=torch.float64)
         if method == "longspec":
             options["draft"] = random_draft(tmp_path, model, window=16)

@@ -286,7 +286,7 @@ def test_sampled_trees_have_the_targets_distribution(sampling, options):
 @pytest.fixture
 def planned(monkeypatch):
     def use(table):
-        monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+        monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
 
     return use
 

@@ -86,7 +86,7 @@ def test_budgets_smaller_than_the_tree_is_deep(tmp_path, n):
 @kinds
 def test_a_planner_decides_how_much(tmp_path, monkeypatch, method, options):
     table = CostTable((0,), (1, 64), ((1e-2, 1.01e-2),))
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
     model = tiny_model(vocab=11, dtype=torch.float64)
     spec, ar = pair(method, model, tmp_path, plan="auto", **options)
     results = spec.generate(PROMPTS, max_new_tokens=60)

@@ -352,7 +352,7 @@ def test_a_method_with_options_of_its_own_is_a_contender_of_its_own(loaded):
 
 def test_each_contender_may_have_a_plan_of_its_own(loaded, monkeypatch):
     table = CostTable((0,), (1, 2), ((1e-9, 1.0),))  # a second row costs an age
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
     planned = "prompt-lookup:plan=auto"
     wanted = settings(
         methods=("prompt-lookup", planned), plan="fixed", max_tokens=40, ignore_eos=True,

@@ -42,7 +42,7 @@ def pair(method, tmp_path, **options):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=8)], ids=["greedy", "drawn"])
 def test_a_ragged_batch_is_plain_decoding(tmp_path, monkeypatch, method, plan, sampling):
     table = CostTable((0,), (1, 64), ((1e-2, 1.01e-2),))
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None: table)
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
     spec, ar = pair(method, tmp_path, plan=plan, **({"widths": (2, 2)} if plan == "fixed" else {}))
     together = spec.generate(PROMPTS, max_new_tokens=40, sampling=sampling, seed=5)
     for i, prompt in enumerate(PROMPTS):

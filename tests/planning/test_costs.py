@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from longdraft.errors import MemoryBudgetError
 from longdraft.planning import costs
-from longdraft.planning.costs import Costs, CostTable, measure, table_for
+from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
 from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
 
@@ -70,6 +71,19 @@ def test_a_table_that_is_off_for_one_size_is_put_right_there():
     assert seen.verification(2, [0]) == pytest.approx(3.0, rel=0.05)
 
 
+def test_a_batch_is_reckoned_until_it_was_seen():
+    seen = Costs(TABLE)
+    reckoned = seen.verification(2, [0] * 4)
+    for _ in range(3):
+        seen.saw(2, [0] * 4, 1.5 * reckoned)
+    assert seen.verification(2, [0] * 4) == pytest.approx(1.5 * reckoned, rel=0.25)
+    # What is known of four is the best guess for three; one sequence was measured.
+    assert seen.verification(2, [0] * 3) > 1.2 * Costs(TABLE).verification(2, [0] * 3)
+    alone = Costs(TABLE)
+    alone.saw(2, [0], 1.5 * TABLE.at(2, 0))
+    assert alone.verification(2, [0]) < 1.3 * TABLE.at(2, 0)
+
+
 # --- measuring ---
 
 
@@ -82,6 +96,25 @@ def test_a_table_of_a_model(runner):
     table = measure(runner, lengths=(16, 64, 4096), rows=(1, 2, 4))
     assert table is not None and table.lengths == (16, 64) and table.rows == (1, 2, 4)
     assert all(list(s) == sorted(s) and s[0] > 0 for s in table.seconds)
+
+
+def test_noise_makes_nothing_cheaper_than_less_of_it(runner, monkeypatch):
+    """Whatever other work does to single forwards, the table rises with rows and with text."""
+    times = iter(random.Random(0).choices([1.0, 5.0, 20.0], k=1000))
+    monkeypatch.setattr(costs, "_time", lambda *_: next(times))
+    table = measure(runner, lengths=(16, 32, 64), rows=(1, 2, 4))
+    assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
+
+
+def test_a_table_from_a_busy_machine_is_measured_again(runner, tmp_path):
+    table = table_for(runner, tmp_path)
+    seconds = table.at(WAKING, 1)
+    said: list[str] = []
+    assert table_for(runner, tmp_path, said.append, seconds=0.8 * seconds) == table
+    assert table_for(runner, tmp_path, said.append, seconds=5 * seconds) == table  # the machine is busy now
+    assert not said
+    assert table_for(runner, tmp_path, said.append, seconds=0.1 * seconds) is not None
+    assert len(said) == 1 and wake(runner) > 0
 
 
 def test_a_context_shorter_than_every_length(runner):

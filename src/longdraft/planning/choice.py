@@ -37,8 +37,5 @@ def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
 
 def planner_for(runner: TargetRunner, progress: Callable[[str], None] | None = None) -> Planner | None:
     """A planner with what verifications cost on this machine; None where there is no memory to measure it in."""
-    table = table_for(runner, progress=progress)
-    if table is None:
-        return None
-    wake(runner)
-    return Planner(table)
+    table = table_for(runner, progress=progress, seconds=wake(runner))
+    return None if table is None else Planner(table)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -37,7 +36,9 @@ REPEATS = 3
 # Once this much has been spent on measuring, what is left of it is made shorter: a large model on a slow machine.
 PATIENCE_SECONDS = 15.0
 # Raise it when a table means something else than before.
-_FORMAT = 2
+_FORMAT = 3
+# Rows of the forwards that wake a model up, and how much faster than its table the machine may be.
+WAKING, _BUSY = 4, 0.6
 # How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
 _FOLLOW, _OUTLIER = 0.15, 2.0
 
@@ -84,20 +85,30 @@ class Costs:
 
     table: CostTable
     _pace: float = 1.0
-    _bias: dict[int, float] = field(default_factory=dict)
+    # By column and sequences: how far off the table is, and how often that was seen.
+    _bias: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     def verification(self, rows: int, lengths: Sequence[int]) -> float:
         """Seconds of one forward over ``rows`` rows of each sequence of a batch with these tokens of text."""
-        return self._pace * self._bias.get(self._column(rows * len(lengths)), 1.0) * self._expected(rows, lengths)
+        return self._pace * self._known(rows, len(lengths))[0] * self._expected(rows, lengths)
 
     def saw(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Learns from a round: other work on the machine slows all rounds, a table that is off some of them."""
         ratio = seconds / self._expected(rows, lengths)
         ratio = min(max(ratio, self._pace / _OUTLIER), self._pace * _OUTLIER)
-        column = self._column(rows * len(lengths))
-        bias = self._bias.get(column, 1.0)
-        self._bias[column] = bias + _FOLLOW * (ratio / self._pace - bias)
+        bias, times = self._known(rows, len(lengths))
+        # A batch was never measured, only reckoned: its first rounds say more than the table does.
+        follow = _FOLLOW if len(lengths) == 1 else max(_FOLLOW, 1 / (times + 1))
+        self._bias[self._column(rows), len(lengths)] = (bias + follow * (ratio / self._pace - bias), times + 1)
         self._pace += _FOLLOW * (ratio / bias - self._pace)
+
+    def _known(self, rows: int, batch: int) -> tuple[float, int]:
+        """The bias of a forward, and how often it was seen; that of the nearest batch where this one never was."""
+        column = self._column(rows)
+        if (column, batch) in self._bias:
+            return self._bias[column, batch]
+        seen = [b for c, b in self._bias if c == column]
+        return (self._bias[column, min(seen, key=lambda b: abs(b - batch))][0], 0) if seen else (1.0, 0)
 
     def _expected(self, rows: int, lengths: Sequence[int]) -> float:
         # Weights are read once for the rows of all sequences, a sequence's text once for its own.
@@ -110,13 +121,17 @@ class Costs:
 
 
 def table_for(
-    runner: TargetRunner, folder: Path | None = None, progress: Callable[[str], None] | None = None
+    runner: TargetRunner,
+    folder: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+    seconds: float | None = None,
 ) -> CostTable | None:
     """The costs of a target on this machine: found, or measured and kept.
 
     Args:
         folder: where tables are kept; None: in the package's cache.
         progress: called with a line of text before anything is measured.
+        seconds: what :func:`wake` saw: a table that was measured on a busy machine is measured again.
 
     Returns:
         None where not even the shortest text fits the memory that is free.
@@ -125,7 +140,7 @@ def table_for(
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
     known = _read(file, key)
-    if known is not None:
+    if known is not None and not outdated(known, seconds):
         return known
     line = "Measuring what a verification costs on this machine (once for this model; up to half a minute)"
     logger.info(line)
@@ -138,14 +153,15 @@ def table_for(
 
 
 def measure(runner: TargetRunner, lengths: Sequence[int] = LENGTHS, rows: Sequence[int] = ROWS) -> CostTable | None:
-    """Times forwards, the sizes in turn: medians. The text is made up; what a forward costs does not depend on it.
+    """Times forwards, the sizes in turn: the best times. The text is made up: what a forward costs does not
+    depend on it.
 
     Returns:
         None where memory does not even allow the shortest length; lengths that do not fit are left out.
     """
     wanted = [n for n in lengths if n + rows[-1] <= runner.context_length] or [max(1, runner.context_length - rows[-1])]
     start = time.perf_counter()
-    seconds: list[tuple[float, ...]] = []
+    seconds: list[list[float]] = []
     for length in wanted:
         try:
             store = runner.new_store(1, length + rows[-1])
@@ -163,22 +179,37 @@ def measure(runner: TargetRunner, lengths: Sequence[int] = LENGTHS, rows: Sequen
             for column, n in enumerate(rows):
                 taken = _time(runner, store, n)
                 times[column] = [taken] if turn == 1 else [*times[column], taken]
-        # What is noise: fewer rows cannot cost more.
-        best = [median(t) for t in times]
-        seconds.append(tuple(min(best[i:]) for i in range(len(best))))
-    return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(seconds)) if seconds else None
+        seconds.append([min(t) for t in times])
+    # Other work on the machine only ever adds. What is left of it: fewer rows, or less text, cannot cost more.
+    seconds = [[min(s[column] for s in seconds[i:]) for column in range(len(rows))] for i in range(len(seconds))]
+    seconds = [[min(s[column:]) for column in range(len(rows))] for s in seconds]
+    return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(map(tuple, seconds))) if seconds else None
 
 
-def wake(runner: TargetRunner) -> None:
-    """Verifies a few rows once: what the first such forward does once (packing weights) is no round's cost."""
-    rows = 4
+def wake(runner: TargetRunner) -> float | None:
+    """Verifies a few rows: what the first such forward does once (packing weights) is no round's cost.
+
+    Returns:
+        Seconds of one of ``WAKING`` rows on next to no text, the best of a few; None where memory does not allow it.
+    """
     with suppress(MemoryBudgetError):
-        store = runner.new_store(1, 1 + rows)
+        store = runner.new_store(1, 1 + WAKING)
         for layer in range(store.shape.layers):
             for tensor in store.layer(layer):
                 tensor.zero_()
         store.lengths[0] = 1
-        verify_trees(runner, store, [0], [_tree(rows)])
+        first = _time(runner, store, WAKING)
+        return min(_time(runner, store, WAKING) for _ in range(REPEATS)) if first < PATIENCE_SECONDS / 10 else first
+    return None
+
+
+def outdated(table: CostTable, seconds: float | None) -> bool:
+    """Whether the machine is much faster than a table says, which was then measured beside other work.
+
+    Args:
+        seconds: as :func:`wake` returns them.
+    """
+    return seconds is not None and seconds < _BUSY * table.at(WAKING, 1)
 
 
 def _tree(nodes: int) -> TokenTree:
