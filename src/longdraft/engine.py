@@ -60,7 +60,7 @@ class Engine:
         self._plan: Plan | None = None
         if self.planner is not None:
             self.drafter.follow_budget()
-            self._plan = self.planner.start(self.sequences[0].greedy)
+            self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
         if self.drafter.samples and not self.sequences[0].greedy:
             for s in self.sequences:
                 s.draws = self.pickers[s.index].draws(s.ids, self.runner.vocab_size, s.index)

@@ -288,6 +288,16 @@ def test_after_a_bad_text_the_next_one_has_a_shorter_trial():
     assert lengths[1] < lengths[0]
 
 
+def test_a_batch_has_a_short_trial():
+    gate = Gate()
+    gate.begin(doubtful=True)
+    rounds = 0
+    while gate.open():
+        gate.saw(1.0, 1.5)
+        rounds += 1
+    assert rounds == 3
+
+
 def test_a_good_text_keeps_it_open():
     rng, gate = random.Random(1), Gate()
     gate.begin()

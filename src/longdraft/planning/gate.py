@@ -28,9 +28,15 @@ class Gate:
         self._tokens = self._cost = _PRIOR
         self._rounds = 0
 
-    def begin(self) -> None:
-        """A new text: what held for the last one may not hold for it, but is a hint."""
+    def begin(self, doubtful: bool = False) -> None:
+        """A new text: what held for the last one may not hold for it, but is a hint.
+
+        Args:
+            doubtful: a failure is likely for this one: its first trial is a short one.
+        """
         self._pause = 0
+        if doubtful:
+            self._trial = _DOUBTFUL
         self._next = max(_PAUSE, self._next // 4)
         self._reset()
 

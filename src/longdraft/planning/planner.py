@@ -50,9 +50,9 @@ class Planner:
         self.forward: float | None = None  # seconds of a draft forward
         self.chosen = 8.0  # nodes lately worth verifying
 
-    def start(self, greedy: bool) -> Plan:
-        """Plans a run."""
-        self.gates[greedy].begin()
+    def start(self, greedy: bool, batch: int = 1) -> Plan:
+        """Plans a run of so many sequences. In a batch rows are dear, and a trial should be short."""
+        self.gates[greedy].begin(doubtful=batch > 1)
         return Plan(self, self.calibrations[greedy], self.gates[greedy])
 
 
