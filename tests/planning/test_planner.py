@@ -293,9 +293,20 @@ def test_a_batch_has_a_short_trial():
     gate.begin(doubtful=True)
     rounds = 0
     while gate.open():
-        gate.saw(1.0, 1.5)
+        gate.saw(1.0, 1.2)
         rounds += 1
     assert rounds == 3
+
+
+def test_drawn_text_is_tried_less_often():
+    tries = {}
+    for doubtful in (False, True):
+        gate, tries[doubtful] = Gate(doubtful), 0
+        for _ in range(64):
+            if gate.open():
+                gate.saw(1.0, 1.5)
+                tries[doubtful] += 1
+    assert tries[True] == 2 < tries[False]
 
 
 def test_a_good_text_keeps_it_open():

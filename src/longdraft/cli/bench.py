@@ -16,7 +16,7 @@ from longdraft import drafts
 from longdraft.bench import report, tasks
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.results import Results, header
-from longdraft.bench.run import Bench, Group, Measured, Settings, grid, prepare
+from longdraft.bench.run import Bench, Group, Measured, Settings, grid, method_name, prepare
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.errors import CheckpointError, UnsupportedModelError
@@ -26,7 +26,8 @@ from longdraft.target.loading import LoadedModel, load
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
-METHODS_BY_DEFAULT = ("ar", "prompt-lookup", "longspec", "hf")
+DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method
+METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
 # Long enough to be a long prompt, short enough that all of it takes minutes on two CPU cores.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
 TOKENS, QUICK_TOKENS = 64, 32
@@ -49,7 +50,7 @@ def bench(
         typer.Option(
             help=f"Methods, with commas between; to compare with: {', '.join(PEERS)} (hf is transformers' generate). "
             "Options of one behind colons: specpv:budget=512:selector=quest.",
-            show_default=",".join(METHODS_BY_DEFAULT) + ", longspec where a draft fits",
+            show_default=",".join(METHODS_BY_DEFAULT) + ", the third where a draft fits",
         ),
     ] = None,
     quick: Annotated[
@@ -188,20 +189,24 @@ def _by_default(draft: Path | None) -> tuple[str, ...]:
     """The default methods, with that of a draft that was named in longspec's place."""
     if draft is None:
         return METHODS_BY_DEFAULT
-    return tuple(method_of(draft).name if name == "longspec" else name for name in METHODS_BY_DEFAULT)
+    return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
 
 
 def _drafted(settings: Settings, loaded: LoadedModel) -> Settings:
     """The default methods without those that have no draft for the model."""
     try:
         description = TargetRunner(loaded.model).parts.description
-        kept = [m for m in settings.methods if m in PEERS or not METHODS[m].needs_draft
-                or drafts.shipped(description, METHODS[m].draft_kind) is not None]  # fmt: skip
+        kept = [m for m in settings.methods if not _needs_draft(m)
+                or drafts.shipped(description, METHODS[method_name(m)].draft_kind) is not None]  # fmt: skip
     except UnsupportedModelError:
-        kept = [m for m in settings.methods if m in PEERS or not METHODS[m].needs_draft]
-    if missing := [m for m in settings.methods if m not in kept]:
+        kept = [m for m in settings.methods if not _needs_draft(m)]
+    if missing := [method_name(m) for m in settings.methods if m not in kept]:
         console.note(f"No draft for this model comes with longdraft: {', '.join(missing)} is left out.")
-    return replace(settings, methods=tuple(kept), draft_options=settings.draft_options if "longspec" in kept else {})
+    return replace(settings, methods=tuple(kept), draft_options=settings.draft_options if DRAFTED in kept else {})
+
+
+def _needs_draft(contender: str) -> bool:
+    return contender not in PEERS and METHODS[method_name(contender)].needs_draft
 
 
 def _parts(contender: str) -> tuple[str, list[str]]:
