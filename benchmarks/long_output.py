@@ -2,7 +2,7 @@
 
     python benchmarks/long_output.py [--methods ar,prompt-lookup,longspec,eagle3] [--tokens 4096] [--stretch 512]
         [--prompt TEXT] [--temperature 0.8] [--min-p P] [--repetition-penalty X] [--repetition-window N] [--seed 0]
-        [-o lookup=true] [--draft DIR] [--dtype float32] [--json FILE]
+        [-o lookup=true] [--plan fixed] [--draft DIR] [--dtype float32] [--json FILE]
 
 Every method decodes the same prompt once, one after the other, past any end-of-sequence token. With a seed, all of
 them give the same text; where they do not, a near tie turned round, and a line says where. For each stretch:
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import longdraft
 from longdraft.bench import machine
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--repetition-window", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--option", action="append", default=[], help="name=value")
+    parser.add_argument("--plan", help="fixed: the methods' own trees")
     parser.add_argument("--draft", help="draft folder, for the methods that take its kind")
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="auto")
@@ -72,7 +73,7 @@ def main() -> None:
     kind = method_of(args.draft).draft_kind if args.draft else None
     count = -(-args.tokens // args.stretch)
     ends = [f"{args.stretch * (i + 1):,}" for i in range(count)]
-    table = Table("method", "", *ends, "last / second", "all", "x", box=None)
+    table = Table(Column("method", no_wrap=True), "", *ends, "last / second", "all", "x", box=None)
     console = Console()
     found: list[dict[str, Any]] = []
     first: list[int] | None = None
@@ -83,7 +84,7 @@ def main() -> None:
         given = method_options(plain, [*shared, *pairs])
         if kind is not None and kind == method(plain).draft_kind:
             given["draft"] = args.draft
-        spec = longdraft.Speculator(plain, loaded.model, loaded.tokenizer, **given)
+        spec = longdraft.Speculator(plain, loaded.model, loaded.tokenizer, plan=args.plan, **given)
         spec.planner(console.print)
         console.print(f"{name}: {args.tokens:,} tokens ...")
         spec.generate(args.prompt, max_new_tokens=16)  # warms up

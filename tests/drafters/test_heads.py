@@ -160,6 +160,9 @@ def test_sizes_that_make_no_tree(draft, options, said):
         ({"reuse": 3}, "reuse must be True or False"),
         ({"reuse_n": 1}, "reuse_n must be a whole number of at least 2"),
         ({"reuse_k": -3}, "reuse_k must be"),
+        ({"budget": 40}, "budget must be at least sink \\+ window"),
+        ({"view": "none", "budget": 64, "refresh": 4}, "budget and refresh shape a view of the KV"),
+        ({"view": "all"}, "view must be streaming, snapkv"),
     ],
 )
 def test_reuse_that_cannot_be(draft, options, said):
