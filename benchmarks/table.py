@@ -28,7 +28,7 @@ def held(measured: list[Measured]) -> dict[str, dict[str, int]]:
     for m in measured:
         for name, profile in m.profiles.items():
             own = found.setdefault(name, {})
-            for holder, size in profile.memory.items():
+            for holder, size in profile["memory"].items():
                 own[holder] = max(size, own.get(holder, 0))
     return found
 
