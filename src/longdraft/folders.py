@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
+from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger("longdraft")
 
 
 def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the platform's cache folder. It need not exist."""
-    own = os.environ.get("LONGDRAFT_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
+    """$LONGDRAFT_CACHE, or ``longdraft`` in the platform's cache folder. It need not exist.
+
+    Where the user has no home directory, it is a folder of the user's own among the temporary files.
+    """
+    own, shared = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
+    except RuntimeError:  # no home: a container's user without an entry, say
+        return _temporary()
+
+
+@cache
+def _temporary() -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"longdraft-{user}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mine = folder.stat().st_uid == user and not folder.stat().st_mode & 0o022
+    except OSError:
+        mine = False
+    if not mine:  # others could put things there that would be loaded here
+        folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
+    logger.warning(
+        "There is no home directory: the model, kernels and costs are kept in %s and may have to be made again. Set "
+        "LONGDRAFT_CACHE to a folder that lasts.",
+        folder,
+    )
+    return folder

@@ -21,7 +21,8 @@ class Sequence:
         prompt: prompt token ids.
         max_new_tokens: emitted at most.
         device: where logits are, and so where processors want the ids.
-        padding: tokens that the model never sees but processors and stopping criteria count (transformers pads).
+        shown: the prompt as processors and stopping criteria see it, where that is not the prompt: a padded row of
+            transformers, whose padding the model never sees.
         greedy: its tokens are picked, not drawn; the same for a whole batch. Drafters may draft accordingly.
 
     Attributes:
@@ -34,7 +35,7 @@ class Sequence:
         prompt: list[int],
         max_new_tokens: int,
         device: torch.device | str = "cpu",
-        padding: list[int] | None = None,
+        shown: list[int] | None = None,
         greedy: bool = True,
     ) -> None:
         self.index = index
@@ -51,7 +52,7 @@ class Sequence:
         self.rolled_back = 0
         self.drafted = 0
         self.accepted = 0
-        seen = (padding or []) + prompt
+        seen = prompt if shown is None else shown
         self._start = len(seen)
         self._ids = torch.empty(len(seen) + max_new_tokens, dtype=torch.long, device=device)
         self._ids[: len(seen)] = torch.tensor(seen, dtype=torch.long)
@@ -67,7 +68,7 @@ class Sequence:
         return self.max_new_tokens - len(self.output)
 
     def ids(self) -> torch.Tensor:
-        """(n,) ids of padding, prompt and output, a view."""
+        """(n,) ids of prompt, as it is shown, and output, a view."""
         return self._ids[: self._start + len(self.output)]
 
     def append(self, token: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +13,8 @@ import torch
 
 from longdraft import integration
 from longdraft.drafters.base import Draft
-from longdraft.engine import Engine, eos_rule, stop_string_rule
-from longdraft.errors import CapabilityError
+from longdraft.engine import Engine, Steps, eos_rule, stop_string_rule
+from longdraft.errors import CapabilityError, PromptError, RequestError
 from longdraft.kv import memory
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
@@ -22,7 +23,9 @@ from longdraft.planning.choice import checked, planned, planner_for
 from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Result, Sequence, Step, StopRule
+from longdraft.target import support
 from longdraft.target.chat import chat_prompt, encode
+from longdraft.target.lock import lock_of
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker, Sampling
 
@@ -40,6 +43,7 @@ class Generation:
         self._flags: list[list[bool]] = [[] for _ in engine.sequences]
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
+        self._made: Steps | None = None
         self._steps = self._run()
 
     @property
@@ -47,9 +51,9 @@ class Generation:
         """Prompt length of each sequence, in tokens."""
         return [len(s.prompt) for s in self._engine.sequences]
 
-    def _run(self) -> Iterator[Step]:
-        store = self._engine.open()
-        for step in self._engine.steps(store):
+    def _run(self) -> Generator[Step, None, None]:
+        self._made = self._engine.steps(self._engine.open())
+        for step in self._made:
             if step.mode == "prefill":
                 self.prefill_seconds += step.seconds
             else:
@@ -63,9 +67,9 @@ class Generation:
 
     def close(self) -> None:
         """Stops where it is; :meth:`results` then gives what there is, marked cancelled."""
-        steps = self._steps
-        if hasattr(steps, "close"):
-            steps.close()
+        self._steps.close()
+        if self._made is not None:
+            self._made.close()
 
     def results(self) -> list[Result]:
         """Runs whatever is left and returns one result a prompt."""
@@ -147,7 +151,9 @@ class Speculator:
         self.offload = offloading.parse(offload)
         self._plan = checked(plan)
         self.tokenizer = tokenizer
+        # Never changed in place, so it can be read without a lock. Whoever holds the second waits for no other lock.
         self._runners: list[TargetRunner] = []
+        self._changing = Lock()
         self._recipes: WeakKeyDictionary[TargetRunner, Recipe] = WeakKeyDictionary()
         self._planners: WeakKeyDictionary[TargetRunner, Planner | None] = WeakKeyDictionary()
         if target is not None:
@@ -175,11 +181,15 @@ class Speculator:
 
     def _recipe(self, runner: TargetRunner) -> Recipe:
         """Method and options for a target; found once a target."""
-        if runner not in self._recipes:
-            # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
-            lookup = planned(self._plan, self.options)
-            self._recipes[runner] = recipe(self._named, self.options, runner, lookup)
-        return self._recipes[runner]
+        found = self._recipes.get(runner)
+        if found is None:
+            with runner.lock:
+                found = self._recipes.get(runner)
+                if found is None:
+                    # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
+                    lookup = planned(self._plan, self.options)
+                    self._recipes[runner] = found = recipe(self._named, self.options, runner, lookup)
+        return found
 
     def planner(self, progress: Callable[[str], None] | None = None) -> Planner | None:
         """What plans the rounds; None with fixed trees. The first call may measure what verifications cost.
@@ -190,24 +200,40 @@ class Speculator:
         return self._planner(self.runner(), progress)
 
     def _planner(self, runner: TargetRunner, progress: Callable[[str], None] | None = None) -> Planner | None:
-        if runner not in self._planners:
-            chosen = self._recipe(runner)
-            wanted = planned(self._plan, self.options) and self.offload is None and chosen.can_be_planned
-            self._planners[runner] = planner_for(runner, progress) if wanted else None
-        return self._planners[runner]
+        with runner.lock:  # also while it is measured what verifications cost: others would be measured with them
+            if runner not in self._planners:
+                chosen = self._recipe(runner)
+                wanted = planned(self._plan, self.options) and self.offload is None and chosen.can_be_planned
+                self._planners[runner] = planner_for(runner, progress) if wanted else None
+            return self._planners[runner]
 
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
         """The hosted target; made once a model."""
         if target is None:
             if not self._runners:
                 raise ValueError("This Speculator has no target: Speculator(name, target=model).")
-            return self._runners[0]
-        for known in self._runners:
-            if known.model is target and known.device == target.device and known.kv_shape.dtype == target.dtype:
-                return known
-        # A model that moved or was cast gets a new runner; the old one is stale.
-        self._runners = [r for r in self._runners if r.model is not target] + [TargetRunner(target, self.offload)]
-        return self._runners[-1]
+            target = self._runners[0].model
+        found = self._known(target)
+        if found is None:
+            support.check_model(target)
+            with lock_of(target):
+                found = self._known(target)
+                if found is None:
+                    found = TargetRunner(target, self.offload)
+                    self._keep(found)
+        return found
+
+    def _known(self, target: PreTrainedModel) -> TargetRunner | None:
+        """The runner of a model; none of one that was moved or cast since."""
+        return next((r for r in self._runners if r.model is target and not r.outdated), None)
+
+    def _keep(self, runner: TargetRunner) -> None:
+        """In the place of the model's last one."""
+        with self._changing:
+            runners = list(self._runners)
+            place = next((i for i, r in enumerate(runners) if r.model is runner.model), len(runners))
+            runners[place : place + 1] = [runner]
+            self._runners = runners
 
     def feature_layers(self) -> tuple[int, ...]:
         """Layers whose hidden states its drafter reads; see :class:`~longdraft.kv.prompt_cache.PromptCache`."""
@@ -269,10 +295,14 @@ class Speculator:
             cancelled: asked between forwards; True ends the run.
 
         Raises:
+            RequestError: ``max_new_tokens`` below 1.
+            PromptError: no prompt, or a token id that the model does not have.
             PromptError, ContextError, MemoryBudgetError: when asked for the first step, before any work.
         """
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+            raise RequestError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if len(prompts) == 0:
+            raise PromptError("There is no prompt. Give a text or token ids, or a list with at least one of them.")
         runner = self.runner()
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
@@ -280,6 +310,7 @@ class Speculator:
         sequences, pickers = [], []
         for i, prompt in enumerate(batch):
             ids = self.encode(prompt, chat)
+            support.check_tokens(runner.model, ids)
             sequences.append(Sequence(i, ids, max_new_tokens, runner.device, greedy=sampling.greedy))
             generator = None
             if not sampling.greedy:
@@ -293,9 +324,11 @@ class Speculator:
                 raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
             rules.append(stop_string_rule(tuple(stop), self.decode))
         chosen = self._recipe(runner)
+        drafter = chosen.drafter()
+        support.check_length(runner.model, max(len(s.prompt) for s in sequences) + max_new_tokens, drafter.max_nodes)
         engine = Engine(
             runner,
-            chosen.drafter(),
+            drafter,
             sequences,
             pickers,
             rules,
@@ -315,6 +348,8 @@ class Speculator:
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 
+    __signature__ = integration.HandedOver()
+
     def __call__(
         self,
         model: PreTrainedModel,
@@ -322,19 +357,29 @@ class Speculator:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        given: integration.Given | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`."""
-        runner = self.runner(model)
-        chosen = self._recipe(runner)
-        return integration.decode(
-            runner,
-            chosen.drafter(),
-            chosen.schedule(),
-            self._planner(runner),
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            model_kwargs,
-        )
+        """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`.
+
+        Args:
+            tokenizer: named so that ``generate`` finds it for its stop strings.
+            given: what ``generate`` would keep to itself, such as a streamer.
+        """
+        given = given or integration.Given()
+        with integration.streaming(given.streamer):
+            runner = self.runner(model)
+            chosen = self._recipe(runner)
+            return integration.decode(
+                runner,
+                chosen.drafter(),
+                chosen.schedule(),
+                lambda: self._planner(runner),
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                given,
+                model_kwargs,
+            )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.bench.ties import compare, first_difference
+from longdraft.bench.ties import compare, first_difference, near_tie
 from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
 
@@ -54,6 +54,26 @@ def test_a_near_tie():
     assert found.gap < 1e-6
     assert found.near_tie
     assert not compare(TargetRunner(twins(0.1)), PROMPT, other, tokens).near_tie
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logit", "gap", "near"),
+    [
+        (torch.float32, 20.0, 1e-4, True),
+        (torch.float32, 20.0, 2e-4, False),
+        (torch.float32, -20.0, 1e-4, True),
+        (torch.float32, 1.0, 1e-4, False),
+        (torch.bfloat16, 20.0, 0.5, True),  # four spacings of 0.125
+        (torch.bfloat16, 20.0, 0.625, False),
+        (torch.bfloat16, 1.0, 0.5, False),
+        (torch.float16, 20.0, 0.0625, True),
+        (torch.float16, 20.0, 0.125, False),
+        (torch.float32, 20.0, math.inf, False),
+        (torch.float32, 0.0, 0.0, True),
+    ],
+)
+def test_how_near_is_a_matter_of_the_dtypes_spacing(dtype, logit, gap, near):
+    assert near_tie(gap, logit, dtype) is near
 
 
 def test_an_end_is_no_near_tie():

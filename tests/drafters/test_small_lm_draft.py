@@ -63,7 +63,8 @@ def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
     bound = draft.bound(runner)
     assert draft.bound(runner) is bound and bound.trained_length == 64
     inner = bound.runner.model
-    assert inner.get_input_embeddings() is model.get_input_embeddings()
+    assert inner.get_input_embeddings().weight is model.get_input_embeddings().weight
+    assert all(weight.requires_grad for weight in model.parameters()) and not inner.lm_head.weight.requires_grad
     own = {n: p for n, p in inner.named_parameters() if "embed" not in n and "lm_head" not in n}
     assert draft.parameters == sum(p.numel() for p in own.values())
     if kept is None:

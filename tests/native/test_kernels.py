@@ -1,4 +1,4 @@
-"""The kernels compute what torch computes."""
+"""The kernels compute what torch computes, for every instruction set that this machine executes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from longdraft import native
 from longdraft.attention.reference import partial_attention
+from tests.native.levels import LEVELS, kernels_of
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
+pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
 
 
-def kernels() -> native.Kernels:
-    found = native.kernels()
-    assert found is not None
-    return found
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request):
+    return kernels_of(request.param)
 
 
 # --- products ---
@@ -30,39 +30,39 @@ def kernels() -> native.Kernels:
     bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_products_of_any_shape(rows, size, outs, bias, seed):
+def test_products_of_any_shape(kernels, rows, size, outs, bias, seed):
     g = torch.Generator().manual_seed(seed)
     x, w = torch.randn(rows, size, generator=g), torch.randn(outs, size, generator=g)
     b = torch.randn(outs, generator=g) if bias else None
-    torch.testing.assert_close(kernels().linear(x, [(w, b)])[0], F.linear(x, w, b), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(kernels.linear(x, [(w, b)])[0], F.linear(x, w, b), rtol=1e-5, atol=2e-5)
 
 
-def test_several_matrices_in_one_call_and_threads():
+def test_several_matrices_in_one_call_and_threads(kernels):
     x = torch.randn(2, 5, 96)
     weights = [(torch.randn(outs, 96), None) for outs in (100, 1, 24, 25)]
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        for (w, _), y in zip(weights, kernels().linear(x, weights), strict=True):
+        for (w, _), y in zip(weights, kernels.linear(x, weights), strict=True):
             torch.testing.assert_close(y, F.linear(x, w), rtol=1e-5, atol=2e-5)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernels):
     """What makes near ties rarer: a token verified in a tree gets the product that it would get alone, to the bit."""
     x, w = torch.randn(40, 130), torch.randn(50, 130)
-    together = kernels().linear(x, [(w, None)])[0]
+    together = kernels.linear(x, [(w, None)])[0]
     for rows in (1, 3, 7, 16):
-        assert torch.equal(kernels().linear(x[:rows], [(w, None)])[0], together[:rows])
+        assert torch.equal(kernels.linear(x[:rows], [(w, None)])[0], together[:rows])
 
 
-def test_strided_weights_and_rows():
+def test_strided_weights_and_rows(kernels):
     x, w = torch.randn(30, 4).t(), torch.randn(20, 64)[:, :30]
-    torch.testing.assert_close(kernels().linear(x, [(w, None)])[0], F.linear(x, w), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kernels.linear(x, [(w, None)])[0], F.linear(x, w), rtol=1e-5, atol=1e-5)
 
 
-def test_nan_and_infinity_stay_what_they_are():
+def test_nan_and_infinity_stay_what_they_are(kernels):
     x, w = torch.ones(3, 20), torch.ones(4, 20)
     w[1, 3], w[2, 3] = float("nan"), float("inf")
-    y = kernels().linear(x, [(w, None)])[0]
+    y = kernels.linear(x, [(w, None)])[0]
     assert torch.isnan(y[:, 1]).all()
     assert torch.isinf(y[:, 2]).all()
     assert (y[:, [0, 3]] == 20).all()
@@ -101,7 +101,7 @@ def expected(q, k, v, tree, scale, group):
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_attention_of_any_shape(n, size, group, d, transposed, masked, threads, seed):
+def test_attention_of_any_shape(kernels, n, size, group, d, transposed, masked, threads, seed):
     torch.set_num_threads(threads)
     g = torch.Generator().manual_seed(seed)
     k, v = keys_and_values(2, n, d, transposed, seed)
@@ -111,7 +111,7 @@ def test_attention_of_any_shape(n, size, group, d, transposed, masked, threads, 
         width = min(size, n)
         tree = torch.rand(size, width, generator=g) < 0.5
         tree[:, 0] = True
-    found = kernels().attend(q, k, v, tree, d**-0.5)
+    found = kernels.attend(q, k, v, tree, d**-0.5)
     torch.testing.assert_close(found, expected(q, k, v, tree, d**-0.5, group), rtol=2e-5, atol=2e-5)
 
 
@@ -122,39 +122,39 @@ def test_attention_of_any_shape(n, size, group, d, transposed, masked, threads, 
     transposed=st.booleans(),
     threads=st.integers(1, 3),
 )
-def test_a_chunk_of_a_prompt(before, rows, group, transposed, threads):
+def test_a_chunk_of_a_prompt(kernels, before, rows, group, transposed, threads):
     torch.set_num_threads(threads)
     k, v = keys_and_values(2, before + rows, 32, transposed, 1)
     q = torch.randn(2 * group, rows, 32)
     tree = torch.ones(rows, rows, dtype=torch.bool).tril()
-    found = kernels().attend_chunk(q, k, v, 0.2)
+    found = kernels.attend_chunk(q, k, v, 0.2)
     wanted = expected(q.reshape(2, group * rows, 32), k, v, tree, 0.2, group)
     torch.testing.assert_close(found, wanted.view_as(found), rtol=2e-5, atol=2e-5)
 
 
-def test_scores_far_apart_and_large():
+def test_scores_far_apart_and_large(kernels):
     """A running maximum that rises late, and weights that vanish."""
     k, v = keys_and_values(1, 700, 16, True, 0)
     k = k.clone()
     k[0, 650] *= 50
     q = 20 * torch.randn(1, 4, 16)
     torch.testing.assert_close(
-        kernels().attend(q, k, v, None, 1.0), expected(q, k, v, None, 1.0, 4), rtol=1e-4, atol=1e-4
+        kernels.attend(q, k, v, None, 1.0), expected(q, k, v, None, 1.0, 4), rtol=1e-4, atol=1e-4
     )
 
 
-def test_a_nan_is_not_lost():
+def test_a_nan_is_not_lost(kernels):
     k, v = keys_and_values(1, 300, 16, True, 0)
     k = k.clone()
     k[0, 200, 3] = float("nan")
-    assert torch.isnan(kernels().attend(torch.randn(1, 2, 16), k, v, None, 1.0)).all()
+    assert torch.isnan(kernels.attend(torch.randn(1, 2, 16), k, v, None, 1.0)).all()
 
 
-def test_agrees_with_the_reference_of_the_prefix():
+def test_agrees_with_the_reference_of_the_prefix(kernels):
     k, v = keys_and_values(2, 333, 32, True, 5)
     q = torch.randn(2, 7, 32)
     torch.testing.assert_close(
-        kernels().attend(q, k, v, None, 0.2), partial_attention(q, k, v, 0.2)[0], rtol=1e-5, atol=1e-5
+        kernels.attend(q, k, v, None, 0.2), partial_attention(q, k, v, 0.2)[0], rtol=1e-5, atol=1e-5
     )
 
 

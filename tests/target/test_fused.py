@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from longdraft import native
+from longdraft.few_rows import MOST
+from longdraft.native import Kernels
 from longdraft.target.runner import Taps, TargetRunner
 from tests.tiny import FAMILIES, tiny_model
 
@@ -36,7 +38,7 @@ def outputs(model, fused: bool, monkeypatch):
 def test_the_same_as_the_models_own_code(family, monkeypatch):
     model = tiny_model(family)
     runner, found = outputs(model, True, monkeypatch)
-    assert bool(runner._fused._fused) == (family != "qwen3")  # its queries and keys have norms of their own
+    assert bool(runner.twin.fused.layers) == (family != "qwen3")  # its queries and keys have norms of their own
     _, wanted = outputs(model, False, monkeypatch)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
@@ -53,7 +55,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def test_variants_of_a_llama(over, monkeypatch):
     model = tiny_model(**over)
     runner, found = outputs(model, True, monkeypatch)
-    assert runner._fused._fused
+    assert runner.twin.fused.layers
     for a, b in zip(found, outputs(model, False, monkeypatch)[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
 
@@ -62,7 +64,7 @@ def test_variants_of_a_llama(over, monkeypatch):
 def test_another_layer_computes_by_its_own_code(over, monkeypatch):
     model = tiny_model(**over)
     runner, found = outputs(model, True, monkeypatch)
-    assert not runner._fused._fused
+    assert not runner.twin.fused.layers
     for a, b in zip(found, outputs(model, False, monkeypatch)[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
 
@@ -72,21 +74,21 @@ def test_one_strange_layer_among_others():
     model.model.layers[1].input_layernorm.forward = lambda x: 2 * x
     runner = TargetRunner(model)
     runner.new_store(1, 8)
-    assert not runner._fused._fused
+    assert not runner.twin.fused.layers
 
 
 def test_hooks_and_adapters_are_not_passed_by():
     model = tiny_model()
     runner = TargetRunner(model)
     runner.new_store(1, 8)
-    assert runner._fused._fused
+    assert runner.twin.fused.layers
     seen: list[torch.Tensor] = []
     handle = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output))
     runner.forward([[1, 2]], runner.new_store(1, 8), [0])
     assert len(seen) == 1
     handle.remove()
     runner.new_store(1, 8)
-    assert runner._fused._fused
+    assert runner.twin.fused.layers
 
 
 def test_weights_that_were_replaced_are_read_anew():
@@ -99,6 +101,49 @@ def test_weights_that_were_replaced_are_read_anew():
     assert not torch.allclose(before, after)
     expected = model(torch.tensor([[1, 2]])).logits
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
+    model, calls = tiny_model(), []
+    layer = model.model.layers[1]
+
+    def forward(*given, **named):
+        calls.append(given)
+        return type(layer).forward(layer, *given, **named)
+
+    layer.forward = forward
+    runner = TargetRunner(model)
+    logits = runner.forward([[1, 2]], runner.new_store(1, 8), [0]).logits
+    assert len(calls) == 1 and not runner.twin.fused.layers
+    del layer.forward
+    torch.testing.assert_close(logits, model(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
+
+
+def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():
+    model, seen = tiny_model(), []
+    model.model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    runner = TargetRunner(model)
+    store = runner.new_store(1, 8)
+    assert runner.twin.fused.layers and not seen
+    runner.forward([[1, 2]], store, [0])
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_decoding_takes_one_way_for_any_number_of_rows_and_a_long_prompt_the_models_own(prompt, monkeypatch):
+    model = tiny_model(layers=1)
+    runner = TargetRunner(model)
+    rows: list[int] = []
+    whole = Kernels.layer
+
+    def layer(self, of, block, *others):
+        rows.append(block.size)
+        return whole(self, of, block, *others)
+
+    monkeypatch.setattr(Kernels, "layer", layer)
+    for size in (MOST, MOST + 1):
+        runner.forward([[1] * size], runner.new_store(1, size), [0], prompt=prompt)
+    assert rows == ([MOST] if prompt else [MOST, MOST + 1])
 
 
 def test_the_model_is_left_as_it_was():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -15,7 +17,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from longdraft.errors import NumericalError, UnsupportedModelError
+from longdraft import Speculator
+from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
 from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
 
@@ -25,6 +28,94 @@ def text(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
 
 
 # --- refusals ---
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"A target is a model of transformers, not str\. Load it"):
+        Speculator("ar", target="meta-llama/Llama-3.2-1B")
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no language modelling head.*AutoModelForCausalLM"):
+        TargetRunner(tiny_model().model)
+
+
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_model().config)
+    with pytest.raises(UnsupportedModelError, match=r"model\.embed_tokens\.weight is on the device 'meta'"):
+        TargetRunner(model)
+
+
+def quantised_by_torch(model):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def quantised_by_bitsandbytes(model):
+    linear = type("Linear8bitLt", (torch.nn.Linear,), {"state": SimpleNamespace(threshold=6.0)})
+    model.model.layers[1].mlp.up_proj.__class__ = linear
+    return model
+
+
+def quantised_by_compressed_tensors(model):
+    scheme = SimpleNamespace(input_activations=SimpleNamespace(dynamic=True, strategy="tensor"))
+    model.model.layers[1].mlp.up_proj.quantization_scheme = scheme
+    return model
+
+
+def quantised_by_torchao(model):
+    granularity = type("PerTensor", (), {})()
+    model.model.layers[1].mlp.up_proj.weight.act_quant_kwargs = SimpleNamespace(granularity=granularity)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "quantised", [quantised_by_torch, quantised_by_bitsandbytes, quantised_by_compressed_tensors, quantised_by_torchao]
+)
+def test_a_quantisation_that_looks_at_all_rows_is_refused(quantised):
+    with pytest.raises(UnsupportedModelError, match=r"quantised so that model\.layers\.\d\.\w+\.\w+ \(Linear"):
+        TargetRunner(quantised(tiny_model()))
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 24, "factor": 4.0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "self"])
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_where_they_change(method, rope):
+    model = tiny_model(rope_parameters=rope, context=96 if rope is LONGROPE else 24, dtype=torch.float64)
+    spec = Speculator(method, target=model)
+    room = 0 if rope is LONGROPE else spec._recipe(spec.runner()).drafter().max_nodes
+    prompt = text(max(2, 12 - room)) * 2
+    ids = torch.tensor([prompt])
+    fits = 24 - len(prompt) - room
+    if fits > 0:
+        settings = {"max_new_tokens": fits, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
+    with pytest.raises(ContextError, match=r"frequencies|context holds"):
+        model.generate(ids, max_new_tokens=max(fits, 0) + 1, custom_generate=spec)
+    with pytest.raises(ContextError, match=r"frequencies|context holds"):
+        spec.generate([prompt, [1, 2]], max_new_tokens=max(fits, 0) + 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "There is no prompt"),
+        ([[]], {}, "The prompt is empty"),
+        ([[1, 2], [3, -4]], {}, "token id -4, but the model's are 0 to 60"),
+        ([3, 61], {}, "token id 61"),
+        ([3, 4], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_what_is_no_request_is_refused(prompts, settings, message):
+    with pytest.raises(LongdraftError, match=message):
+        Speculator("prompt-lookup", target=tiny_model()).generate(prompts, **settings)
 
 
 def test_mistral_with_a_window_is_refused_by_the_kind_of_its_layers():

@@ -404,7 +404,7 @@ def test_the_models_own_generate_is_the_same_before_and_after(family):
 
 
 @pytest.mark.parametrize("logits", ["all", "none"])
-def test_the_model_is_put_back_after_an_exception(monkeypatch, logits):
+def test_the_model_is_as_it_was_during_a_forward_and_after_an_exception(monkeypatch, logits):
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")  # fused layers do not come through here
     model = tiny_model()
     runner = TargetRunner(model)
@@ -412,7 +412,8 @@ def test_the_model_is_put_back_after_an_exception(monkeypatch, logits):
     implementation, registered = model.config._attn_implementation, hooks(model)
 
     def fail(*args):
-        assert model.config._attn_implementation == hosting.IMPLEMENTATION
+        assert model.config._attn_implementation == implementation != hosting.IMPLEMENTATION
+        assert hooks(model) == registered
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "_attend", fail)

@@ -16,17 +16,10 @@ from longdraft.trees.tree import Drawn, TokenTree
 from longdraft.verify import residual
 from longdraft.verify.acceptance import Accepted, accept
 from longdraft.verify.sampling import Picker, Sampling
-from tests.verify.test_distribution import (
-    PROMPT,
-    SETTINGS,
-    VOCABULARY,
-    Memory,
-    logits_after,
-    next_distribution,
-    tree_logits,
-)
+from tests import chi_square
+from tests.verify.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
 
-DRAWS = 3_000
+DRAWS, BATCH = 3_000, 250
 # The draft: another table, that knows the last token alone and never says the token 6.
 DRAFT = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(9)) * 1.3
 DRAFT[:, 6] = float("-inf")
@@ -57,9 +50,9 @@ def draft(sampling, seed) -> Draws:
 def p_value(sampling, trees, walk=accept, seed=1) -> float:
     """Chi-square of the first two tokens; plain decoding goes on where a walk ends after one."""
     picker = Picker(False, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
-    counts = [0] * VOCABULARY**2
-    for _ in range(DRAWS):
-        tree, said = next(trees), []
+    counts = torch.zeros(VOCABULARY, VOCABULARY)
+    for tree in itertools.islice(trees, DRAWS):
+        said = []
 
         def two(token, said=said):
             said.append(token)
@@ -69,24 +62,15 @@ def p_value(sampling, trees, walk=accept, seed=1) -> float:
         if len(emitted) == 1:
             text = [*PROMPT, *emitted]
             emitted.append(picker.pick(torch.tensor(text), logits_after(text)))
-        counts[emitted[0] * VOCABULARY + emitted[1]] += 1
-    first = next_distribution(PROMPT, sampling)
-    second = torch.stack([next_distribution([*PROMPT, a], sampling) for a in range(VOCABULARY)])
-    expected, observed = (first[:, None] * second).flatten() * DRAWS, torch.tensor(counts, dtype=torch.double)
-    if observed[expected == 0].sum() > 0:
-        return 0.0
-    rare = expected < 5
-    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    keep = expected > 0
-    assert keep.sum() > 8
-    return float(chisquare(observed[keep], expected[keep] * (DRAWS / expected[keep].sum())).pvalue)
+        counts[tuple(emitted)] += 1
+    return chi_square.p_value(counts, text_law(sampling, 2), cells=9)
 
 
 def grown(widths, sampling, seed=3, change=lambda tree: tree):
+    """Trees without end, each drawn anew; a few hundred at a time share the draft's forward."""
     draws = draft(sampling, seed)
     while True:
-        yield change(drawn([PROMPT[-1]], expand, widths, [draws])[0])
+        yield from map(change, drawn([PROMPT[-1]] * BATCH, expand, widths, [draws] * BATCH))
 
 
 CASES = [(widths, "plain") for widths in SHAPES]

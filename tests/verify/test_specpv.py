@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
@@ -20,7 +19,7 @@ from longdraft.verify.sampling import Picker, Sampling
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
 from tests.drafts import random_draft, random_eagle3
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import tiny_model
 
 SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
@@ -61,9 +60,7 @@ def drafter(kind: str, model, folder) -> Drafter:
     return NGramDrafter() if kind == "ngram" else NoDrafter()
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [*((f, "longspec") for f in FAMILIES), ("llama", "ngram"), ("qwen3", "none")]
-)
+@pytest.mark.parametrize(("family", "kind"), [("mistral", "longspec"), ("llama", "ngram"), ("qwen3", "none")])
 def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kind):
     model = tiny_model(family, vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter())
@@ -72,63 +69,6 @@ def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kin
     assert {step.mode for step in steps} == {"prefill", "full", "refresh", "partial"}
     # Tokens are emitted by full passes alone.
     assert all(not step.token_ids for step in steps if step.mode == "partial")
-
-
-@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.2)], ids=str)
-def test_the_exact_tier_gives_the_same_text_for_the_same_seed(tmp_path, sampling, kind):
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    want, _, _ = run(model, Schedule(), NoDrafter(), sampling=sampling, seed=3)
-    got, _, _ = run(model, ExactSpecPV(layout()), drafter(kind, model, tmp_path), sampling=sampling, seed=3)
-    assert outputs(got) == outputs(want)
-
-
-def test_sampling_in_the_exact_tier_follows_the_targets_distribution(tmp_path):
-    """Chi-square of the third emitted token, which partial verification guesses, against plain decoding's own law."""
-    model = tiny_model(vocab=5, dtype=torch.float64)
-    prompt = [i % 5 for i in range(21)]  # longer than a partial cache, and quickly read
-    runner = TargetRunner(model)
-
-    def law(text: list[int]) -> torch.Tensor:
-        store = runner.new_store(1, len(text))
-        out = runner.forward([text], store, [0], logits="last")
-        return torch.softmax(out.logits[0, -1].double(), -1)
-
-    first = law(prompt)
-    exact = torch.zeros(5, 5, 5, dtype=torch.float64)
-    for a in range(5):
-        second = law([*prompt, a])
-        for b in range(5):
-            exact[a, b] = first[a] * second[b] * law([*prompt, a, b])
-    counts = torch.zeros(5, 5, 5)
-    runs = 1000
-    many = [prompt] * 50
-    for i in range(runs // 50):
-        got, _, _ = run(model, ExactSpecPV(layout()), NGramDrafter(), many, 3, Sampling(1.0), seed=1000 * i)
-        for s in got:
-            counts[tuple(s.output)] += 1
-    order = exact.flatten().argsort()
-    counts, expected = counts.flatten()[order], exact.flatten()[order] * runs
-    # Rare texts are counted together.
-    rare = int((expected < 5).sum())
-    observed = [float(counts[:rare].sum()), *counts[rare:].tolist()]
-    wanted = [float(expected[:rare].sum()), *expected[rare:].tolist()]
-    assert chisquare(observed[not rare :], wanted[not rare :]).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("schedule", [SpecPV, ExactSpecPV])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
-def test_a_ragged_batch_equals_its_prompts_one_by_one(tmp_path, schedule, sampling):
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    exact = schedule is ExactSpecPV
-    together, _, _ = run(model, schedule(layout()), drafter("longspec", model, tmp_path), sampling=sampling)
-    for i, prompt in enumerate(PROMPTS):
-        alone, _, _ = run(
-            model, schedule(layout()), drafter("longspec", model, tmp_path), [prompt], sampling=sampling, seed=i
-        )
-        # When a batch refreshes together, an approximate sequence is put right earlier than it would be alone.
-        if exact:
-            assert together[i].output == alone[0].output
 
 
 @pytest.mark.parametrize("kind", ["longspec", "ngram"])

@@ -32,6 +32,8 @@ class Block:
         behind: uncommitted rows between the prefix and this block, the same for all sequences.
         captured: the forward is recorded once and replayed with other numbers in the tensors: what depends on slots and
             lengths has to be read from these. The host's slots then mean nothing, and its lengths are upper bounds.
+        prompt: part of a prompt that is read, not decoding. In decoding a row's result must not depend on the rows
+            beside it, so one product serves any number of rows; a long piece of a prompt takes the fastest.
     """
 
     slots: tuple[int, ...]
@@ -42,6 +44,7 @@ class Block:
     lengths_t: torch.Tensor
     behind: int = 0
     captured: bool = False
+    prompt: bool = False
 
     @classmethod
     def make(
@@ -52,6 +55,7 @@ class Block:
         mask: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
         behind: int = 0,
+        prompt: bool = False,
     ) -> Block:
         if mask is not None and mask.shape != (len(slots), size, behind + size):
             raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, behind + size)}")
@@ -63,6 +67,7 @@ class Block:
             slots_t=on_device(slots, device, torch.int32),
             lengths_t=on_device(lengths, device, torch.int32),
             behind=behind,
+            prompt=prompt,
         )
 
     @property

@@ -9,6 +9,8 @@ Two regimes, split by the number of query rows:
 * A long chain (a prefill chunk). Scores would not fit the processor's caches: our kernel takes the rows in tiles; or
   torch's flash kernel runs over the prefix with folded heads and, causally, over the chunk, and the parts are merged
   by log-sum-exp.
+
+Our kernels give a row the same bits in either regime, and in a tree those that it would get alone.
 """
 
 from __future__ import annotations
@@ -36,20 +38,21 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
     folded = q.reshape(batch, kv_heads, heads // kv_heads * size, dim)
     few = size <= FEW_ROWS and q.dtype == torch.float32
-    chunks = native.kernels() if block.mask is None and not block.behind else None
+    chain = block.mask is None and not block.behind
+    kernels = native.kernels()
     out = torch.empty_like(folded)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end = n + block.width
-        if few:
-            tree = None if block.width == 1 else block.block_mask(b, q.device)
-            out[b] = few_rows(folded[b], keys[slot, :, :end], values[slot, :, :end], tree, scale)
-        elif block.width == 1:  # the row sees every key: nothing to mask, nothing to merge
-            out[b] = _flash_prefix(folded[b], keys[slot, :, :end], values[slot, :, :end], scale)[0]
-        elif chunks and native.fits(q[b], keys[slot, :, :end], values[slot, :, :end]):
-            chunk = chunks.attend_chunk(q[b], keys[slot, :, :end], values[slot, :, :end], scale)
-            out[b] = chunk.view_as(out[b])
+        k, v = (x[slot, :, : n + block.width] for x in (keys, values))
+        ours = kernels if kernels is not None and native.fits(q, k, v) else None
+        tree = None if block.width == 1 else block.block_mask(b, q.device)
+        if ours is not None and chain and not few:
+            out[b] = ours.attend_chunk(q[b], k, v, scale).view_as(out[b])
+        elif ours is not None or few:
+            out[b] = few_rows(folded[b], k, v, tree, scale)
+        elif tree is None:  # the row sees every key: nothing to mask, nothing to merge
+            out[b] = _flash_prefix(folded[b], k, v, scale)[0]
         else:
-            out[b] = _many_rows(q[b], folded[b], keys[slot, :, :end], values[slot, :, :end], n, block, b, scale)
+            out[b] = _many_rows(q[b], folded[b], k, v, n, block, b, scale)
     return out.view(batch, heads, size, dim)
 
 

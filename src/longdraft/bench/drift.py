@@ -142,7 +142,7 @@ def exact_hidden(
     try:
         while (done := store.lengths[0]) < len(text):
             chunk = text[done : done + PREFILL_CHUNK]
-            listener.forward([chunk], store, [0], logits="none")
+            listener.forward([chunk], store, [0], logits="none", prompt=True)
             store.commit(0, range(len(chunk)))
             found.append(listener.hidden(range(len(chunk))))
     finally:

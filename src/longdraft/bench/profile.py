@@ -172,12 +172,12 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Settled]) -> Iterator[N
     schedule.verify = clock.wrapped("forward", schedule.verify)  # type: ignore[method-assign]
     schedule.settle = settled  # type: ignore[method-assign]
     runner._attend = attending
-    runner._fused.paused = True  # a layer in one piece has no attention to time
+    runner.whole_layers = False  # a layer in one piece has no attention to time
     try:
         yield
     finally:
         runner._attend = attend
-        runner._fused.paused = False
+        runner.whole_layers = True
 
 
 def _typical(trees: list[_Settled], spec: Speculator) -> dict[str, Any] | None:

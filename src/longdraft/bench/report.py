@@ -14,15 +14,14 @@ from longdraft.bench import machine
 from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
 from longdraft.bench.run import REFERENCE, Disagreement, Measured
-from longdraft.bench.ties import NEAR_TIE
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
     "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
-    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits lie "
-    f"within {NEAR_TIE:g}, which is what rounding may turn round.",
+    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are so few "
+    "spacings of the dtype apart (64 in float32, 4 in bfloat16 and float16) that rounding may turn them round.",
 )
 
 

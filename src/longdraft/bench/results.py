@@ -191,7 +191,7 @@ def _run(found: Mapping[str, Any]) -> Run:
 
 def _disagreement(d: Mapping[str, Any]) -> Disagreement:
     gap = math.inf if d["gap"] is None else d["gap"]
-    difference = Difference(d["position"], d["token"], d["reference"], gap)
+    difference = Difference(d["position"], d["token"], d["reference"], gap, d["near_tie"])
     return Disagreement(d["method"], d["dataset"], d["sample"], difference)
 
 

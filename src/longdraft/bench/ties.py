@@ -1,7 +1,8 @@
 """Where two outputs differ, and whether rounding explains it.
 
-Two correct runs of one model compute a token's logits with blocks of different shapes, so the last bits differ. Where
-the two best tokens are that close, either may win. Such a place is a near tie; any other difference is a mismatch.
+Two correct programs compute a token's logits in different orders, so the last bits differ. Where the two best tokens are
+that close, either may win. Such a place is a near tie; any other difference is a mismatch. Between longdraft's own exact
+methods on a CPU in float32 there is no difference at all (docs/figures.md).
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ from longdraft.kv.prompt_cache import PromptCache
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
-NEAR_TIE = 1e-3
-"""Largest distance of two logits that rounding may turn round."""
+SPACINGS = {4: 64, 8: 64, 2: 4}
+"""By bytes of the model's dtype: how many of its own spacings two logits may be apart for rounding to turn them round.
+
+The spacing is that of neighbouring numbers of the dtype at the size of the larger logit. In float16 and bfloat16 each
+result is rounded to the dtype after a sum in float32, in float32 each term of a sum is, hence more. Measured on
+SmolLM2-135M between transformers with and without a cache, and longdraft's trees and steps: the distance of the two best
+logits changes by up to 3 spacings in bfloat16 and float16, and by up to 14 in float32. Larger models sum longer.
+"""
+
+
+def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
+    """Whether rounding may turn round two logits that are ``gap`` apart, the larger of which is ``logit``."""
+    if not math.isfinite(gap) or not math.isfinite(logit):
+        return False
+    spacing = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps
+    return gap <= SPACINGS[dtype.itemsize] * spacing
 
 
 @dataclass(frozen=True)
@@ -29,16 +44,14 @@ class Difference:
         position: index of the new token, 0 for the first.
         token, reference: the two tokens there; None where that output had already ended.
         gap: distance of their logits under the target, after the greedy processors; inf where one has ended.
+        near_tie: :func:`near_tie` of the two.
     """
 
     position: int
     token: int | None
     reference: int | None
     gap: float
-
-    @property
-    def near_tie(self) -> bool:
-        return self.gap <= NEAR_TIE
+    near_tie: bool = False
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -74,9 +87,11 @@ def compare(
     logits = _next_logits(runner, text, cache or PromptCache())
     processors = (sampling or Sampling()).processors()
     scores = processors(torch.tensor([text], device=logits.device), logits[None].clone())[0]
-    gap = float((scores[tokens[at]] - scores[reference[at]]).abs())
-    # Two tokens that a filter has both ruled out: neither should have been picked.
-    return Difference(at, tokens[at], reference[at], math.inf if math.isnan(gap) else gap)
+    pair = scores[[tokens[at], reference[at]]]
+    gap = float((pair[0] - pair[1]).abs())
+    if math.isnan(gap):  # two tokens that a filter has both ruled out: neither should have been picked
+        gap = math.inf
+    return Difference(at, tokens[at], reference[at], gap, near_tie(gap, float(pair.max()), runner.kv_shape.dtype))
 
 
 def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> torch.Tensor:
@@ -87,7 +102,7 @@ def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> t
         while (done := store.lengths[0]) < len(text):
             chunk = text[done : done + PREFILL_CHUNK]
             last = done + len(chunk) == len(text)
-            logits = runner.forward([chunk], store, [0], logits="last" if last else "none").logits
+            logits = runner.forward([chunk], store, [0], logits="last" if last else "none", prompt=True).logits
             store.commit(0, range(len(chunk)))
     finally:
         cache.remember(0, text)

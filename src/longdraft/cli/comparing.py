@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench.ties import NEAR_TIE, Difference, compare
+from longdraft.bench.ties import Difference, compare
 from longdraft.cli.figures import payload
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.sequence import Result
@@ -80,7 +80,7 @@ class Comparison:
         if d.token is None or d.reference is None:
             return where
         if d.near_tie:
-            return f"{where}; a near tie, the logits are {d.gap:.1g} apart (up to {NEAR_TIE:g} is rounding)"
+            return f"{where}; a near tie: the logits are {d.gap:.1g} apart, which is rounding"
         return f"{where}; no near tie, the logits are {d.gap:.3g} apart"
 
 

@@ -270,10 +270,9 @@ class _Round:
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
         self._drafter.forwards += 1
-        with self._bound.few_rows.serving(level.tokens.numel()):
-            out = self._roots(level) if level.depth == 0 else self._nodes(level)
-            self._outputs = dict(zip(level.rows, out.split(level.tokens.shape[1]), strict=True))
-            return self._bound.block.logits(out).view(*level.tokens.shape, -1)
+        out = self._roots(level) if level.depth == 0 else self._nodes(level)
+        self._outputs = dict(zip(level.rows, out.split(level.tokens.shape[1]), strict=True))
+        return self._bound.block.logits(out).view(*level.tokens.shape, -1)
 
     def _roots(self, level: Level) -> torch.Tensor:
         """Feeds the rows that the cache lacks; all of them have keys and values, the last ones alone go on."""

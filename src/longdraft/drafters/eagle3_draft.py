@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -26,17 +25,14 @@ class BoundDraft:
 
     Attributes:
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        few_rows: makes the block's layers, its head included, fast on a CPU.
     """
 
     block: Eagle3Block
     embedding: nn.Module
     rotary: Rotary
     ids: torch.Tensor | None
-
-    @cached_property
-    def few_rows(self) -> FewRowsModule:
-        """The layers, head included, fast for a few rows on a CPU."""
-        return FewRowsModule(self.block)
+    few_rows: FewRowsModule
 
 
 class Eagle3Draft:
@@ -176,9 +172,9 @@ class Eagle3Draft:
             block = _empty_block(self.shape)
             block.load_state_dict({n: t.to(device, dtype) for n, t in self.contents.tensors.items()}, assign=True)
             ids = None if self.ids is None else self.ids.to(device)
-            found = BoundDraft(
-                block.requires_grad_(False).eval(), runner.parts.embedding, self._rotary(dtype, device), ids
-            )
+            block.requires_grad_(False).eval()
+            rotary = self._rotary(dtype, device)
+            found = BoundDraft(block, runner.parts.embedding, rotary, ids, FewRowsModule(block))
             self._bound[runner] = found
         return found
 

@@ -193,8 +193,7 @@ class _Round:
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
         self._drafter.forwards += 1
-        with self._bound.few_rows.serving(level.tokens.numel()):
-            hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
+        hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
         return self._bound.logits(hidden).view(*level.tokens.shape, -1)
 
     def _roots(self, level: Level) -> torch.Tensor:

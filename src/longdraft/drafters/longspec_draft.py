@@ -34,17 +34,14 @@ class BoundDraft:
     Attributes:
         head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs.
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        few_rows: makes the block's layers fast on a CPU.
     """
 
     block: LongSpecBlock
     parts: SharedParts
     head: torch.Tensor
     ids: torch.Tensor | None
-
-    @cached_property
-    def few_rows(self) -> FewRowsModule:
-        """The block's layers, fast for a few rows on a CPU."""
-        return FewRowsModule(self.block)
+    few_rows: FewRowsModule
 
     @cached_property
     def _head(self) -> FewRowsLinear:
@@ -149,7 +146,7 @@ class LongSpecDraft:
             block.load_state_dict({n: t.to(device, dtype) for n, t in self._state.items()}, assign=True)
             ids = None if self.ids is None else self.ids.to(device)
             head = parts.head if ids is None else parts.head[ids]
-            found = BoundDraft(block.requires_grad_(False).eval(), parts, head, ids)
+            found = BoundDraft(block.requires_grad_(False).eval(), parts, head, ids, FewRowsModule(block))
             self._bound[runner] = found
         return found
 

@@ -126,7 +126,7 @@ class SparseLMDrafter(SelfDrafter):
             count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.looks, PIECE))
             piece, tokens = tokens[:count], tokens[count:]
             taps = NO_TAPS if tokens else self._taps
-            out = self.runner.forward([piece], self.full, [s.slot], logits="none", taps=taps)
+            out = self.runner.forward([piece], self.full, [s.slot], logits="none", taps=taps, prompt=True)
             self._keep_queries(s, out, 0, count)
             self._commit(s, piece)
 

@@ -228,7 +228,7 @@ class SmallLMDrafter(Drafter):
         while tokens:
             count = self.cache.reading(slot, len(tokens))
             piece, tokens = tokens[:count], tokens[count:]
-            self._bound.runner.forward([piece], self.cache.store, [slot], logits="none")
+            self._bound.runner.forward([piece], self.cache.store, [slot], logits="none", prompt=True)
             self.fed(slot, piece)
 
 

@@ -17,12 +17,16 @@ class PromptCache:
 
     Args:
         feature_layers: hidden states to keep beside the KV even where a run needs none, for the runs that will.
+
+    Attributes:
+        opened: how often. A run that finds another number than its own has lost the cache to another one.
     """
 
     def __init__(self, feature_layers: tuple[int, ...] = ()) -> None:
         self.feature_layers = feature_layers
         self.store: KVStore | None = None
         self.tokens: list[list[int]] = []
+        self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
 
@@ -72,6 +76,7 @@ class PromptCache:
             shared = common_prefix(self.tokens[slot], prompt[:-1])
             self.store.truncate(slot, shared)
             self.tokens[slot] = list(prompt[:shared])
+        self.opened += 1
         return self.store
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:

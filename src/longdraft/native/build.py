@@ -1,4 +1,8 @@
-"""Compiles the kernels once for this processor, and keeps what came out."""
+"""Compiles the kernels once for an instruction set, and keeps what came out.
+
+What was compiled depends on nothing but the sources and the instruction set, so it serves wherever it is found: with
+another compiler than it was made with, with none, and beside any build of torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import logging
 import os
 import platform
-import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,49 +24,78 @@ from longdraft.folders import cache_folder
 logger = logging.getLogger("longdraft")
 
 SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp")
-_HEADERS = ("kernels.h", "vectors.h")
-# No -ffast-math: NaN and infinity keep their meaning.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi")
+_HEADERS = ("kernels.h", "vectors.h", "threads.h", "blocks.h")
+# No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h).
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 _SECONDS = 120
 
+# Instruction sets from the widest on, and the flags by which /proc/cpuinfo says that a processor has them.
+LEVELS = {
+    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
+    "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
+    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+}
 
-def shared_object(folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
-    """The compiled kernels: found, or compiled now, which takes some seconds.
+
+def levels() -> list[str]:
+    """The instruction sets that this machine executes, the widest first.
+
+    Raises:
+        OSError: no kernels are made for such a machine.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError(f"kernels are compiled for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
+    has: set[str] = set()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                has = set(line.split())
+                break
+    # Each level has all of the ones below it.
+    names = list(LEVELS)
+    return [name for i, name in enumerate(names) if all(has >= set(LEVELS[below].split()) for below in names[i:])]
+
+
+def shared_object(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
+    """The kernels compiled for an instruction set: found, or compiled now, which takes some seconds.
 
     Args:
+        level: one of :data:`LEVELS`.
         folder: where they are kept; None: in the package's cache.
         progress: called with a line of text before they are compiled.
 
     Raises:
-        OSError: no compiler, one that cannot compile them, or no room to keep them. The message says which.
+        OSError: no compiler, one that cannot compile them, or no place to keep them. The message says which.
     """
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise OSError(f"kernels are compiled for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
-    compiler = _compiler()
     here = Path(__file__).parent
-    threads = _threads_library()
     parts = [(here / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
-    made_for = "\n".join((*_FLAGS, _version(compiler), _processor(), threads or ""))
-    digest = hashlib.sha256(b"\0".join([*parts, made_for.encode()])).hexdigest()[:16]
-    file = (cache_folder() / "native" if folder is None else folder) / f"kernels-{digest}.so"
+    digest = hashlib.sha256(b"\0".join([*parts, "\n".join(_FLAGS).encode()])).hexdigest()[:16]
+    file = (cache_folder() / "native" if folder is None else folder) / f"kernels-{level}-{digest}.so"
     if not (file.is_file() and _own(file)):
+        compiler = _compiler()
         line = "Compiling kernels for this processor (once; a few seconds)"
         logger.info(line)
         if progress is not None:
             progress(line)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".compiling-") as place:
-            _compile(compiler, here, Path(place), threads).replace(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".compiling-") as place:
+                _compile(compiler, level, here, Path(place)).replace(file)
+        except OSError as error:
+            if error.errno is None:  # of the compiler
+                raise
+            raise OSError(
+                f"{file.parent} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a folder that can"
+            ) from None
     return file
 
 
-def _compile(compiler: str, sources: Path, place: Path, threads: str | None) -> Path:
+def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
     objects = []
     for name in SOURCES:
         objects.append(str(place / f"{name}.o"))
-        _run([compiler, *_FLAGS, "-fopenmp", "-c", str(sources / name), "-o", objects[-1]])
-    # torch's own threads serve the kernels too: a second pool would fight with the first for the cores.
-    _run([compiler, "-shared", *objects, *([threads] if threads else ["-fopenmp"]), "-o", str(place / "kernels.so")])
+        _run([*compiler, *_FLAGS, f"-march={level}", "-c", str(sources / name), "-o", objects[-1]])
+    _run([*compiler, "-shared", *objects, "-o", str(place / "kernels.so")])
     return place / "kernels.so"
 
 
@@ -77,40 +110,15 @@ def _run(command: list[str]) -> None:
         raise OSError(f"{command[0]} failed: {error}")
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
+    """$CXX with its arguments (``ccache g++``), else what is found of g++, clang++ and c++."""
     wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else ("g++", "c++"):
-        path = shutil.which(name)
-        # The sources are written for GNU C++, as is the interface to torch's threads.
-        if path and "Free Software Foundation" in _version(path):
-            return path
-    raise OSError(f"no GNU C++ compiler ({wanted or 'g++'}) was found")
-
-
-def _version(compiler: str) -> str:
-    try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("flags"):
-                return line
-    return platform.processor()
-
-
-def _threads_library() -> str | None:
-    """The OpenMP library that torch has loaded, where it is one that GNU's code can use."""
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            found = re.search(r"\S*/lib(gomp|iomp5)[^/]*\.so[.\d]*$", line)
-            if found:
-                return found[0]
-    return None
+    for name in (wanted,) if wanted else ("g++", "clang++", "c++"):
+        command = shlex.split(name)
+        path = shutil.which(command[0]) if command else None
+        if path:
+            return [path, *command[1:]]
+    raise OSError(f"no C++ compiler ({wanted or 'g++, clang++'}) was found: install one, or name it in CXX")
 
 
 def _own(file: Path) -> bool:

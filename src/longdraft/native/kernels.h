@@ -42,13 +42,17 @@ struct KeysValues {
 // Floats that a vector holds.
 int longdraft_lanes();
 
+// The OpenMP library's GOMP_parallel, whose threads share the work from then on; null: the calling thread does it all.
+void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
+
 // Multiplies x with several matrices, their outputs shared out among the threads.
 void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                       int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
 // k (heads, n, d) with the strides given, one of k_row and k_dim being 1; v (heads, n, d), rows contiguous.
-// mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them.
+// mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them. What a row gets is,
+// to the bit, what it would get alone, with the keys that it sees one after the other.
 // d: a multiple of 16. Scores are multiplied by `scale`.
 void longdraft_attend(const float *q, const float *k, std::int64_t k_head, std::int64_t k_row, std::int64_t k_dim,
                       const float *v, std::int64_t v_head, std::int64_t v_row, std::int64_t heads, std::int64_t rows,
@@ -56,7 +60,7 @@ void longdraft_attend(const float *q, const float *k, std::int64_t k_head, std::
                       std::int64_t width, float scale, float *out, int threads);
 
 // A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
-// rows - 1 - r of the n keys. k, v, scale as above.
+// rows - 1 - r of the n keys. k, v, scale as above, and so are the bits.
 void longdraft_attend_chunk(const float *q, const float *k, std::int64_t k_head, std::int64_t k_row, std::int64_t k_dim,
                             const float *v, std::int64_t v_head, std::int64_t v_row, std::int64_t heads,
                             std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n, float scale,

@@ -2,6 +2,7 @@
 //
 // With few rows a layer's products take some tenths of a millisecond, and what stands between them in Python as much.
 #include "kernels.h"
+#include "threads.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -16,9 +17,9 @@ void rms_norm(const float *x, int64_t rows, int64_t size, const float *weight, f
   for (int64_t r = 0; r < rows; r++, x += size, y += size) {
     vec squares = {};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i + LANES <= size; i += LANES) squares = fused(load(x + i), load(x + i), squares);
     float total = sums<1>(&squares)[0];
-    for (; i < size; i++) total += x[i] * x[i];
+    for (; i < size; i++) total = fused(x[i], x[i], total);
     const float factor = 1.0f / std::sqrt(total / size + eps);
     for (i = 0; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * factor));
     for (; i < size; i++) y[i] = weight[i] * (x[i] * factor);
@@ -34,20 +35,21 @@ inline void turn(const float *x, const float *cos, const float *sin, int64_t d, 
   }
 }
 
-// gate = silu(gate) * up
-void gated(float *gate, const float *up, int64_t size, int threads) {
+inline vec silu(vec x) {
+  const vec e = exponential(x < 0 ? x : -x);
+  return x * (x < 0 ? e : every(1.0f)) / (1.0f + e);
+}
+
+// gate = silu(gate) * up, row by row: which numbers are the last of a row must not depend on how many rows there are.
+void gated(float *gate, const float *up, int64_t rows, int64_t size, int threads) {
   constexpr int64_t SHARE = 4096;
-#pragma omp parallel for num_threads(threads) if (size > 4 * SHARE)
-  for (int64_t a = 0; a < size; a += SHARE) {
-    int64_t i = a;
-    const int64_t end = std::min(size, a + SHARE);
-    for (; i + LANES <= end; i += LANES) {
-      const vec x = load(gate + i);
-      const vec e = exponential(x < 0 ? x : -x);
-      store(gate + i, x * (x < 0 ? e : every(1.0f)) / (1.0f + e) * load(up + i));
-    }
-    for (; i < end; i++) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-  }
+  const int64_t shares = (size + SHARE - 1) / SHARE;
+  share_out(rows * size > 4 * SHARE ? threads : 1, rows * shares, [=](int64_t item) {
+    const int64_t row = item / shares * size, from = item % shares * SHARE, end = row + std::min(size, from + SHARE);
+    int64_t i = row + from;
+    for (; i + LANES <= end; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
+    if (i < end) store_some(gate + i, silu(load_some(gate + i, end - i)) * load_some(up + i, end - i), end - i);
+  });
 }
 
 Matrix into(Matrix m, float *y, bool adds) {
@@ -111,7 +113,7 @@ void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *k
   rms_norm(out, count, l.hidden, l.second_norm, l.second_eps, normed);
   const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
   longdraft_linear(normed, count, l.hidden, wide, 2, threads);
-  gated(gate, up, count * l.inner, threads);
+  gated(gate, up, count, l.inner, threads);
   const Matrix back = into(l.down, out, true);
   longdraft_linear(gate, count, l.inner, &back, 1, threads);
 }

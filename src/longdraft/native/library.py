@@ -5,28 +5,41 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from longdraft.native.build import shared_object
+from longdraft.native.build import LEVELS, levels, shared_object
 from longdraft.native.structures import DecoderLayer, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_NATIVE"
-# Without AVX the compiler's vectors are too narrow to beat torch's products.
-_LANES = 8
+# Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
+_TAKEN = ("x86-64-v4", "x86-64-v3")
 # Head sizes are whole vectors.
 HEAD_UNIT = 16
 
 
 class Kernels:
-    """What was compiled. All tensors are float32 on the CPU; nothing is differentiated through."""
+    """What was compiled. All tensors are float32 on the CPU; nothing is differentiated through.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    A row's result is the same to the bit whatever rows are beside it, and however many threads work.
+
+    Attributes:
+        level: the instruction set. lanes: floats that a vector of it holds.
+    """
+
+    def __init__(self, library: ctypes.CDLL, level: str) -> None:
+        self.level = level
         self.lanes = int(library.longdraft_lanes())
+        library.longdraft_threads.argtypes, library.longdraft_threads.restype = [Pointer], None
+        library.longdraft_threads(_parallel_entry())
         self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
         self._layer, self._chunk = library.longdraft_layer, library.longdraft_attend_chunk
         for function in (self._linear, self._attend, self._layer, self._chunk):
@@ -139,6 +152,15 @@ def missing() -> str | None:
     return f"{SWITCH}=0" if os.environ.get(SWITCH, "1") == "0" else _once(None)[1]
 
 
+def kernels_for(level: str) -> Kernels:
+    """The kernels for one of the instruction sets that this machine executes.
+
+    Raises:
+        OSError: they cannot be had.
+    """
+    return Kernels(ctypes.CDLL(str(shared_object(level))), level)
+
+
 # The kernels of this process, or why there are none.
 _known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
@@ -153,11 +175,45 @@ def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str |
 
 def _made(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
     try:
-        found = Kernels(ctypes.CDLL(str(shared_object(progress=progress))))
-        why = None if found.lanes >= _LANES else "the processor has no AVX"
+        return Kernels(ctypes.CDLL(str(shared_object(chosen := _level(), progress=progress))), chosen), None
     except (OSError, AttributeError) as error:
-        why = str(error)
-    if why is None:
-        return found, None
-    logger.info("No kernels of our own on this CPU (%s): torch's are taken, which are slower for trees.", why)
-    return None, why
+        # An old or another processor is nothing to put right; all else is.
+        level = logging.INFO if isinstance(error, _NotForThis) else logging.WARNING
+        logger.log(
+            level, "No kernels of our own on this CPU: %s. Torch's products are taken, at about half the speed.", error
+        )
+        return None, str(error)
+
+
+class _NotForThis(OSError):
+    """This processor or system has no kernels."""
+
+
+def _level() -> str:
+    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v2, v3, v4)."""
+    try:
+        found = levels()
+    except OSError as error:
+        raise _NotForThis(str(error)) from None
+    wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
+    if wanted in LEVELS:
+        if wanted not in found:
+            raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
+        return wanted
+    taken = [level for level in found if level in _TAKEN]
+    if not taken:
+        raise _NotForThis("the processor has no AVX2")
+    return taken[0]
+
+
+@cache
+def _parallel_entry() -> int | None:
+    """Where GOMP_parallel lies in the OpenMP library that torch has loaded; None: the kernels use one thread."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            found = re.search(r"/\S*/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$", line)
+            if found:
+                with suppress(OSError, AttributeError):
+                    return ctypes.cast(ctypes.CDLL(found[0]).GOMP_parallel, Pointer).value
+    logger.warning("torch's OpenMP library was not found: longdraft's kernels run on one thread.")
+    return None

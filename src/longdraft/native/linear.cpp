@@ -4,6 +4,7 @@
 // is read once, from where it lies, for all rows; a tile of sums stays in registers; and while one tile is computed, the
 // weights of a later one are fetched.
 #include "kernels.h"
+#include "threads.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -40,13 +41,15 @@ inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetc
     }
     UNROLLED for (int r = 0; r < R; r++) {
       const vec a = load(x + r * in.x_row + i);
-      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] += a * b[o];
+      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
     }
   }
   if (const int64_t rest = in.size - i; rest > 0) {
     UNROLLED for (int r = 0; r < R; r++) {
       const vec a = load_some(x + r * in.x_row + i, rest);
-      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] += a * load_some(w + o * m.w_row + i, rest);
+      UNROLLED for (int o = 0; o < O; o++) {
+        acc[r * O + o] = fused(a, load_some(w + o * m.w_row + i, rest), acc[r * O + o]);
+      }
     }
   }
   constexpr int N = R * O;
@@ -110,13 +113,16 @@ void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *
   const Rows in{x, rows, size, size};
   int64_t shares = 0;
   for (int64_t i = 0; i < count; i++) shares += (matrices[i].outs + SHARE - 1) / SHARE;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t s = 0; s < shares; s++) {
+  share_out(threads, shares, [&](int64_t s) {
     int64_t number = s;
     const Matrix *m = matrices;
     for (; number >= (m->outs + SHARE - 1) / SHARE; m++) number -= (m->outs + SHARE - 1) / SHARE;
     share(in, *m, number * SHARE, std::min(m->outs, (number + 1) * SHARE));
-  }
+  });
 }
 
 int longdraft_lanes() { return LANES; }
+
+Parallel parallel_entry = nullptr;
+
+void longdraft_threads(Parallel entry) { parallel_entry = entry; }

@@ -1,4 +1,4 @@
-// Vectors of floats in GNU C++'s own notation: 16 lanes with AVX-512, 8 with AVX, else 4.
+// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX, else 4.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,9 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -47,22 +50,53 @@ class Scratch {
 };
 
 // Loops over registers must be unrolled, or the compiler keeps the registers in memory.
+#if defined(__clang__)
+#define UNROLLED _Pragma("unroll")
+#else
 #define UNROLLED _Pragma("GCC unroll 32")
+#endif
 
 static inline vec load(const float *p) { return *reinterpret_cast<const unaligned *>(p); }
 
 static inline void store(float *p, vec x) { *reinterpret_cast<unaligned *>(p) = x; }
 
-// The first n < LANES floats, zeros behind them.
+// The first n <= LANES floats, zeros behind them.
 static inline vec load_some(const float *p, std::int64_t n) {
   vec x = {};
   std::memcpy(&x, p, sizeof(float) * n);
   return x;
 }
 
+static inline void store_some(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
+
 static inline vec every(float x) { return vec{} + x; }
 
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+// a * b + c, rounded once where the processor can, and in the same way for one number as for many. Compilers are told to
+// fuse nothing by themselves (-ffp-contract=off): they would here and not there, and a row's sum would depend on which
+// tile it is in.
+#if defined(__FMA__)
+static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#if defined(__AVX512F__)
+static inline vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#else
+static inline vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#endif
+#else
+static inline float fused(float a, float b, float c) { return a * b + c; }
+static inline vec fused(vec a, vec b, vec c) { return a * b + c; }
+#endif
+
+// The lanes of a and b, numbered one after the other, in the order I.
+template <int... I>
+static inline vec shuffled(vec a, vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, ivec{I...});
+#endif
+}
 
 struct Add {
   static inline vec of(vec a, vec b) { return a + b; }
@@ -76,8 +110,8 @@ template <typename Op, int STEP, int... I>
 static inline vec fold(vec a, vec b, std::integer_sequence<int, I...>) {
   // Lane i of the result joins two lanes, STEP apart, of a (the lower half of the lanes) or b (the upper half).
   constexpr int HALF = LANES / 2;
-  const ivec first = {(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...};
-  return Op::of(__builtin_shuffle(a, b, first), __builtin_shuffle(a, b, first + STEP));
+  return Op::of(shuffled<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...>(a, b),
+                shuffled<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
 }
 
 // Lane i of the result is the sum (the maximum) of v[i]'s lanes, for N <= LANES vectors. They are folded together in
@@ -105,9 +139,8 @@ static inline vec sums(const vec *v) {
 template <int... I>
 static inline void shuffled_pair(vec a, vec b, vec *out, std::integer_sequence<int, I...>) {
   // a0 b0 a1 b1 ..., and its other half.
-  const ivec low = {(I / 2 + I % 2 * LANES)...};
-  out[0] = __builtin_shuffle(a, b, low);
-  out[1] = __builtin_shuffle(a, b, low + LANES / 2);
+  out[0] = shuffled<(I / 2 + I % 2 * LANES)...>(a, b);
+  out[1] = shuffled<(I / 2 + I % 2 * LANES + LANES / 2)...>(a, b);
 }
 
 // LANES x LANES numbers, transposed: a perfect shuffle for every bit of a lane's number.
@@ -121,7 +154,7 @@ static inline void transpose(vec *a) {
   }
 }
 
-// e^x for x <= 0, within 2^-22 of the largest value that a softmax's weights take; below -87 next to nothing. NaN stays.
+// e^x for x <= 0, within 2^-22 of the largest value that a softmax's weights take; 0 below -87. NaN stays.
 static inline vec exponential(vec x) {
   const vec lowest = every(-87.0f);
   const vec shift = every(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
@@ -129,15 +162,16 @@ static inline vec exponential(vec x) {
   const vec t = y + shift;
   const vec f = y - (t - shift);
   vec p = every(1.326472707e-03f);
-  p = p * f + 9.671512649e-03f;
-  p = p * f + 5.550733744e-02f;
-  p = p * f + 2.402224209e-01f;
-  p = p * f + 6.931469776e-01f;
-  p = p * f + 1.0f;
+  p = fused(p, f, every(9.671512649e-03f));
+  p = fused(p, f, every(5.550733744e-02f));
+  p = fused(p, f, every(2.402224209e-01f));
+  p = fused(p, f, every(6.931469776e-01f));
+  p = fused(p, f, every(1.0f));
   ivec whole, bits;
   std::memcpy(&whole, &t, sizeof whole);
   std::memcpy(&bits, &p, sizeof bits);
   bits += whole << 23;  // times 2^n
   std::memcpy(&p, &bits, sizeof p);
-  return p;
+  // Exactly 0, not next to it: a key that a row does not see must leave the row's sums as they are, to the bit.
+  return x < lowest ? vec{} : p;
 }

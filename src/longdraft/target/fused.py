@@ -7,8 +7,7 @@ and only if both agree is the fast way taken from then on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
 from longdraft.errors import LongdraftError
+from longdraft.few_rows import MOST
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
@@ -25,92 +25,72 @@ from longdraft.target.parts import rotary_module
 
 logger = logging.getLogger("longdraft")
 
-# Rows up to which the kernels win.
-MOST = 128
 # Largest difference between both ways, by the size of what a layer adds.
 _TOLERANCE = 1e-4
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class FusedLayers:
-    """The decoder layers of a model, computed by our kernels where that gives what the model's own code gives.
+    """Makes a model's decoder layers compute by our kernels where that gives what the model's own code gives.
 
     Args:
-        model: float32 on the CPU, or nothing is fused.
+        model: a copy that is nobody's but ours, with our attention switched on. Float32 on the CPU, or nothing is
+            fused.
 
     Attributes:
-        paused: layers run their own code: whoever wants to watch a layer's parts sets it.
+        layers: what our kernels compute with, one a layer of the model; empty where nothing is fused.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self.paused = False
-        self._kernels = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
-        self._layers: list[nn.Module] = []
-        self._fused: list[DecoderLayer] = []
-
-    def look(self) -> None:
-        """Finds out what can be fused: at the start of every run, as a model may have been changed since the last."""
-        if self._kernels is None:
+        self.layers: list[DecoderLayer] = []
+        own = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
+        if own is None:
             return
-        self._layers = list(hosting.decoder_layers(self._model))
-        weights = [_weights(layer) for layer in self._layers]
-        if self._fused and all(w is not None and f.is_of(*w) for f, w in zip(self._fused, weights, strict=True)):
-            return
-        self._fused = []
-        shape = hosting.kv_shape(self._model)
+        theirs = list(hosting.decoder_layers(model))
+        weights = [_weights(layer) for layer in theirs]
+        shape = hosting.kv_shape(model)
         if shape.head_dim % HEAD_UNIT or any(w is None for w in weights):
             return
-        heads = int(hosting.decoder_config(self._model).num_attention_heads)
+        heads = int(hosting.decoder_config(model).num_attention_heads)
         found = []
-        for layer, w in zip(self._layers, weights, strict=True):
+        for layer, w in zip(theirs, weights, strict=True):
             assert w is not None
             scale = float(getattr(layer.self_attn, "scaling", shape.head_dim**-0.5))
             found.append(DecoderLayer(*w, heads, shape.kv_heads, shape.head_dim, scale))
-        if _agree(self._model, self._layers, found, self._kernels):
-            self._fused = found
-
-    @contextmanager
-    def serving(self, hosted: hosting.Hosted) -> Iterator[None]:
-        """Inside the ``with``, the layers compute by our kernels, if this forward is one of theirs."""
-        block = hosted.block
-        # Other kinds of stores move layers in and out as attention asks for them.
-        if (
-            self.paused
-            or not self._fused
-            or block.batch * block.size > MOST
-            or block.captured
-            or type(hosted.store) is not KVStore
-        ):
-            yield
+        if not _agree(model, theirs, found, own):
             return
-        assert self._kernels is not None
-        for index, layer in enumerate(self._layers):
-            vars(layer)["forward"] = _Forward(self._kernels, self._fused[index], index)
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
+        self.layers = found
+        for index, (layer, fused) in enumerate(zip(theirs, found, strict=True)):
+            vars(layer)["forward"] = _Forward(own, fused, index, layer.forward)
+
+    def take(self, store: KVStore, block: Block) -> bool:
+        """Whether a forward over a block is one of theirs."""
+        # Other kinds of stores move layers in and out as attention asks for them.
+        if not self.layers or block.captured or type(store) is not KVStore:
+            return False
+        return not block.prompt or block.batch * block.size <= MOST
 
 
 class _Forward:
-    """What a layer computes with."""
+    """What a layer computes with.
 
-    def __init__(self, kernels: Kernels, layer: DecoderLayer, index: int) -> None:
-        self._kernels, self._layer, self._index = kernels, layer, index
+    Args:
+        otherwise: its own code.
+    """
 
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        longdraft_hosted: hosting.Hosted,
-        **others: Any,
-    ) -> torch.Tensor:
-        hosted = longdraft_hosted
+    def __init__(
+        self, kernels: Kernels, layer: DecoderLayer, index: int, otherwise: Callable[..., Any] | None = None
+    ) -> None:
+        self._kernels, self._layer, self._index, self._otherwise = kernels, layer, index, otherwise
+
+    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
+        hosted = named["longdraft_hosted"]
+        # A model may be cast or moved while a run goes on; the kernel reads what it is given as float32 in memory.
+        ours = hosted.whole and hidden_states.dtype == torch.float32 and hidden_states.device.type == "cpu"
+        if not ours and self._otherwise is not None:
+            return self._otherwise(hidden_states, *more, **named)
         if hosted.rows is None:  # the same for all layers of a forward
-            hosted.rows = _rows(hosted.block, *position_embeddings)
+            hosted.rows = _rows(hosted.block, *named["position_embeddings"])
         keys, values = hosted.store.layer(self._index)
         out, queries = self._kernels.layer(self._layer, hosted.rows, keys, values, hidden_states)
         if self._index in hosted.query_layers:
@@ -137,7 +117,10 @@ def _weights(layer: nn.Module) -> tuple[list[Any], list[Any]] | None:
     if not all(type(p) is nn.Linear for p in products) or not all(isinstance(e, float) for e in eps):
         return None
     inside = [m for m in layer.modules() if m is not layer]
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in inside):
+    # The layer's own hooks are called around whatever computes it.
+    if any(m._forward_hooks or m._forward_pre_hooks for m in inside) or any(
+        "forward" in vars(m) for m in layer.modules()
+    ):
         return None
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
@@ -167,15 +150,15 @@ def _agree(model: PreTrainedModel, layers: list[nn.Module], fused: list[DecoderL
             for t in (store.keys, store.values):
                 t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)))
         plain, ours = (hosting.Hosted(store, block, _reference) for store in stores)
-        with hosting.hosting(model):
-            for index, (layer, own) in enumerate(zip(layers, fused, strict=True)):
-                expected = layer(x, position_embeddings=position, use_cache=False, longdraft_hosted=plain)
-                found = _Forward(kernels, own, index)(x, position_embeddings=position, longdraft_hosted=ours)
-                pairs = [(found, expected)]
-                pairs += [tuple(getattr(store, kv)[index] for store in reversed(stores)) for kv in ("keys", "values")]
-                if not all(_close(a, b) for a, b in pairs):
-                    logger.info("Layer %d is not of the Llama kind: its own code is taken.", index)
-                    return False
+        for index, (layer, own) in enumerate(zip(layers, fused, strict=True)):
+            # Not called: hooks that somebody put on a layer are not for made-up rows.
+            expected = layer.forward(x, position_embeddings=position, use_cache=False, longdraft_hosted=plain)
+            found = _Forward(kernels, own, index)(x, position_embeddings=position, longdraft_hosted=ours)
+            pairs = [(found, expected)]
+            pairs += [tuple(getattr(store, kv)[index] for store in reversed(stores)) for kv in ("keys", "values")]
+            if not all(_close(a, b) for a, b in pairs):
+                logger.info("Layer %d is not of the Llama kind: its own code is taken.", index)
+                return False
     except (TypeError, RuntimeError, AttributeError, LongdraftError) as error:
         logger.info("Decoder layers are not fused: %s", error)
         return False

@@ -3,7 +3,7 @@
 transformers lets a model's attention be any registered function. Ours receives the block's queries, keys (after
 RoPE) and values of one layer, writes the keys and values into the store, and attends to what the store holds.
 The model's own cache is never used. What a forward needs travels as one keyword argument, which transformers
-hands through to the attention function untouched.
+hands through to the attention function untouched. All this is done to a copy of the model (``target/twin.py``).
 
 This file and its neighbours in ``target/`` are the only ones that know transformers' internals.
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from longdraft.attention.block import Block
@@ -31,9 +30,11 @@ IMPLEMENTATION = "longdraft"
 
 @dataclass
 class Hosted:
-    """What one forward carries to every layer's attention, and brings back.
+    """What one forward carries to every layer and its attention, and brings back.
 
     Attributes:
+        whole: layers that can be computed by our kernels in one piece are.
+        query_layers, hidden_layers: those whose queries and output hidden states are kept in ``queries``, ``hidden``.
         rows: the block as fused layers read it, made by the first of them.
     """
 
@@ -41,7 +42,10 @@ class Hosted:
     block: Block
     attend: Attend
     query_layers: frozenset[int] = frozenset()
+    hidden_layers: frozenset[int] = frozenset()
+    whole: bool = False
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
     rows: Rows | None = None
 
@@ -94,16 +98,9 @@ def _attention(
 AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
-@contextmanager
-def hosting(model: PreTrainedModel) -> Iterator[None]:
-    """Routes the model's attention through longdraft inside the ``with``, and puts its own back after."""
-    config = decoder_config(model)
-    before = config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+def switch_on(model: PreTrainedModel) -> None:
+    """Routes a model's attention through longdraft, for good: the model is a copy that is nobody's but ours."""
+    decoder_config(model)._attn_implementation = IMPLEMENTATION
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
@@ -137,35 +134,6 @@ def context_length(model: PreTrainedModel) -> int:
     return int(decoder_config(model).max_position_embeddings)
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuses what cannot be hosted exactly.
-
-    Raises:
-        UnsupportedModelError: naming the layer kinds that stand in the way.
-    """
-    name = type(model).__name__
-    config = decoder_config(model)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not go through transformers' attention interface, so longdraft cannot host it."
-        )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    # Mistral and its like carry no layer_types: a window there applies to every layer.
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    foreign = sorted(kinds - {"full_attention"})
-    if foreign:
-        raise UnsupportedModelError(
-            f"{name} has layers of the kind {', '.join(foreign)}, which longdraft cannot host exactly yet. "
-            "It hosts decoders whose layers are all full_attention (Llama, Qwen2, Qwen3, Mistral without a window)."
-        )
-    for option in ("attn_logit_softcapping",):
-        if getattr(config, option, None) is not None:
-            raise UnsupportedModelError(f"{name} uses {option}, which longdraft does not host exactly.")
-
-
 def fingerprint(model: PreTrainedModel) -> str:
     """A short name for this target: its configuration and a sample of its weights. Guards KV snapshots."""
     config = decoder_config(model)
@@ -178,21 +146,12 @@ def fingerprint(model: PreTrainedModel) -> str:
     return f"{config.model_type}-{digest.hexdigest()[:16]}"
 
 
-@contextmanager
-def tapped(model: PreTrainedModel, layers: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collects the output hidden states (B, T, hidden) of the chosen decoder layers during a forward."""
-    found: dict[int, torch.Tensor] = {}
+def tap(model: PreTrainedModel, layer: int) -> None:
+    """Keeps a decoder layer's output hidden states (B, T, hidden) in every forward that asks for them, for good."""
 
-    def keep(index: int) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            found[index] = output[0] if isinstance(output, tuple) else output
+    def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
+        hosted = named.get("longdraft_hosted")
+        if isinstance(hosted, Hosted) and layer in hosted.hidden_layers:
+            hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
 
-        return hook
-
-    stack = decoder_layers(model) if layers else torch.nn.ModuleList()
-    handles = [stack[i].register_forward_hook(keep(i)) for i in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)

@@ -49,7 +49,7 @@ class KeyRotation:
 
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (n, rotated dimensions) of the model's own embedding, float32."""
-        module = rotary_module(self._runner.model)
+        module = rotary_module(self._runner.twin.model)
         if module is None:
             raise self._unsupported("it has no rotary embedding of its own")
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -13,15 +12,15 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
-from longdraft.errors import NumericalError, UnsupportedModelError
-from longdraft.few_rows import FewRowsModule
+from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
 from longdraft.kv import offload as offloading
 from longdraft.kv.offload import Offload
 from longdraft.kv.store import KVStore
-from longdraft.target import hosting
-from longdraft.target.fused import FusedLayers
+from longdraft.target import hosting, support
 from longdraft.target.graphs import Computed, Graphs
-from longdraft.target.parts import SharedParts, shared_parts
+from longdraft.target.lock import FairLock
+from longdraft.target.parts import SharedParts
+from longdraft.target.twin import Twin, host
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,15 @@ class TargetRunner:
 
     Args:
         model: any decoder-only model of transformers that goes through its attention interface and whose layers
-            are all full attention. It is used as it is and left as it was.
+            are all full attention. It is left as it is: what computes is its twin (:mod:`longdraft.target.twin`).
         offload: where its stores keep keys and values; see :func:`longdraft.kv.offload.parse`.
 
     Attributes:
+        model: the model itself, as it was given.
         attention_path: name of the attention path that this machine uses.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
+        whole_layers: layers are computed in one piece where that can be done: whoever wants to watch a layer's parts
+            sets it to False.
 
     Raises:
         UnsupportedModelError: when it cannot be hosted exactly, naming what stands in the way.
@@ -79,27 +81,57 @@ class TargetRunner:
     """
 
     def __init__(self, model: PreTrainedModel, offload: Offload = None) -> None:
-        hosting.check_supported(model)
+        support.check_supported(model)
         offloading.check(offload, model.device)
         self.offload = offload
-        self.model = model.eval()
+        self.model = model
+        self._host = host(model)
         self.kv_shape = hosting.kv_shape(model)
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
-        self._few_rows = FewRowsModule(model)
-        self._fused = FusedLayers(model)
+        self.whole_layers = True
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
         self._graphs = Graphs.on(self.device, self.attention_path)
+        self._bound_to = _bound_to(model)
 
-    @cached_property
+    @property
+    def lock(self) -> FairLock:
+        """Held for every forward, and for every step of a run: one thread at a time uses a model through longdraft."""
+        return self._host.lock
+
+    @property
+    def twin(self) -> Twin:
+        """What is run in the model's place."""
+        return self._host.twin
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the model was moved or cast since, or has another embedding or head: it needs a new runner then."""
+        return _bound_to(self.model) != self._bound_to
+
+    def refresh(self) -> None:
+        """Looks at the model again: for the beginning of a run, as it may have been changed since the last one.
+
+        Raises:
+            CapabilityError: it is of another dtype now, or on another device.
+            UnsupportedModelError: it can no longer be copied.
+        """
+        self._host.refresh()
+        if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
+            raise CapabilityError(
+                f"The model is {self.model.dtype} on {self.model.device} now, and what decodes it was made for "
+                f"{self.kv_shape.dtype} on {self.device}. Start the run again: it may be moved or cast between runs."
+            )
+
+    @property
     def parts(self) -> SharedParts:
         """What a trained draft shares with this target.
 
         Raises:
             UnsupportedModelError: where the target takes no trained drafts.
         """
-        return shared_parts(self.model)
+        return self.twin.parts
 
     @property
     def vocab_size(self) -> int:
@@ -131,7 +163,7 @@ class TargetRunner:
             MemoryBudgetError: when it does not fit.
             CheckpointError: no file can be made in the folder to offload to.
         """
-        self._fused.look()
+        self.refresh()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         offload = None if resident else self.offload
@@ -157,6 +189,7 @@ class TargetRunner:
         depths: Sequence[Sequence[int]] | None = None,
         mask: torch.Tensor | None = None,
         behind: int = 0,
+        prompt: bool = False,
         logits: Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
         check: bool = True,
@@ -174,6 +207,8 @@ class TargetRunner:
             mask: (B, T, behind + T) bool, the tree's ancestor mask. None: a chain.
             behind: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
                 them. A tree can so be fed level by level, each node once.
+            prompt: a piece of a prompt is read. Otherwise text is decoded, and the result of no row depends on the
+                rows beside it.
             logits: which rows' logits to compute.
             check: look for NaN, which waits for the device. A drafter's logits may be anything, and
             :func:`~longdraft.verify.acceptance.accept` looks for itself.
@@ -181,32 +216,34 @@ class TargetRunner:
         Raises:
             NumericalError: when a computed logit is NaN.
         """
-        size = len(tokens[0])
-        store.check_room(slots, behind + size)
-        lengths = [store.lengths[slot] for slot in slots]
-        block = Block.make(slots, lengths, size, mask, self.device, behind)
-        chain = range(behind, behind + size)
-        starts = lengths if bases is None else bases
-        positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(starts)]
-        ids, places = on_device(tokens, self.device), on_device(positions, self.device)
-        kept = Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
+        with self.lock:
+            if self.twin.moved:
+                self.refresh()
+            size = len(tokens[0])
+            store.check_room(slots, behind + size)
+            lengths = [store.lengths[slot] for slot in slots]
+            block = Block.make(slots, lengths, size, mask, self.device, behind, prompt)
+            chain = range(behind, behind + size)
+            starts = lengths if bases is None else bases
+            positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(starts)]
+            ids, places = on_device(tokens, self.device), on_device(positions, self.device)
+            kept = Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
 
-        def compute(block: Block, ids: torch.Tensor, places: torch.Tensor) -> Computed:
-            return self._compute(store, block, ids, places, logits, kept)
+            def compute(block: Block, ids: torch.Tensor, places: torch.Tensor) -> Computed:
+                return self._compute(store, block, ids, places, logits, kept)
 
-        found = None
-        if logits == "all":
-            # With the weights' place: those of a model that was moved lie elsewhere.
-            kind = (kept, self.model.get_input_embeddings().weight.data_ptr())
-            found = self._graphs.run(store, block, ids, places, kind, compute)
-        found_logits, hidden, queries = found or compute(block, ids, places)
-        out = TargetOutput(None if found_logits is None else found_logits.float(), queries=queries)
-        store.write_features(hidden, block)
-        out.hidden = {layer: hidden[layer] for layer in taps.hidden}
-        # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
-        if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
-            raise not_a_number()
-        return out
+            found = None
+            if logits == "all":
+                # A recording reads the weights where its twin found them.
+                found = self._graphs.run(store, block, ids, places, (kept, self.twin.number), compute)
+            found_logits, hidden, queries = found or compute(block, ids, places)
+            out = TargetOutput(None if found_logits is None else found_logits.float(), queries=queries)
+            store.write_features(hidden, block)
+            out.hidden = {layer: hidden[layer] for layer in taps.hidden}
+            # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
+            if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
+                raise not_a_number()
+            return out
 
     def _compute(
         self,
@@ -222,24 +259,31 @@ class TargetRunner:
         Raises:
             UnsupportedModelError: not all layers go through the attention interface.
         """
-        hosted = hosting.Hosted(store, block, self._attend, frozenset(taps.queries))
-        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False, "longdraft_hosted": hosted}
+        hosted = hosting.Hosted(
+            store,
+            block,
+            self._attend,
+            frozenset(taps.queries),
+            frozenset(taps.hidden),
+            self.whole_layers and self.twin.fused.take(store, block),
+        )
+        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
         found = None
-        with (
-            hosting.hosting(self.model),
-            self._few_rows.serving(ids.numel()),
-            self._fused.serving(hosted),
-            hosting.tapped(self.model, taps.hidden) as hidden,
-        ):
-            if logits == "none":
-                self.model.get_decoder()(**inputs)
-            else:
-                # The model's own head: scaled or capped logits come out as the model means them.
-                keep = 1 if logits == "last" else 0
-                found = self.model(**inputs, logits_to_keep=keep).logits
+        if logits == "none":
+            self.twin.run(hosted, inputs, head=False)
+        else:
+            # The model's own head: scaled or capped logits come out as the model means them.
+            inputs["logits_to_keep"] = 1 if logits == "last" else 0
+            found = self.twin.run(hosted, inputs, head=True).logits
         if hosted.layers_seen != self.kv_shape.layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "
                 "the attention interface; the others (linear attention, state space?) cannot be hosted exactly."
             )
-        return found, hidden, hosted.queries
+        return found, hosted.hidden, hosted.queries
+
+
+def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:
+    """What a runner and the drafts on it cannot do without: device, dtype, and where embedding and head lie."""
+    ends = (getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return model.device, model.dtype, *(None if w is None else (w.data_ptr(), w.shape, w.dtype) for w in ends)

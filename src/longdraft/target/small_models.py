@@ -155,12 +155,13 @@ def around(
     model = _built(LlamaForCausalLM, config)
     model.model.embed_tokens = None
     model.model.load_state_dict(weights, assign=True)
+    model.requires_grad_(False).eval()  # before it has anything of the target's
     model.model.embed_tokens = embedding
     # The rotary embedding's frequencies stay float32: only the device changes.
     model.model.rotary_emb.to(head.device)
     model.lm_head = linear(head)
     model.config.vocab_size = head.shape[0]
-    return model.requires_grad_(False).eval()
+    return model
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:

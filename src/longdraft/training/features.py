@@ -135,6 +135,7 @@ class FeatureReader:
                 [0],
                 depths=[[p - done for p in positions[done:end]]],
                 logits="all" if done >= start - 1 else "none",
+                prompt=True,
             )
             store.commit(0, range(end - done))
             if out.logits is not None:

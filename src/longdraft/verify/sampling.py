@@ -6,7 +6,6 @@ with the full text up to the node in question, so penalties and bans see the nod
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,8 @@ from transformers import (
 )
 
 from longdraft.trees.full import Draws
+from longdraft.verify import processors as row_processors
+from longdraft.verify.step_draws import RowDraws
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -113,11 +114,13 @@ class Picker:
         greedy: take the most probable token instead of drawing.
         processors: applied to the logits first; empty for the plain distribution.
         generator: source of randomness; None for torch's global one.
+        row: of a batch whose rows draw together; tokens then come from it, and not from the generator.
     """
 
     greedy: bool
     processors: LogitsProcessorList
     generator: torch.Generator | None = None
+    row: RowDraws | None = None
 
     @property
     def plain_greedy(self) -> bool:
@@ -131,12 +134,13 @@ class Picker:
         and the e are the same. So from two like distributions both mostly pick the same token.
         """
         if self.greedy:
-            return Picker(True, copy.deepcopy(self.processors))
-        own = self.generator
+            return Picker(True, row_processors.copies(self.processors))
+        own = self.generator if self.row is None else self.row.generator
         device = torch.device("cpu") if own is None else own.device
         twin = torch.Generator(device)
         twin.set_state(torch.get_rng_state() if own is None else own.get_state())
-        return Picker(False, copy.deepcopy(self.processors), twin)
+        row = None if self.row is None else self.row.rehearsal()
+        return Picker(False, row_processors.copies(self.processors), twin, row)
 
     def draws(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> Draws:
         """What a drafter draws with, for residual acceptance: processed as the target's tokens are, other numbers.
@@ -161,6 +165,8 @@ class Picker:
         """
         if self.greedy:
             return int(self._scores(text, logits).argmax())
+        if self.row is not None:
+            return self.row.pick(self.distribution(text, logits))
         return int(torch.multinomial(self.distribution(text, logits), num_samples=1, generator=self.generator))
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""transformers' ``generate(..., custom_generate=speculator)``: its inputs, its processors, its outputs.
+
+By the time this runs, ``generate`` has merged the generation config, built the logits processors and stopping
+criteria, and expanded the inputs for ``num_return_sequences``. What it hands over is honoured row by row, and the
+tokens are those that it would have returned, or the call is refused before work begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from longdraft.drafters.base import Drafter
+from longdraft.engine import Engine
+from longdraft.integration import requests
+from longdraft.integration.endings import Endings
+from longdraft.integration.handover import Given
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.planning.planner import Planner
+from longdraft.sequence import Sequence
+from longdraft.target import support
+from longdraft.target.runner import TargetRunner
+from longdraft.verify import processors
+from longdraft.verify.sampling import Picker
+from longdraft.verify.schedule import Schedule
+from longdraft.verify.step_draws import StepDraws
+
+
+def decode(
+    runner: TargetRunner,
+    drafter: Drafter,
+    schedule: Schedule,
+    planner: Callable[[], Planner | None],
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    given: Given,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Decodes ``input_ids`` (B, n), padded on either side, and returns what ``generate`` would.
+
+    Samples come from torch's global generator: after the same ``torch.manual_seed`` they are those of ``generate``.
+
+    Returns:
+        (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` when the config asks for a dict.
+
+    Raises:
+        CapabilityError: for what is not decoded as ``generate`` decodes it; see :mod:`longdraft.integration.requests`.
+        PromptError: token ids that the model does not have, or none.
+        ContextError: prompt and new tokens exceed the target's context.
+
+    Args:
+        planner: asked once everything has been checked: it may measure first.
+        given: what ``generate`` does not hand on by itself.
+    """
+    requests.check(config, model_kwargs, input_ids, given)
+    support.check_tokens(runner.model, input_ids)
+    mask = model_kwargs.get("attention_mask")
+    rows, width = input_ids.shape
+    # generate stops where the criteria say, and has at least one token by then.
+    limit = getattr(stopping_criteria, "max_length", None)
+    budget = max(1, (config.max_length if limit is None else limit) - width)
+    # One row draws as generate does; several draw together there.
+    draws = StepDraws(rows, runner.device) if config.do_sample and rows > 1 else None
+    sequences, pickers = [], []
+    for i, row in enumerate(input_ids):
+        real = row if mask is None else row[mask[i].bool().to(row.device)]
+        sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy=not config.do_sample))
+        own = processors.of_row(logits_processor, i, rows)
+        pickers.append(Picker(not config.do_sample, own, row=None if draws is None else draws.row(i)))
+    support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
+    endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)
+    cache = PromptCache()
+    # A planner may measure for a while: the last thing before work begins.
+    engine = Engine(runner, drafter, sequences, pickers, [endings.rule], cache, schedule, planner=planner())
+    for step in engine.steps(engine.open()):
+        if draws is not None and step.finish_reason is not None:
+            draws.close(step.sequence)
+    output = torch.cat([input_ids, endings.output().to(input_ids.device)], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
+
+
+def _pad(config: Any) -> int | None:
+    """What follows the end of a row, as ``generate`` has settled it; None where it knows nothing."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    if pad is None:
+        pad = config.pad_token_id
+    return None if pad is None else int(pad)

@@ -1,0 +1,116 @@
+"""What a call of ``generate`` asks for: checked before work begins, and refused where longdraft does something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation import GenerationMode
+
+from longdraft.errors import CapabilityError, PromptError
+from longdraft.integration.handover import Given
+
+_PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# What asks for each other way of decoding.
+_ASKED_BY = {
+    "contrastive_search": "penalty_alpha",
+    "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
+    "dola_generation": "dola_layers",
+    "constrained_beam_search": "constraints and force_words_ids",
+    "group_beam_search": "num_beams and num_beam_groups",
+}
+# What a forward is given that has no bearing on the tokens, or is looked at here.
+_KNOWN = frozenset(
+    (
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "cache_position",
+        "logits_to_keep",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+    )
+)
+
+
+def check(config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: Given) -> None:
+    """Refuses what would not be decoded as ``generate`` decodes it.
+
+    Raises:
+        CapabilityError: naming what to leave out.
+        PromptError: no token ids, or none of a batch.
+    """
+    _check_mode(config, given)
+    _check_outputs(config)
+    _check_inputs(config, model_kwargs, given)
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        raise PromptError(
+            f"generate was given {input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}: give it whole numbers, "
+            "at least one row, and at least one token in each."
+        )
+    _check_mask(model_kwargs.get("attention_mask"), input_ids)
+    _check_positions(model_kwargs, input_ids)
+
+
+def _check_mode(config: Any, given: Given) -> None:
+    mode = config.get_generation_mode(given.assistant)
+    if mode not in _PLAIN:
+        name = str(mode.value)
+        raise CapabilityError(
+            f"longdraft decodes greedily or by sampling, not by {name.replace('_', ' ')}: leave "
+            f"{_ASKED_BY.get(name, 'num_beams')} out."
+        )
+    if given.synced:
+        raise CapabilityError("longdraft does not generate in step with other processes: leave synced_gpus out.")
+    if getattr(config, "cache_implementation", None) == "quantized":
+        raise CapabilityError("longdraft keeps its cache as the model computes it: leave cache_implementation out.")
+
+
+def _check_outputs(config: Any) -> None:
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, False):
+            raise CapabilityError(f"longdraft does not return {name}; leave it off.")
+
+
+def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> None:
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
+    cache = model_kwargs.get("past_key_values")
+    if given.cache or (cache is not None and cache.get_seq_length() > 0):
+        raise CapabilityError(
+            "longdraft keeps its own cache: leave past_key_values out. To read a text once for several calls, use "
+            "Speculator.generate with cache=longdraft.PromptCache()."
+        )
+    if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
+        raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")
+    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN)
+    if foreign:
+        raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
+
+
+def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> None:
+    if mask is not None and mask.shape != input_ids.shape:
+        raise CapabilityError(
+            f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
+            "reads a mask of the prompt, with a number for each token."
+        )
+
+
+def _check_positions(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> None:
+    """Positions are those of the tokens that the mask keeps, counted from 0; the padding's do not matter."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is None:
+        return
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
+    expected = kept.long().cumsum(-1) - 1
+    if positions.dim() > 2 or positions.shape[-1] != input_ids.shape[-1]:
+        same = False
+    else:
+        same = bool((positions.to(input_ids.device).expand_as(expected)[kept] == expected[kept]).all())
+    if not same:
+        raise CapabilityError(
+            "longdraft counts positions from the first token that the attention_mask keeps, and the given position_ids "
+            "are others: leave position_ids out."
+        )

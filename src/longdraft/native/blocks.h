@@ -1,0 +1,281 @@
+// The parts that attention is put together from: a block's scores, its softmax, its values, and how segments join.
+//
+// A row gets the same bits whoever its neighbours are: the borders of blocks and segments are fixed, not chosen by how many
+// threads there are, and every sum has one order.
+#pragma once
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+namespace {
+
+using std::int64_t;
+
+constexpr int64_t BLOCK = 128;    // keys at a time
+constexpr int64_t SEGMENT = 512;  // keys that one thread takes
+constexpr int ROWS = 6;           // rows of a tile
+constexpr int COLUMNS = TILE / ROWS;
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+// The next block, fetched while this one is computed: each group of rows fetches its share of the rows of K^T and V, a
+// row in as many steps as there are groups, so that memory is kept busy evenly.
+struct Fetch {
+  const float *next;   // the first of this group's share
+  int64_t row, steps;  // floats to the next row; steps that one row is fetched in
+};
+
+struct Fetching {
+  explicit Fetching(Fetch f) : next(f.next), row(f.row), steps(f.steps), left(f.steps) {}
+
+  inline void step() {
+    next = --left ? next : next + row;
+    left = left ? left : steps;
+  }
+
+  const float *next;
+  const int64_t row, steps;
+  int64_t left;
+};
+
+// R rows of q (R, d) times C x LANES keys of kt (d, keys): scores (R, BLOCK).
+template <int R, int C>
+inline void score(const float *q, int64_t d, const float *kt, int64_t kt_row, Fetch fetch, float *s) {
+  vec acc[R * C] = {};
+  Fetching ahead(fetch);
+  for (int64_t i = 0; i < d; i++, ahead.step()) {
+    vec b[C];
+    UNROLLED for (int c = 0; c < C; c++) {
+      b[c] = load(kt + i * kt_row + c * LANES);
+      __builtin_prefetch(ahead.next + c * LANES);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+      UNROLLED for (int c = 0; c < C; c++) acc[r * C + c] = fused(every(q[r * d + i]), b[c], acc[r * C + c]);
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++) {
+    UNROLLED for (int c = 0; c < C; c++) store(s + r * BLOCK + c * LANES, acc[r * C + c]);
+  }
+}
+
+// out (R, d) += p (R, BLOCK) times v (keys, d), C x LANES columns of it.
+template <int R, int C>
+inline void mix(const float *p, int64_t keys, const float *v, int64_t v_row, Fetch fetch, float *out, int64_t d) {
+  vec acc[R * C];
+  UNROLLED for (int r = 0; r < R; r++) {
+    UNROLLED for (int c = 0; c < C; c++) acc[r * C + c] = load(out + r * d + c * LANES);
+  }
+  Fetching ahead(fetch);
+  for (int64_t j = 0; j < keys; j++, ahead.step()) {
+    vec b[C];
+    UNROLLED for (int c = 0; c < C; c++) {
+      b[c] = load(v + j * v_row + c * LANES);
+      __builtin_prefetch(ahead.next + c * LANES);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+      UNROLLED for (int c = 0; c < C; c++) acc[r * C + c] = fused(every(p[r * BLOCK + j]), b[c], acc[r * C + c]);
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++) {
+    UNROLLED for (int c = 0; c < C; c++) store(out + r * d + c * LANES, acc[r * C + c]);
+  }
+}
+
+inline Fetch moved(Fetch f, int64_t floats) { return {f.next + floats, f.row, f.steps}; }
+
+template <int R>
+void score_rows(const float *q, int64_t d, const float *kt, int64_t kt_row, int64_t keys, Fetch fetch, float *s) {
+  int64_t j = 0;
+  for (; j + COLUMNS * LANES <= keys; j += COLUMNS * LANES) {
+    score<R, COLUMNS>(q, d, kt + j, kt_row, moved(fetch, j), s + j);
+  }
+  for (; j + LANES <= keys; j += LANES) score<R, 1>(q, d, kt + j, kt_row, moved(fetch, j), s + j);
+  for (; j < keys; j++) {
+    for (int r = 0; r < R; r++) {
+      float total = 0;
+      for (int64_t i = 0; i < d; i++) total = fused(q[r * d + i], kt[i * kt_row + j], total);
+      s[r * BLOCK + j] = total;
+    }
+  }
+}
+
+template <int R>
+void mix_rows(const float *p, int64_t keys, const float *v, int64_t v_row, Fetch fetch, float *out, int64_t d) {
+  int64_t c = 0;
+  for (; c + COLUMNS * LANES <= d; c += COLUMNS * LANES) {
+    mix<R, COLUMNS>(p, keys, v + c, v_row, moved(fetch, c), out + c, d);
+  }
+  for (; c < d; c += LANES) mix<R, 1>(p, keys, v + c, v_row, moved(fetch, c), out + c, d);
+}
+
+// k (keys, d) -> kt (d, BLOCK), d a multiple of LANES.
+void transpose_block(const float *k, int64_t k_row, int64_t keys, int64_t d, float *kt) {
+  for (int64_t j = 0; j < keys; j += LANES) {
+    for (int64_t i = 0; i < d; i += LANES) {
+      vec a[LANES];
+      for (int64_t r = 0; r < LANES; r++) {
+        a[r] = load(k + std::min(j + r, keys - 1) * k_row + i);
+        __builtin_prefetch(k + (j + r + BLOCK) * k_row + i);
+      }
+      transpose(a);
+      for (int64_t r = 0; r < LANES; r++) store(kt + (i + r) * BLOCK + j, a[r]);
+    }
+  }
+}
+
+// Rows in groups of at most ROWS, as even as can be: what(R, first row, share), where share(start, row, rows) says what of
+// the next block's rows the group fetches.
+template <int R, typename What, typename Share>
+inline void group(int64_t rows, int64_t first, const What &what, const Share &share) {
+  if (rows == R) return what(std::integral_constant<int, R>{}, first, share);
+  if constexpr (R > 1) group<R - 1>(rows, first, what, share);
+}
+
+template <typename What>
+inline void in_groups(int64_t rows, const What &what) {
+  const int64_t groups = (rows + ROWS - 1) / ROWS;
+  for (int64_t g = 0, first = 0; g < groups; g++) {
+    const int64_t end = rows * (g + 1) / groups;
+    group<ROWS>(end - first, first, what, [=](const float *start, int64_t row, int64_t all) {
+      return Fetch{start + all * g / groups * row, row, groups};
+    });
+    first = end;
+  }
+}
+
+// What one part of the text gives for the rows of one KV head. Room for whole vectors of rows.
+struct Partial {
+  float *out, *high, *total;  // (rows, d) not yet divided; (rows,) maxima and sums of the exponentials
+};
+
+// A block's scores (rows, BLOCK) become weights; what was mixed before shrinks where a maximum rises. LANES rows at a
+// time, so that what there is once a row is done for all of them together.
+void soften(float *s, int64_t rows, int64_t keys, int64_t d, Partial part) {
+  int64_t end = keys;
+  for (; end % LANES; end++) {
+    for (int64_t r = 0; r < rows; r++) s[r * BLOCK + end] = NEVER;
+  }
+  for (int64_t first = 0; first < rows; first += LANES) {
+    const int64_t count = std::min<int64_t>(LANES, rows - first);
+    float *own = s + first * BLOCK;
+    vec each[LANES];
+    for (int64_t r = 0; r < LANES; r++) each[r] = every(NEVER);
+    for (int64_t r = 0; r < count; r++) {
+      vec best = load(own + r * BLOCK), other = best;
+      int64_t j = LANES;
+      for (; j + LANES < end; j += 2 * LANES) {
+        best = larger(load(own + r * BLOCK + j), best);
+        other = larger(load(own + r * BLOCK + j + LANES), other);
+      }
+      if (j < end) best = larger(load(own + r * BLOCK + j), best);
+      each[r] = larger(best, other);
+    }
+    const vec before = load(part.high + first);
+    const vec high = larger(across<Larger, LANES>(each), before);
+    const vec base = high == NEVER ? vec{} : high;  // rows that see nothing yet
+    const vec kept = exponential(before - base);
+    float bases[LANES], keeps[LANES];
+    store(bases, base);
+    store(keeps, kept);
+    for (int64_t r = 0; r < LANES; r++) each[r] = vec{};
+    for (int64_t r = 0; r < count; r++) {
+      float *row = own + r * BLOCK;
+      vec total = {};
+      for (int64_t j = 0; j < end; j += LANES) {
+        const vec p = exponential(load(row + j) - bases[r]);
+        store(row + j, p);
+        total += p;
+      }
+      each[r] = total;
+      if (keeps[r] != 1.0f) {
+        float *out = part.out + (first + r) * d;
+        for (int64_t c = 0; c < d; c += LANES) store(out + c, load(out + c) * keeps[r]);
+      }
+    }
+    store(part.high + first, high);
+    store(part.total + first, fused(load(part.total + first), kept, sums<LANES>(each)));
+  }
+}
+
+// Where a head's keys and values lie.
+struct Text {
+  const float *k, *v;
+  int64_t k_row, k_dim, v_row;
+};
+
+// Rows of q (rows, d), scaled, and what has been found for them.
+struct Queries {
+  const float *q;
+  int64_t rows, d;
+  Partial part;
+};
+
+// Scores (rows, BLOCK) of keys [a, a + keys); turned: room for the keys, transposed.
+void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *s, float *turned) {
+  const float *kt = text.k + a * text.k_row;
+  const bool turns = text.k_row != 1;
+  if (turns) transpose_block(kt, text.k_row, keys, in.d, turned);
+  const float *block = turns ? turned : kt, *next = turns ? turned : kt + BLOCK;
+  const int64_t block_row = turns ? BLOCK : text.k_dim;
+  in_groups(in.rows, [&](auto R, int64_t r, auto share) {
+    score_rows<R.value>(in.q + r * in.d, in.d, block, block_row, keys, share(next, block_row, in.d), s + r * BLOCK);
+  });
+}
+
+// The values of keys [a, a + keys), by weights p (rows, BLOCK).
+void mix_block(const Queries &in, const Text &text, int64_t a, int64_t keys, const float *p) {
+  const float *v = text.v + a * text.v_row;
+  in_groups(in.rows, [&](auto R, int64_t r, auto share) {
+    const Fetch fetch = share(v + BLOCK * text.v_row, text.v_row, keys);
+    mix_rows<R.value>(p + r * BLOCK, keys, v, text.v_row, fetch, in.part.out + r * in.d, in.d);
+  });
+}
+
+// Keys [a, a + keys); hide(s, a, keys) sets the scores of what a row does not see to NEVER.
+template <typename Hide>
+inline void attend_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *s, float *turned,
+                         const Hide &hide) {
+  score_block(in, text, a, keys, s, turned);
+  hide(s, a, keys);
+  soften(s, in.rows, keys, in.d, in.part);
+  mix_block(in, text, a, keys, s);
+}
+
+int64_t padded(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
+
+// A partial's floats, and the partial that lies in them, empty.
+int64_t partial_size(int64_t rows, int64_t d) { return Scratch::whole_lines(rows * d + 2 * padded(rows)); }
+
+Partial empty_partial(float *place, int64_t rows, int64_t d) {
+  const Partial part{place, place + rows * d, place + rows * d + padded(rows)};
+  std::fill(part.out, part.high, 0.0f);
+  std::fill(part.high, part.total, NEVER);
+  std::fill(part.total, part.total + padded(rows), 0.0f);
+  return part;
+}
+
+// What the next segment gave joins what those before it gave. A segment of which a row sees nothing changes nothing.
+void join(const Partial &all, const Partial &next, int64_t rows, int64_t d) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float high = std::max(all.high[r], next.high[r]);
+    if (high == NEVER) continue;
+    const float ours = std::exp(all.high[r] - high), theirs = std::exp(next.high[r] - high);
+    float *out = all.out + r * d;
+    const float *other = next.out + r * d;
+    for (int64_t c = 0; c < d; c += LANES) store(out + c, fused(every(theirs), load(other + c), load(out + c) * ours));
+    all.total[r] = fused(theirs, next.total[r], all.total[r] * ours);
+    all.high[r] = high;
+  }
+}
+
+void divide(const Partial &part, int64_t rows, int64_t d, float *out) {
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t c = 0; c < d; c++) out[r * d + c] = part.out[r * d + c] / part.total[r];
+  }
+}
+
+}  // namespace

@@ -1,0 +1,195 @@
+"""A model's structure once more, on the same weights; and whether the model's structure has changed since."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from longdraft.errors import UnsupportedModelError
+
+# What every module has: its parameters, buffers, children and hooks.
+_OWN = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# A model compiled in place calls itself, not its copy.
+_LEFT_OUT = "_compiled_call_impl"
+# Nothing that decoding depends on, or nothing that ours depends on.
+_IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
+_IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# How deep lists of lists are searched for modules.
+_DEPTH = 3
+
+
+def copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of new modules, in evaluation mode, that hold the very parameters and buffers of the given one.
+
+    Modules refer to each other as theirs do, also through methods, partial functions and closures that stand in the
+    place of a ``forward``. Configurations are copies. All else is shared, the callers' hooks among it.
+
+    Raises:
+        UnsupportedModelError: it has a module that cannot be copied.
+    """
+    name = type(model).__name__
+    try:
+        return _Copying(model).model.eval()
+    except Exception as error:  # whatever an unusual module may not like about it
+        raise UnsupportedModelError(
+            f"longdraft hosts a copy of a model's structure, and {name}'s cannot be copied ({error})."
+        ) from error
+
+
+class _Copying:
+    """One copy in the making.
+
+    Attributes:
+        model: the copy.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        modules = list(model.modules())
+        # id of what was copied -> its copy
+        self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
+        for module in modules:
+            own = vars(self._copies[id(module)])
+            for name, value in list(vars(module).items()):
+                if name == "_modules":
+                    own[name] = {n: child if child is None else self._copies[id(child)] for n, child in value.items()}
+                elif name in _OWN:
+                    own[name] = value.copy() if isinstance(value, dict | set) else value
+                elif name != _LEFT_OUT:
+                    own[name] = self._found(value, name == "forward")
+        self.model: PreTrainedModel = self._copies[id(model)]
+
+    def _found(self, value: Any, code: bool, depth: int = 0) -> Any:
+        """What stands for a value in the copy: itself, unless it has to do with modules.
+
+        Args:
+            code: it stands in the place of a ``forward``: what it closes over counts.
+        """
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if isinstance(value, PretrainedConfig):
+            return copy.deepcopy(value, self._copies)
+        if isinstance(value, MethodType):
+            owner = self._found(value.__self__, code, depth)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            return self._partial(value, depth)
+        if isinstance(value, FunctionType) and code:
+            return self._function(value, depth)
+        if type(value) in (list, tuple, dict, OrderedDict) and depth < _DEPTH:
+            items = list(value.values() if isinstance(value, dict) else value)
+            found = [self._found(item, False, depth + 1) for item in items]
+            if all(a is b for a, b in zip(found, items, strict=True)):
+                return value
+            return type(value)(zip(value, found, strict=True) if isinstance(value, dict) else found)
+        return value
+
+    def _partial(self, value: partial[Any], depth: int) -> Any:
+        """accelerate puts one in the place of a module's ``forward``."""
+        made = partial(
+            self._found(value.func, True, depth),
+            *(self._found(a, False, depth) for a in value.args),
+            **{n: self._found(a, False, depth) for n, a in value.keywords.items()},
+        )
+        vars(made).update(vars(value))
+        return made
+
+    def _function(self, value: FunctionType, depth: int) -> Any:
+        self._copies[id(value)] = value  # one that closes over itself ends here
+        cells = [self._cell(cell, depth) for cell in value.__closure__ or ()]
+        if all(a is b for a, b in zip(cells, value.__closure__ or (), strict=True)):
+            return value
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+        made.__kwdefaults__ = value.__kwdefaults__
+        self._copies[id(value)] = made
+        return made
+
+    def _cell(self, cell: CellType, depth: int) -> CellType:
+        try:
+            inside = cell.cell_contents
+        except ValueError:  # nothing in it yet
+            return cell
+        found = self._found(inside, depth < _DEPTH, depth + 1)
+        return cell if found is inside else CellType(found)
+
+
+def signature(model: PreTrainedModel) -> list[Any]:
+    """What a copy depends on: :func:`unchanged` compares two of a model.
+
+    Modules and their types, where parameters and buffers lie, hooks, forwards that were put in the place of a class's,
+    attributes and configurations. What is written into a weight in place changes nothing.
+
+    Raises:
+        UnsupportedModelError: it has a module that is not made of attributes.
+    """
+    found: list[Any] = []
+    known: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has scripted modules, which longdraft cannot host: load it without."
+            )
+        found += (module, type(module), getattr(type(module), "forward", None))
+        for name, value in list(vars(module).items()):
+            if name in ("_parameters", "_buffers"):
+                for key, tensor in list(value.items()):
+                    found += (key, tensor, _place(tensor), None if tensor is None else tensor.dtype)
+            elif name in _HOOKS:
+                found += value.values()
+            elif name == "_modules":
+                found += value
+            elif name not in _OWN and name not in _IGNORED:
+                found.append(name)
+                found += _described(value, known)
+    return found
+
+
+def unchanged(before: list[Any], now: list[Any]) -> bool:
+    """Whether two signatures are of the same structure."""
+    return len(before) == len(now) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b) for a, b in zip(before, now, strict=True)
+    )
+
+
+def _described(value: Any, known: set[int]) -> Iterator[Any]:
+    """An attribute's own identity or value; of a configuration, all that it says."""
+    if not isinstance(value, PretrainedConfig):
+        yield value
+        if type(value) in (list, tuple, dict, OrderedDict):
+            items = value.values() if isinstance(value, dict) else value
+            yield from [item for item in items if isinstance(item, nn.Module | MethodType)]
+    elif id(value) not in known:
+        known.add(id(value))
+        yield value
+        for name, setting in list(vars(value).items()):
+            if name not in _IGNORED_SETTINGS:
+                yield name
+                yield from _described(setting, known) if isinstance(setting, PretrainedConfig) else _flat(setting)
+
+
+def _flat(setting: Any) -> Iterator[Any]:
+    if isinstance(setting, dict):
+        for name, inside in list(setting.items()):
+            yield name
+            yield from _flat(inside)
+    elif isinstance(setting, list | tuple):
+        for inside in list(setting):
+            yield from _flat(inside)
+    else:
+        yield setting
+
+
+def _place(tensor: torch.Tensor | None) -> int:
+    try:
+        return 0 if tensor is None else tensor.data_ptr()
+    except RuntimeError:  # a kind of tensor that lies nowhere by itself
+        return 0

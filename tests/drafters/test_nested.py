@@ -1,0 +1,229 @@
+"""Drafting in levels: what each level writes, what is left of it. That the output is the target's: tests/exactness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.drafters import self_drafter, small_lm_cache
+from longdraft.drafters.base import NoDrafter
+from longdraft.drafters.nested import NestedDrafter
+from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.self_small_lm import SparseLMDrafter
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.engine import Engine
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker
+from tests import chi_square
+from tests.drafts import small_lm
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
+VIEW = {"budget": 24, "chunk": 4, "sink": 4, "window": 4}
+LEVEL = {f"level_{name}": size for name, size in VIEW.items()}
+DRAWN_HARD = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch):
+    monkeypatch.setattr(self_drafter, "FRESH", 6)
+    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
+    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+
+
+def three_layers():
+    return tiny_model(vocab=11, dtype=torch.float64)
+
+
+def tokens(results):
+    return [r.token_ids for r in results]
+
+
+def plain(model, prompts=PROMPTS, n=40, **settings):
+    return Speculator("ar", target=model).generate(prompts, max_new_tokens=n, **settings)
+
+
+def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
+    sampling = sampling or Sampling()
+    sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
+    engine = Engine(TargetRunner(model), drafter, sequences, pickers, cache=cache or PromptCache())
+    list(engine.steps(engine.open()))
+    return sequences
+
+
+def test_fewer_forwards_of_the_level_where_its_drafter_is_good():
+    """A level with a view of everything, drafted for by another one: it needs a forward for several tokens."""
+    model = three_layers()
+    counts = []
+    for inner in (NoDrafter(), SelfDrafter(budget=100, depth=3)):
+        drafter = NestedDrafter(inner, SelfDrafter(budget=400), 6)
+        (s,) = run(drafter, model, [PROMPTS[0]], 43)
+        assert s.output == tokens(plain(model, [PROMPTS[0]], 43))[0] and s.rounds == 6
+        counts.append(drafter.forwards)
+    assert counts == [36, 12]
+
+
+def test_three_levels_and_a_small_model_as_one(tmp_path):
+    model = three_layers()
+    draft = SmallLMDraft.load(small_lm(tmp_path))
+    lookup = NestedDrafter(NGramDrafter(), SparseLMDrafter(draft, budget=24, window=4), 3)
+    streaming = NestedDrafter(lookup, SelfDrafter("streaming", budget=24), 4)
+    drafter = NestedDrafter(streaming, SelfDrafter("chunks", **VIEW | {"budget": 40}), 6)
+    sequences = run(drafter, model, PROMPTS, 24)
+    assert [s.output for s in sequences] == tokens(plain(model, n=24)) and sum(s.accepted for s in sequences) > 20
+    again = run(drafter, model, PROMPTS, 24)
+    assert [(s.output, s.accepted) for s in again] == [(s.output, s.accepted) for s in sequences]
+    # The level under the target is what counts.
+    alone = run(NestedDrafter(NoDrafter(), SelfDrafter("chunks", **VIEW | {"budget": 40}), 6), model, PROMPTS, 24)
+    assert [s.accepted for s in alone] == [s.accepted for s in sequences]
+
+
+def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
+    """What it does not know it never says; drawn and picked."""
+    model = three_layers()
+    draft = SmallLMDraft.load(small_lm(tmp_path))
+    for sampling in (Sampling(), DRAWN_HARD):
+        level = SparseLMDrafter(draft, budget=24, window=4)
+        bind = level.bind
+
+        def trimmed(runner, store, level=level, bind=bind):
+            bind(runner, store)
+            own = level._bound
+            level._bound = type(own)(own.runner, torch.arange(11), own.trained_length)
+
+        level.bind = trimmed
+        sequences = run(NestedDrafter(NGramDrafter(), level), model, PROMPTS, 20, sampling=sampling)
+        want = [plain(model, [p], 20, sampling=sampling, seed=i)[0].token_ids for i, p in enumerate(PROMPTS)]
+        assert [s.output for s in sequences] == want
+
+
+def test_nothing_of_a_level_is_left_in_the_full_store():
+    """The KV after a run is that of one forward over the text, and no row counts as shown."""
+    model = three_layers()
+    cache = PromptCache()
+    drafter = NestedDrafter(NGramDrafter(), SelfDrafter("chunks", **VIEW))
+    committed = []
+    keep = SelfDrafter.keep
+
+    def kept(self, sequence, path):
+        before = list(self.full.lengths)
+        keep(self, sequence, path)
+        committed.append(self.full.lengths == before)
+
+    drafter.level.keep = kept.__get__(drafter.level)
+    (s,) = run(drafter, model, [PROMPTS[2]], 40, cache)
+    store, runner = cache.store, TargetRunner(model)
+    assert committed and all(committed) and store.provisional == [0] and s.drafted > s.accepted > 0
+    n = store.lengths[0]
+    other = runner.new_store(1, n)
+    runner.forward([s.tokens[:n]], other, [0], logits="none")
+    for own, exact in ((store.keys, other.keys), (store.values, other.values)):
+        torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
+
+
+def law(model, prompt, rows, sampling):
+    """[root, one, two]: how likely the model, on these rows of the prompt's KV, says two tokens after a root."""
+    runner, n, size = TargetRunner(model), len(prompt), model.config.vocab_size
+    full, part = runner.new_store(1, n), runner.new_store(1, len(rows) + 2)
+    runner.forward([prompt], full, [0], logits="none")
+    for source, target in ((full.keys, part.keys), (full.values, part.values)):
+        target[:, 0, :, : len(rows)] = source[:, 0, :, rows]
+    part.lengths[0] = len(rows)
+
+    def following(*path):
+        logits = runner.forward([list(path)], part, [0], bases=[n]).logits[0, -1:]
+        return torch.softmax(sampling.processors()(torch.tensor([[*prompt, *path]]), logits), -1)[0].double()
+
+    return torch.stack(
+        [torch.stack([following(r)[t] * following(r, t) for t in range(size)]) for r in range(size)]
+    )  # fmt: skip
+
+
+def first_proposals(model, inner, prompt, batch, sampling):
+    """Root and the two tokens that a level proposes behind it, sequence by sequence; ``inner`` drafts for it."""
+    drafter, first = NestedDrafter(inner, SelfDrafter("streaming", 4, 1, 3), 2), []
+    propose = drafter.propose
+
+    def recorded(sequences, budget=None):
+        trees = propose(sequences, budget)
+        first.append([tuple(tree.tokens) for tree in trees])
+        return trees
+
+    drafter.propose = recorded
+    run(drafter, model, [prompt] * batch, 4, sampling=sampling)
+    return first[0]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.9)], ids=str)
+def test_what_a_level_emits_follows_the_level(monkeypatch, sampling):
+    """Chi-square of the two tokens that it proposes after the target's first, against its own law on its own rows.
+
+    Whoever drafts for it: the same seeds give the same tokens.
+    """
+    monkeypatch.setattr(self_drafter, "FRESH", 0)
+    model, prompt, counts = tiny_model(vocab=4, layers=1), [1, 2, 3, 1, 2, 0, 1] * 3, torch.zeros(4, 4, 4)
+    found = first_proposals(model, NoDrafter(), prompt, 1000, sampling)
+    for root, one, two in found:
+        counts[root, one, two] += 1
+    own = law(model, prompt, [0, 18, 19, 20], sampling)
+    assert chi_square.p_value(counts, own * counts.sum((1, 2), keepdim=True)) > 0.01
+    # The target's own is another one, or this would say nothing.
+    theirs = law(model, prompt, list(range(21)), sampling)
+    assert chi_square.p_value(counts, theirs * counts.sum((1, 2), keepdim=True)) < 1e-6
+    for inner in (NGramDrafter(min_n=1), SelfDrafter("streaming", 2, 0, 2)):
+        assert first_proposals(model, inner, prompt, 100, sampling) == found[:100]
+
+
+def test_a_level_draws_with_the_draws_to_come():
+    """Where it sees what the target sees, all that it drew is drawn."""
+    model = three_layers()
+    drafter = NestedDrafter(NGramDrafter(), SelfDrafter(budget=400), 5)
+    (s,) = run(drafter, model, [PROMPTS[0]], 37, sampling=DRAWN_HARD)
+    assert s.rounds == 6 and s.accepted == 30
+
+
+def test_nestings_that_make_no_sense(tmp_path):
+    model = three_layers()
+    level = SelfDrafter("chunks", **VIEW)
+    with pytest.raises(ValueError, match="NGramDrafter cannot verify what another one drafts"):
+        NestedDrafter(level, NGramDrafter())
+    with pytest.raises(ValueError, match="SmallLMDrafter cannot verify"):
+        NestedDrafter(NGramDrafter(), SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path))))
+    with pytest.raises(ValueError, match="acceptance=residual has no meaning under a level"):
+        NestedDrafter(SelfDrafter(acceptance="residual"), level)
+    with pytest.raises(ValueError, match="acceptance=residual"):
+        Speculator("nested", target=model, draft=tmp_path, acceptance="residual", **LEVEL)
+    for under in (SelfDrafter(budget=64), NestedDrafter(NGramDrafter(), SelfDrafter(budget=64))):
+        with pytest.raises(ValueError, match="give it a budget above 64 rows, not 24"):
+            NestedDrafter(under, level)
+    with pytest.raises(ValueError, match="depth must be a whole number of at least 1"):
+        NestedDrafter(NGramDrafter(), level, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        ("triforce", {"budget": 40}, r"at least sink \+ window"),
+        ("triforce", {"depth": 0}, "depth must be"),
+        ("triforce", {"drafted": 0}, "drafted must be"),
+        ("triforce", {"streamed": 16}, "streamed must be a whole number of at least 17"),
+        ("triforce", {"streamed": 510}, "was trained for|were trained|than the 512 tokens"),
+        ("triforce", {"view": "chunks"}, "no option view"),
+        ("nested", {"level_budget": 40}, r"at least sink \+ window"),
+        ("nested", {"level_view": "some"}, "view must be"),
+        ("nested", {"level_depth": 0}, "depth must be"),
+        ("nested", {"drafter": "nested"}, "drafter must be one of"),
+        ("nested", {"drafter": "self"}, "the draft is for small-lm, not for self"),
+        ("nested", {"level_depths": 3}, "no option level_depths"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(tmp_path, method, options, says):
+    with pytest.raises(ValueError, match=says):
+        Speculator(method, target=three_layers(), draft=small_lm(tmp_path), **options)

@@ -1,0 +1,146 @@
+"""LongSpec and EAGLE-3 with retrieval: what is proposed, and that nothing outlives a request.
+
+That the output is the target's: tests/exactness.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import Sampling, Speculator
+from longdraft.drafters.eagle3 import Eagle3Drafter
+from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.engine import Engine
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker
+from tests.drafts import random_draft, random_eagle3
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i * i % 11 for i in range(70)], [8]]
+# A working cache that is soon smaller than the text.
+SMALL = {"chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4}
+TREE = {"widths": (3, 3, 2)}
+METHODS = ("longspec", "specextend-eagle3")
+
+
+def five_layers(**over):
+    """As many as a random EAGLE-3 draft reads."""
+    return tiny_model(layers=5, vocab=11, **over)
+
+
+def folder(method, where, model, **over):
+    kind = random_draft if method == "longspec" else random_eagle3
+    return kind(where, model, **over)
+
+
+def tokens(results):
+    return [r.token_ids for r in results]
+
+
+def drafter(method, where, model, **options):
+    kind = LongSpecDrafter if method == "longspec" else Eagle3Drafter
+    return kind.load(folder(method, where, model), **TREE, **options)
+
+
+def proposals(drafter, model, prompts, n=24, sampling=None):
+    """Every tree that is proposed in a run."""
+    found, propose = [], type(drafter).propose
+
+    def recorded(sequences, budget=None):
+        trees = propose(drafter, sequences, budget)
+        found.extend((s.index, len(s.output), tree) for s, tree in zip(sequences, trees, strict=True))
+        return trees
+
+    drafter.propose = recorded
+    sampling = sampling or Sampling()
+    sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
+    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+    pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
+    engine = Engine(TargetRunner(model), drafter, sequences, pickers)
+    list(engine.steps(engine.open()))
+    return found
+
+
+def shapes(found):
+    return [(i, n, tree.tokens, tree.parents) for i, n, tree in found]
+
+
+def close(a, b):
+    return all(x.log_probs == pytest.approx(y.log_probs, abs=1e-9) for (*_, x), (*_, y) in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
+def test_a_working_cache_that_covers_the_text_proposes_what_the_draft_does_without(tmp_path, method, sampling):
+    model = five_layers(dtype=torch.float64)
+    plain = proposals(drafter(method, tmp_path, model), model, PROMPTS, 30, sampling)
+    sizes = {"chunk": 2, "chunks": 60, "every": 2, "sink": 2, "recent": 4}
+    covering = proposals(drafter(method, tmp_path, model, retrieval=True, **sizes), model, PROMPTS, 30, sampling)
+    assert shapes(plain) == shapes(covering) and close(plain, covering)
+    # And one that does not cover it says something else, or all of this would mean nothing.
+    other = proposals(drafter(method, tmp_path, model, retrieval=True, **SMALL), model, PROMPTS, 30, sampling)
+    assert shapes(plain) != shapes(other)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_requests_with_one_drafter_equal_two_fresh_ones(tmp_path, method):
+    """What was retrieved, counted or gathered for the first must not meet the second."""
+    model = five_layers(dtype=torch.float64)
+    options = {"retrieval": True, **SMALL, "every": 7}
+    first, second = PROMPTS[2], [(5 * i * i + 2 * i) % 11 for i in range(66)]
+    used = drafter(method, tmp_path, model, **options)
+    for prompt in (first, second, first):
+        fresh = drafter(method, tmp_path, model, **options)
+        again, anew = proposals(used, model, [prompt]), proposals(fresh, model, [prompt])
+        assert shapes(again) == shapes(anew) and close(again, anew)
+
+
+def test_nothing_is_tapped_where_nobody_asks(tmp_path, monkeypatch):
+    model = five_layers()
+    asked, forward = [], TargetRunner.forward
+
+    def seen(self, *args, **options):
+        asked.append(options.get("taps"))
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", seen)
+    Speculator("longspec", target=model, draft=random_draft(tmp_path, model), **TREE).generate(
+        [PROMPTS[2]], max_new_tokens=9
+    )
+    assert asked and not any(taps.queries for taps in asked if taps is not None)
+
+
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
+def test_specpv_drafts_with_retrieval(tmp_path, kind):
+    """With a budget that covers the text, it is exact too."""
+    model = five_layers(dtype=torch.float64)
+    options = {"draft": folder(kind, tmp_path, model), "drafter": kind, "retrieval": True, **TREE}
+    sizes = {"sink": 4, "recent": 4, "block": 4, "margin": 6, "chunk": 2, "chunks": 4, "every": 2}
+    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40)
+    whole = Speculator("specpv", target=model, budget=200, **options, **sizes)
+    assert tokens(whole.generate(PROMPTS, max_new_tokens=40)) == tokens(want)
+    part = Speculator("specpv", target=model, budget=8, **options, **sizes)
+    results = part.generate(PROMPTS, max_new_tokens=40)
+    assert all(len(r.token_ids) == 40 for r in results) and results[0].partial_rounds > 0
+
+
+def test_sizes_of_specpvs_partial_cache_are_none_of_a_draft_without_retrieval(tmp_path):
+    model = five_layers()
+    options = {"draft": random_draft(tmp_path, model), "drafter": "longspec", "sink": 4, "recent": 4, "block": 4}
+    Speculator("specpv", target=model, budget=8, **options)
+    with pytest.raises(ValueError, match="chunks shape the retrieval"):
+        Speculator("specpv", target=model, budget=8, chunks=8, **options)
+
+
+def test_the_method_retrieves_and_grows_an_opt_tree(tmp_path):
+    model = five_layers()
+    draft = random_eagle3(tmp_path, model)
+    spec = Speculator("specextend-eagle3", target=model, draft=draft)
+    made = spec._recipe(spec.runner()).drafter()
+    assert made.retrieval.chunks == 64 and made.retrieval.every == 8 and made.plan.threshold is not None
+    spec = Speculator("specextend-eagle3", target=model, draft=draft, widths=(2, 2), chunks=16)
+    assert spec._recipe(spec.runner()).drafter().plan.widths == (2, 2)
+    with pytest.raises(ValueError, match="window and retrieval"):
+        Speculator("specextend-eagle3", target=model, draft=draft, window=64)

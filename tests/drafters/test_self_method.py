@@ -1,0 +1,217 @@
+"""The target as its own drafter, and MagicDec: what its views hold, what is counted, what is refused.
+
+That the output is the target's: tests/exactness.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.drafters import self_drafter, small_lm_cache
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.engine import Engine
+from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
+from longdraft.kv import memory
+from longdraft.sequence import Sequence
+from longdraft.target.runner import TargetRunner
+from longdraft.verify.sampling import Picker
+from tests.drafts import random_draft, small_lm
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
+SMALL = {"budget": 24, "window": 4}
+STREAMING = {"view": "streaming", "budget": 24, "sink": 4}
+SNAPKV = {"view": "snapkv", **SMALL}
+CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, **SMALL}
+TOKENS = {"view": "tokens", "sink": 2, **SMALL}
+VIEWS = [STREAMING, SNAPKV, CHUNKS | {"refresh": 2}, TOKENS | {"adaptive": True, "refresh": 0}]
+views = pytest.mark.parametrize("view", VIEWS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch):
+    monkeypatch.setattr(self_drafter, "FRESH", 6)
+    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
+    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+
+
+def tokens(results):
+    return [r.token_ids for r in results]
+
+
+def plain(model, prompts=PROMPTS, n=40, **settings):
+    return Speculator("ar", target=model).generate(prompts, max_new_tokens=n, **settings)
+
+
+@pytest.mark.parametrize("view", ["streaming", "snapkv", "chunks", "tokens"])
+def test_a_view_of_everything_is_always_right(view):
+    """Texts shorter than the budget: the draft is the target."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    results = Speculator("self", target=model, view=view, depth=3).generate(PROMPTS, max_new_tokens=41)
+    assert tokens(results) == tokens(plain(model, n=41))
+    assert [r.mean_accepted_length for r in results] == [4.0] * 4
+
+
+def run(drafter, model, prompts, n=30, cache=None, **engine):
+    sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts)]
+    pickers = [Picker(True, Sampling().processors()) for _ in prompts]
+    made = Engine(TargetRunner(model), drafter, sequences, pickers, cache=cache or PromptCache(), **engine)
+    list(made.steps(made.open()))
+    return sequences
+
+
+@views
+def test_one_drafter_for_two_runs(view):
+    """Nothing of the first text is left in its slot."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    used = SelfDrafter(**view)
+    for prompts in (PROMPTS[2:], PROMPTS[:2]):
+        again, anew = run(used, model, prompts), run(SelfDrafter(**view), model, prompts)
+        assert [(s.output, s.accepted, s.rounds) for s in again] == [(s.output, s.accepted, s.rounds) for s in anew]
+
+
+@views
+def test_only_verifications_write_to_the_full_store(view):
+    """After a run it holds the KV of one forward over the text, but for rounding. On a view it would be another one."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    cache = PromptCache()
+    (s,) = run(SelfDrafter(**view), model, [PROMPTS[2]], 40, cache)
+    store, runner = cache.store, TargetRunner(model)
+    n = store.lengths[0]
+    assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.provisional == [0]
+    other = runner.new_store(1, n)
+    runner.forward([s.tokens[:n]], other, [0], logits="none")
+    for own, exact in ((store.keys, other.keys), (store.values, other.values)):
+        torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [5, 40, 64, 65, 70, 127, 128, 129])
+def test_snapkvs_window_of_queries_whatever_the_pieces_of_the_prompt(length):
+    """The prompt's last queries choose, also where a piece ends among them."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    prompt = [(i * i) % 11 for i in range(length)]
+    seen = []
+    for chunk in (1024, 64):
+        drafter = SelfDrafter(**SNAPKV, depth=2)
+        queries = drafter.looked
+        drafter.looked = lambda s, q, queries=queries: (seen.append(q[0].shape[1]), queries(s, q))[1]
+        (s,) = run(drafter, model, [prompt], 20, chunk=chunk)
+        seen.append((s.output, s.accepted))
+    assert seen[0] == seen[2] == min(length, 4) and seen[1] == seen[3]
+
+
+@pytest.mark.parametrize("view", [{"view": "streaming"}, {"window": 4}, {"view": "chunks", "chunk": 4, "window": 4}])
+def test_specpv_takes_it_for_a_drafter(view):
+    """Its views then hold rows that partial verification computed, until a full one replaces them."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    sizes = {"budget": 24, "sink": 4, "recent": 4, "block": 4, "margin": 6}
+    spec = Speculator("specpv", target=model, drafter="self", **sizes, **view)
+    results = spec.generate(PROMPTS, max_new_tokens=30)
+    assert all(len(r.token_ids) == 30 for r in results) and sum(r.accepted for r in results) > 0
+
+
+def test_it_counts_its_forwards():
+    model = tiny_model(vocab=11)
+    drafter = SelfDrafter(**SNAPKV, depth=3)
+    (s,) = run(drafter, model, [PROMPTS[2]], 30)
+    assert drafter.forwards >= s.drafted > 0
+
+
+@pytest.mark.parametrize("view", ["streaming", "snapkv"])
+def test_magicdec_with_the_targets_weights_as_its_small_model(tmp_path, view):
+    """Then the small model's view is the target's, and it accepts as the target itself does (with snapkv)."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    model.save_pretrained(tmp_path)
+    options = {"view": view, "budget": 24, **({"window": 4} if view == "snapkv" else {})}
+    own = Speculator("magicdec", target=model, **options).generate(PROMPTS, max_new_tokens=40)
+    small = Speculator("magicdec", target=model, draft=tmp_path, **options).generate(PROMPTS, max_new_tokens=40)
+    assert tokens(own) == tokens(small) == tokens(plain(model))
+    assert own[0].method == small[0].method == "magicdec" and own[0].exact
+    if view == "snapkv":
+        assert [r.accepted for r in small] == [r.accepted for r in own]
+
+
+def test_a_small_model_without_rotary_positions_and_one_that_overflows(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=11, n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    model = tiny_model(vocab=11)
+    spec = Speculator("magicdec", target=model, draft=tmp_path / "gpt2", **SNAPKV)
+    assert tokens(spec.generate([PROMPTS[0]], max_new_tokens=12)) == tokens(plain(model, [PROMPTS[0]], 12))
+    with pytest.raises(CapabilityError, match="positions for 64"):
+        spec.generate([PROMPTS[2]], max_new_tokens=12)
+    spec = Speculator("magicdec", target=model, draft=small_lm(tmp_path / "nan"), **SNAPKV)
+    with torch.no_grad():
+        spec.options["draft"].bound(spec.runner()).runner.model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
+    assert tokens(spec.generate(PROMPTS, max_new_tokens=12)) == tokens(plain(model, n=12))
+
+
+def test_a_small_model_that_a_text_outgrows_is_named(tmp_path, caplog):
+    model = tiny_model(vocab=11)
+    spec = Speculator("magicdec", target=model, draft=small_lm(tmp_path, context=32), **SNAPKV)
+    with caplog.at_level(logging.WARNING, logger="longdraft"):
+        spec.generate([PROMPTS[0]], max_new_tokens=4)
+    assert "trained for texts of 32 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        ("self", {"budget": 40}, r"budget must be at least sink \+ window \(48 tokens\)"),
+        ("self", {"view": "some"}, "view must be"),
+        ("self", {"view": "chunks", "sink": 12}, "multiple of chunk"),
+        ("self", {"refresh": -1}, "refresh must be"),
+        ("self", {"refresh": 2.0}, "refresh must be"),
+        ("self", {"adaptive": "yes"}, "adaptive must be True or False"),
+        ("self", {"depth": 0}, "depth must be"),
+        ("self", {"draft": "x"}, "no option draft"),
+        ("self", {"tree": "chain", "top_k": 2}, "a chain takes depth"),
+        ("magicdec", {"view": "chunks"}, "view must be streaming or snapkv"),
+        ("magicdec", {"budget": 8}, r"at least sink \+ window"),
+        ("magicdec", {"drafter": "longspec"}, "drafter must be one of self, small-lm"),
+        ("magicdec", {"widths": (2, 2)}, "no option widths"),
+        ("magicdec", {"chunk": 4}, "no option chunk"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(method, options, says):
+    with pytest.raises(ValueError, match=says):
+        Speculator(method, target=tiny_model(vocab=11), **options)
+
+
+def test_drafts_and_drafters_that_do_not_go_together(tmp_path):
+    model = tiny_model(vocab=11)
+    folder = small_lm(tmp_path / "small")
+    with pytest.raises(ValueError, match="the draft is for small-lm, not for self"):
+        Speculator("magicdec", target=model, draft=folder, drafter="self")
+    with pytest.raises(CheckpointError, match="holds a draft for longspec, not for small-lm"):
+        Speculator("magicdec", target=model, draft=random_draft(tmp_path / "longspec", model))
+    with pytest.raises(CheckpointError, match="does not have the target's vocabulary"):
+        Speculator("magicdec", target=model, draft=small_lm(tmp_path / "other", vocab=12))
+    with pytest.raises(CapabilityError, match="needs a draft"):
+        Speculator("magicdec", target=model, drafter="small-lm")
+    for options, says in (
+        ({"view": "streaming", "budget": 500}, "was trained for|were trained|than the 512 tokens"),
+        ({"view": "streaming", "budget": 20, "sink": 16, "window": 8}, r"at least sink \+ window"),
+        ({"view": "snapkv", "budget": 20}, r"at least sink \+ window"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Speculator("magicdec", target=model, draft=folder, **options)
+
+
+def test_views_that_do_not_fit_the_memory(monkeypatch):
+    model = tiny_model(vocab=11)
+    spec = Speculator("self", target=model, budget=400)
+    run = spec.stream([PROMPTS[2]], max_new_tokens=300)
+    needed = []
+    monkeypatch.setattr(
+        memory, "available_bytes", lambda device: needed.append(1) or (10**9 if len(needed) < 2 else 10)
+    )
+    with pytest.raises(MemoryBudgetError):
+        list(run)

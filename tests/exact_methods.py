@@ -1,0 +1,72 @@
+"""A speculator of each exact method for one tiny target, whose random drafts are right now and then."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from longdraft import Speculator
+from tests.drafts import random_draft, random_eagle3, random_heads, small_lm
+from tests.tiny import tiny_model
+
+SMALL_VIEW: dict[str, Any] = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
+EXACT = (
+    "ar", "prompt-lookup", "longspec", "eagle3", "small-lm", "specextend", "specextend-eagle3", "self", "magicdec",
+    "triforce", "nested", "heads", "tokenswift", "specpv-exact",
+)  # fmt: skip
+
+
+class Specs:
+    """Speculators by method, each made once, with one target in float64: rounding decides no token."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.model: PreTrainedModel = tiny_model(layers=4, hidden=32, heads=2, kv_heads=1, dtype=torch.float64)
+        self.get = cache(self._make)
+
+    def _make(self, method: str) -> Speculator:
+        return Speculator(method, target=self.model, plan="fixed", **self._options(method))
+
+    def _options(self, method: str) -> dict[str, Any]:
+        folder = self._folder / method
+        trained: dict[str, Any] = {
+            "longspec": lambda: {"draft": random_draft(folder, self.model), "widths": (4, 2)},
+            "eagle3": lambda: {"draft": self._eagle3(folder), "depth": 2, "top_k": 4},
+            "specextend-eagle3": lambda: {"draft": self._eagle3(folder), "depth": 2, "nodes": 8},
+            "small-lm": lambda: {
+                "draft": self._target(folder),
+                "depth": 3,
+                "nodes": 8,
+            },  # always right where nothing is processed
+            "specextend": lambda: {"draft": small_lm(folder, vocab=61), "depth": 2, "nodes": 8},
+            "triforce": lambda: {"draft": small_lm(folder, vocab=61)},
+            "heads": lambda: {"draft": random_heads(folder, self.model), "nodes": 8},
+            "tokenswift": lambda: {"draft": random_heads(folder, self.model), "reuse_n": 2, **SMALL_VIEW},
+        }
+        free: dict[str, dict[str, Any]] = {
+            "prompt-lookup": {"min_n": 1},
+            "self": {"depth": 2, **SMALL_VIEW},
+            "nested": {"drafter": "prompt-lookup", "min_n": 1},
+            "magicdec": {"drafter": "self", "depth": 2},
+            "specpv-exact": {
+                "drafter": "prompt-lookup", "min_n": 1, "budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 4,
+            },
+        }  # fmt: skip
+        return trained[method]() if method in trained else free.get(method, {})
+
+    def _target(self, folder: Path) -> Path:
+        self.model.save_pretrained(folder)
+        return folder
+
+    def _eagle3(self, folder: Path) -> Path:
+        return random_eagle3(folder, self.model, layers=(0, 1, 2))
+
+
+@pytest.fixture(scope="session")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Specs:
+    return Specs(tmp_path_factory.mktemp("drafts"))

@@ -1,0 +1,144 @@
+"""What is decoded with: every method, and those of its options that change what is drafted or verified, as cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+RETRIEVAL = {"chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4}  # soon smaller than the text
+TREE = {"widths": (3, 3, 2)}
+VIEW = {"budget": 24, "window": 4}
+STREAMING = {"view": "streaming", "budget": 24, "sink": 4}
+SNAPKV = {"view": "snapkv", **VIEW}
+CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, **VIEW}
+TOKENS = {"view": "tokens", "sink": 2, **VIEW}
+LEVEL = {f"level_{name}": size for name, size in CHUNKS.items() if name != "view"}
+PARTIAL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
+SMALL_RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}
+TRIFORCE = {"chunk": 4, "sink": 4, **VIEW, "streamed": 30}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with options.
+
+    Attributes:
+        draft: which of the drafts of the workshop it takes; None: it needs none.
+        alike: a sequence decodes alike, round by round, whoever is beside it in a batch.
+        kept_alike: and alike with a prompt that is read from a cache.
+        draws: whether a seed gives plain decoding's text (not with residual acceptance).
+    """
+
+    method: str
+    draft: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True
+    kept_alike: bool = False
+    draws: bool = True
+
+
+def specpv(draft: str | None, alike: bool = False, **options: Any) -> Case:
+    """A batch refreshes together, so rounds depend on who is in it."""
+    return Case("specpv-exact", draft, PARTIAL | options, alike)
+
+
+# The case that meets every situation, method by method.
+METHODS = {
+    "ar": Case("ar", kept_alike=True),
+    "prompt-lookup": Case("prompt-lookup", None, {"branches": 3, "min_n": 1}, kept_alike=True),
+    "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, kept_alike=True),
+    "longspec retrieval": Case("longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE}, kept_alike=True),
+    "eagle3": Case("eagle3", "eagle3 window", {"depth": 3, "top_k": 3, "nodes": 8}, kept_alike=True),
+    "specextend-eagle3": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE, kept_alike=True),
+    "small-lm": Case("small-lm", "small-lm", {"depth": 3, "top_k": 3, "nodes": 8}),
+    "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
+    "self": Case("self", None, SNAPKV),
+    "magicdec": Case("magicdec", None, STREAMING),
+    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **SNAPKV}),
+    "triforce": Case("triforce", "small-lm", TRIFORCE),
+    "nested": Case("nested", None, {"drafter": "prompt-lookup", **LEVEL}),
+    "heads": Case("heads", "heads"),
+    "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
+    "specpv-exact": specpv("longspec", drafter="longspec", widths=(3, 4)),
+}
+
+# Options that draft otherwise; they meet a ragged batch, greedy and drawn.
+VARIANTS = {
+    "prompt-lookup chain": Case("prompt-lookup", None, {"branches": 1, "min_n": 1}),
+    "longspec defaults": Case("longspec", "longspec"),
+    "longspec cut": Case("longspec", "longspec", {"widths": (4, 5, 3), "nodes": 7}),
+    "longspec chain": Case("longspec", "longspec", {"widths": (1, 1, 1)}),
+    "longspec smaller vocabulary": Case("longspec", "longspec kept", {"widths": (2,)}),
+    "longspec opt": Case("longspec", "longspec", {"tree": "opt", "threshold": 0.1, "depth": 5}),
+    "longspec dynamic": Case("longspec", "longspec", {"tree": "dynamic", "depth": 4, "top_k": 3}),
+    "longspec lookup": Case("longspec", "longspec", {"widths": (2, 2), "lookup": True}),
+    "longspec retrieval opt": Case(
+        "longspec", "longspec",
+        {"retrieval": True, **RETRIEVAL, "adaptive": True, "every": 5, "tree": "opt", "depth": 3},
+    ),
+    "eagle3 defaults": Case("eagle3", "eagle3"),
+    "eagle3 cut": Case("eagle3", "eagle3", {"widths": (4, 5, 3), "nodes": 7}),
+    "eagle3 chain": Case("eagle3", "eagle3", {"widths": (1, 1, 1)}),
+    "eagle3 smaller vocabulary": Case("eagle3", "eagle3 kept", {"top_k": 2}),
+    "eagle3 opt": Case("eagle3", "eagle3", {"tree": "opt", "threshold": 0.1, "nodes": 9}),
+    "specextend-eagle3 opt": Case(
+        "specextend-eagle3", "eagle3", RETRIEVAL | {"adaptive": True, "every": 5, "tree": "opt", "depth": 3}
+    ),
+    "eagle3 lookup": Case("eagle3", "eagle3", {"widths": (2, 2), "lookup": True}),
+    "small-lm lookup": Case("small-lm", "small-lm", {"widths": (2, 2), "lookup": True}),
+    "small-lm streaming": Case(
+        "small-lm", "small-lm", {"view": "streaming", "sink": 4, "recent": 12, "widths": (3, 4, 4)}
+    ),
+    "small-lm adaptive": Case("small-lm", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "adaptive": True}),
+    "small-lm residual": Case("small-lm", "small-lm", {"acceptance": "residual", "depth": 3}, draws=False),
+    "small-lm residual tree": Case("small-lm", "small-lm", {"acceptance": "residual", "widths": (2, 2)}, draws=False),
+    "self streaming": Case("self", None, STREAMING),
+    "self streaming tree": Case("self", None, STREAMING | {"widths": (3, 4, 4)}),
+    "self snapkv tree": Case("self", None, SNAPKV | {"tree": "opt", "nodes": 9, "threshold": 0.2}),
+    "self chunks": Case("self", None, CHUNKS | {"refresh": 2}),
+    "self chunks tree": Case("self", None, CHUNKS | {"refresh": 2, "widths": (3, 4, 4)}),
+    "self tokens": Case("self", None, TOKENS | {"adaptive": True, "refresh": 0}),
+    "self tokens tree": Case(
+        "self", None, TOKENS | {"adaptive": True, "refresh": 0, "tree": "opt", "nodes": 9, "threshold": 0.2}
+    ),
+    "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
+    "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
+    "nested longspec": Case("nested", "longspec wide", {"widths": (2, 2), **LEVEL}),
+    "nested longspec retrieval": Case(
+        "nested", "longspec wide", {"widths": (2, 2), "retrieval": True, **RETRIEVAL, **LEVEL}
+    ),
+    "nested eagle3": Case("nested", "eagle3", {"depth": 2, "top_k": 2, **LEVEL}),
+    "nested small-lm": Case("nested", "small-lm", {"depth": 2, "top_k": 2, **LEVEL}),
+    "nested specextend": Case("nested", "small-lm", SMALL_RETRIEVAL | {"nodes": 6, **LEVEL}),
+    "nested self": Case(
+        "nested", None, {"drafter": "self", "view": "streaming", "budget": 12, "sink": 2, "depth": 2, **LEVEL}
+    ),
+    "nested triforce": Case(
+        "nested", "small-lm", {"drafter": "triforce", **TRIFORCE, "budget": 20, "streamed": 20, "depth": 3, **LEVEL}
+    ),
+    "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
+    "heads residual": Case("heads", "heads kept", {"acceptance": "residual"}, draws=False),
+    "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
+    "tokenswift smaller vocabulary": Case("tokenswift", "heads kept", {}),
+    "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
+    "tokenswift residual": Case(
+        "tokenswift", "heads", {"acceptance": "residual", "widths": (2, 2), "reuse_n": 2, "view": "none"}, draws=False
+    ),
+    "specpv-exact prompt-lookup": specpv(None, drafter="prompt-lookup"),
+    "specpv-exact ar": specpv(None, drafter="ar"),
+    "specpv-exact longspec retrieval": specpv(
+        "longspec", drafter="longspec", retrieval=True, **TREE, chunk=2, chunks=4, every=2
+    ),
+    "specpv-exact longspec lookup": specpv("longspec wide", drafter="longspec", lookup=True),
+    "specpv-exact eagle3 retrieval": specpv(
+        "eagle3", drafter="eagle3", retrieval=True, **TREE, chunk=2, chunks=4, every=2
+    ),
+    "specpv-exact small-lm": specpv("small-lm"),
+    "specpv-exact small-lm retrieval": specpv("small-lm", view="retrieval", chunk=4, chunks=4, every=1),
+    "specpv-exact self streaming": specpv(None, drafter="self", view="streaming", budget=24),
+    "specpv-exact self snapkv": specpv(None, drafter="self", window=4, budget=24),
+    "specpv-exact self chunks": specpv(None, drafter="self", view="chunks", chunk=4, window=4, budget=24),
+    "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
+    "specpv-exact heads": specpv("heads"),
+}  # fmt: skip
+CASES = METHODS | VARIANTS

@@ -1,0 +1,120 @@
+"""Drawn text of whole runs has the target's distribution.
+
+Where the target picks its own tokens, a seed gives plain decoding's text: so many seeds are compared with it, and
+plain decoding's text with its law. What residual acceptance writes is compared with the law itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from longdraft import Sampling, Speculator
+from longdraft.verify import residual
+from tests import chi_square
+from tests.exactness.cases import METHODS, Case
+from tests.exactness.workshop import generate, target, tokens
+
+SIZE, NEW, BATCH = 4, 3, 500
+PROMPT = (1, 2, 3, 1, 2, 0, 1) * 2
+SAMPLINGS = {
+    "hot, top-k": Sampling(2.0, top_k=3),
+    "plain": Sampling(1.0),
+    "top-p": Sampling(1.2, top_p=0.9),
+    "penalised": Sampling(1.5, repetition_penalty=1.3, repetition_window=3),
+}
+
+
+# Few tokens, so that a text of some of them is likely enough to be counted; one layer, so that they come quickly.
+SMALL = {"vocab": SIZE, "layers": 1}
+
+
+@cache
+def law(setting: str, vocab: int) -> torch.Tensor:
+    """(vocabulary ** NEW,): how likely each text is, by transformers' forward."""
+    sampling, model = SAMPLINGS[setting], target(vocab=vocab, layers=1)
+    found, texts = torch.ones(1, dtype=torch.double), torch.tensor([PROMPT])
+    for _ in range(NEW):
+        with torch.no_grad():
+            scores = sampling.processors()(texts, model(texts).logits[:, -1])
+        found = (found[:, None] * torch.softmax(scores, -1).double()).flatten()
+        following = torch.arange(vocab).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(vocab, dim=0), following], dim=1)
+    return found
+
+
+def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0) -> float:
+    """Chi-square of the joint distribution of the new tokens.
+
+    Args:
+        taken: fails if fewer drafted tokens were accepted, since then nothing was tested.
+    """
+    vocab = spec.runner().model.config.vocab_size
+    counts, accepted = torch.zeros([vocab] * NEW), 0
+    for start in range(0, draws, BATCH):
+        for r in generate(spec, (PROMPT,) * BATCH, NEW, SAMPLINGS[setting], start):
+            counts[tuple(r.token_ids)] += 1
+            accepted += r.accepted
+    assert accepted >= taken
+    return chi_square.p_value(counts, law(setting, vocab), cells=8)
+
+
+@pytest.mark.parametrize("setting", SAMPLINGS)
+def test_plain_decoding_has_the_targets_distribution(setting):
+    assert p_value(Speculator("ar", target=target(**SMALL)), setting, 1500) > 0.01
+
+
+@pytest.mark.parametrize("setting", ["hot, top-k", "penalised"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "ar"])
+def test_a_seed_gives_plain_decodings_text(workshop, name, setting):
+    """A hundred short texts, a seed each."""
+    model, prompts = target(vocab=SIZE), (PROMPT * 2,) * 100
+    results = generate(workshop.spec(METHODS[name], model), prompts, 4, SAMPLINGS[setting])
+    assert tokens(results) == workshop.plain(model, prompts, 4, SAMPLINGS[setting])
+    assert sum(r.accepted for r in results) > 20, "the draft must have been taken for this to mean something"
+
+
+NARROW = {"budget": 4, "sink": 1, "window": 1}
+RESIDUAL = {
+    "heads": Case("heads", "heads", {"acceptance": "residual"}),
+    "tokenswift": Case(
+        "tokenswift", "heads", {"acceptance": "residual", "widths": (2, 2), "reuse_n": 2, "view": "none"}
+    ),
+    "tokenswift view": Case("tokenswift", "heads", {"acceptance": "residual", "widths": (1, 2), **NARROW}),
+    "small-lm": Case("small-lm", "small-lm", {"acceptance": "residual", "depth": 3}),
+    "small-lm tree": Case("small-lm", "small-lm", {"acceptance": "residual", "widths": (2, 2)}),
+    "self": Case("self", None, {"acceptance": "residual", "depth": 2, "view": "tokens", **NARROW, "budget": 8}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("heads", "plain"), ("tokenswift", "penalised"), ("tokenswift view", "plain"), ("small-lm", "top-p"),
+        ("small-lm tree", "plain"), ("self", "hot, top-k"),
+    ],
+)  # fmt: skip
+def test_residual_acceptance_has_the_targets_distribution(workshop, name, setting):
+    assert p_value(workshop.spec(RESIDUAL[name], target(**SMALL)), setting, 1500, taken=300) > 0.01
+
+
+def test_a_wrong_acceptance_is_rejected(workshop, monkeypatch):
+    """Every second drafted token is taken unasked."""
+    right = residual.draw
+
+    def wrong(p, drawn, generator=None):
+        unasked = drawn.tokens and torch.rand((), generator=generator) < 0.5
+        return drawn.tokens[0] if unasked else right(p, drawn, generator)
+
+    monkeypatch.setattr(residual, "draw", wrong)
+    assert p_value(workshop.spec(RESIDUAL["small-lm"], target(**SMALL)), "plain", 1500) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("setting", ["hot, top-k", "penalised"])
+def test_many_draws(setting, branches):
+    spec = Speculator("prompt-lookup", target=target(vocab=8, layers=1), branches=branches, min_n=1)
+    assert p_value(spec, setting, 20_000, taken=1000) > 0.01

@@ -1,0 +1,47 @@
+"""Every method, with every option that drafts otherwise, writes what plain decoding writes: greedy, and with a seed.
+
+A ragged batch of four prompts; two of them are decoded once more on their own.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.exactness.cases import CASES, METHODS
+from tests.exactness.workshop import DRAWN, GREEDY, PENALISED, PROMPTS, SEED, generate, rounds, target, tokens
+from tests.tiny import FAMILIES
+
+
+@pytest.mark.parametrize(("sampling", "alone"), [(GREEDY, (1, 2)), (DRAWN, (0, 2))], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_ragged_batch(workshop, name, sampling, alone):
+    case = CASES[name]
+    spec = workshop.spec(case)
+    together = generate(spec, sampling=sampling)
+    if sampling is GREEDY or case.draws:
+        assert tokens(together) == workshop.plain(sampling=sampling)
+    assert {(r.method, r.exact) for r in together} == {(case.method, True)}
+    assert sum(r.accepted for r in together) > 0 or name in ("ar", "specpv-exact ar")
+    if case.method == "specpv-exact":
+        assert sum(r.partial_rounds for r in together) > 0 and sum(r.rolled_back for r in together) > 0
+    # Slots share nothing, and they end one by one. (What is drawn for residual acceptance depends on the place, too.)
+    for i in alone if sampling is GREEDY or case.draws else ():
+        (one,) = generate(spec, (PROMPTS[i],), sampling=sampling, seed=SEED + i)
+        if case.alike:
+            assert rounds([one]) == rounds([together[i]])
+        assert one.token_ids == together[i].token_ids
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+@pytest.mark.parametrize("name", METHODS)
+def test_other_families(workshop, name, family):
+    model = target(family)
+    results = generate(workshop.spec(METHODS[name], model))
+    assert tokens(results) == workshop.plain(model) and (sum(r.drafted for r in results) > 0 or name == "ar")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_penalties_see_a_nodes_own_path(workshop, name):
+    """Greedy with processors: no node's token is known before the walk comes there."""
+    results = generate(workshop.spec(METHODS[name]), sampling=PENALISED)
+    assert tokens(results) == workshop.plain(sampling=PENALISED)

@@ -1,0 +1,167 @@
+"""Where a method could go wrong: a text's end, a kept cache, KV on disk, a long prompt, runs beside each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Speculator
+from tests.exactness.cases import CASES, METHODS
+from tests.exactness.workshop import DRAWN, GREEDY, NEW, PROMPTS, VOCABULARY, generate, rounds, target, tokens
+from tests.tiny import tiny_model, tiny_tokenizer
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def cut(written: list[int], eos: set[int]) -> list[int]:
+    """A text up to its first end-of-sequence token."""
+    return next((written[: i + 1] for i, token in enumerate(written) if token in eos), written)
+
+
+@every_method
+def test_it_ends_where_plain_decoding_ends(workshop, name):
+    """At tokens that end the texts one after the other, in a batch that goes on."""
+    spec, plain = workshop.spec(METHODS[name]), workshop.plain()
+    for eos in ({plain[1][6], plain[2][4]}, {plain[0][9]}):
+        results = generate(spec, eos_token_ids=sorted(eos))
+        assert tokens(results) == [cut(written, eos) for written in plain]
+        assert [r.finish_reason == "eos" for r in results] == [not eos.isdisjoint(written) for written in plain]
+
+
+@every_method
+def test_budgets_smaller_than_a_tree_is_deep(workshop, name):
+    spec, plain = workshop.spec(METHODS[name]), workshop.plain()
+    for n in (1, 2, 3, 4):
+        results = generate(spec, n=n)
+        assert tokens(results) == [written[:n] for written in plain]
+        assert all(r.finish_reason == "length" for r in results) and (n > 1 or not any(r.drafted for r in results))
+
+
+@every_method
+def test_up_to_the_last_position_of_the_context(workshop, name):
+    model = target(context=64)
+    prompts = (tuple(i % VOCABULARY for i in range(50)),)
+    assert tokens(generate(workshop.spec(METHODS[name], model), prompts, 14)) == workshop.plain(model, prompts, 14)
+
+
+@every_method
+def test_a_stop_string_inside_a_draft(workshop, name):
+    model, prompts = target(vocab=61), ((7, 8, 9), (1,))
+    spec = workshop.spec(METHODS[name], model, tokenizer=tiny_tokenizer())
+    whole = spec.decode(workshop.plain(model, prompts)[0])
+    stop = whole[9:11]
+    result = generate(spec, prompts, stop=[stop])[0]
+    assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", [*METHODS, "longspec lookup", "self chunks", "self tokens"])
+def test_a_kept_cache_is_taken_up_again(workshop, name):
+    """Also one that plain decoding left, which has no hidden states in it."""
+    case, cache = CASES[name], PromptCache()
+    spec, (first, *_) = workshop.spec(case), workshop.plain()
+    generate(Speculator("ar", target=target()), PROMPTS[:1], cache=cache)
+    for prompt in ((*PROMPTS[0], *first, 4), (8, 9), PROMPTS[2], PROMPTS[2][:50]):
+        (kept,) = generate(spec, (prompt,), 16, cache=cache)
+        assert [kept.token_ids] == workshop.plain(prompts=(prompt,), n=16)
+        if case.kept_alike:
+            assert rounds([kept]) == rounds(generate(spec, (prompt,), 16))
+
+
+@every_method
+def test_kv_on_disk(workshop, tmp_path, name):
+    case = METHODS[name]
+    here = generate(workshop.spec(case), PROMPTS[1:], 16)
+    there = generate(workshop.spec(case, offload=tmp_path), PROMPTS[1:], 16)
+    assert rounds(there) == rounds(here) and tokens(here) == [t[:16] for t in workshop.plain()[1:]]
+
+
+@every_method
+def test_a_prompt_that_is_read_in_pieces(workshop, name):
+    spec = workshop.spec(METHODS[name])
+    whole = generate(spec, PROMPTS[2:3])
+    run = spec.stream([list(PROMPTS[2])], max_new_tokens=NEW)
+    run._engine.chunk = 32
+    read = [s.prefilled for s in run if s.mode == "prefill"]
+    assert len(read) == 5 and read[-1] == 130  # a view's queries may need the last rows in one piece
+    assert rounds(run.results()) == rounds(whole) and tokens(whole) == workshop.plain()[2:3]
+
+
+@every_method
+def test_a_closed_run_and_two_runs_at_once(workshop, name):
+    spec = workshop.spec(METHODS[name])
+    closed = spec.stream([list(PROMPTS[0])], max_new_tokens=NEW)
+    next(iter(closed)), next(iter(closed))
+    closed.close()
+    one, two = (spec.stream([list(p)], max_new_tokens=NEW) for p in PROMPTS[1:3])
+    for _ in range(4):  # step by step in turn: runs share a draft's weights and nothing else
+        next(iter(one), None), next(iter(two), None)
+    assert [r.results()[0].token_ids for r in (one, two)] == workshop.plain()[1:3]
+
+
+# With what a request could leave behind: rings, views, working caches.
+USED = [name for name in METHODS if name != "ar"] + [
+    "longspec retrieval opt", "specextend-eagle3 opt", "small-lm streaming", "self streaming", "self chunks",
+    "self tokens", "magicdec small-lm streaming", "tokenswift no view", "nested specextend",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USED)
+def test_two_requests_equal_two_fresh_ones(workshop, name):
+    spec = workshop.spec(CASES[name])
+    for prompts in (PROMPTS[2:], PROMPTS[:2], PROMPTS[2:]):
+        again, fresh = generate(spec, prompts, 16), generate(workshop.spec(CASES[name]), prompts, 16)
+        assert rounds(again) == rounds(fresh)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@every_method
+def test_custom_generate(workshop, name, sampling):
+    """By transformers' own forward: in float64, so that no other kernels tip a token."""
+    model = target(dtype=torch.float64)
+    settings = {"max_new_tokens": 20, "do_sample": sampling is DRAWN, "top_k": 0}
+    if sampling is DRAWN:
+        settings |= {"temperature": 0.8, "top_k": 7}
+    prompt = torch.tensor([PROMPTS[0]])
+    found = []
+    for own in ({}, {"custom_generate": workshop.spec(METHODS[name], model)}):
+        torch.manual_seed(0)
+        found.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, **own))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "longspec", "eagle3", "self"])
+def test_custom_generate_with_padding(workshop, name):
+    model = target(dtype=torch.float64)
+    ids = torch.tensor([[0, 0, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    spec = workshop.spec(METHODS[name], model)
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
+
+
+# The weights of a draft, by the attributes that lead there from what it is bound to.
+WEIGHTS = {
+    "longspec": "block.mlp.down_proj",
+    "eagle3": "block.midlayer.mlp.down_proj",
+    "specextend-eagle3": "block.midlayer.mlp.down_proj",
+    "small-lm": "runner.model.model.layers.1.mlp.down_proj",
+    "specextend": "runner.model.model.layers.1.mlp.down_proj",
+    "small-lm streaming": "runner.model.model.layers.1.mlp.down_proj",
+    "small-lm adaptive": "runner.model.model.layers.1.mlp.down_proj",
+    "magicdec small-lm": "runner.model.model.layers.1.mlp.down_proj",
+    "triforce": "runner.model.model.layers.1.mlp.down_proj",
+    "heads": "block.heads.1.proj",
+    "tokenswift": "block.heads.1.proj",
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_draft_that_overflows_only_costs_time(workshop, name):
+    model = tiny_model(vocab=VOCABULARY)  # its own: a draft is bound to it once
+    spec = workshop.spec(CASES[name], model)
+    part = spec.options["draft"].bound(spec.runner())
+    for step in WEIGHTS[name].split("."):
+        part = part[int(step)] if step.isdigit() else getattr(part, step)
+    with torch.no_grad():
+        part.weight.fill_(float("nan"))
+    assert tokens(generate(spec, n=12)) == [written[:12] for written in workshop.plain()]
