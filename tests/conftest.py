@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,6 +29,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longdraft")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not look at a million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """And at the end it goes."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ class Specs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.model: PreTrainedModel = tiny_model(layers=4, hidden=32, heads=2, kv_heads=1, dtype=torch.float64)
+        self.model: PreTrainedModel = tiny_model(layers=4, hidden=32, heads=4, dtype=torch.float64)
         self.get = cache(self._make)
 
     def _make(self, method: str) -> Speculator:

@@ -1,13 +1,14 @@
 """To the bit: on a CPU in float32 the logits of a verified node are those of plain decoding.
 
-So greedy tokens of every exact method are `ar`'s, near ties included. Products, attention and layers are checked one by
-one in tests/native/test_bits.py; here a whole target is: any tree, any batch, any number of threads, all instruction sets
-that this machine executes, whole layers in one call and layers of other kinds.
+So greedy tokens of every exact method are `ar`'s, near ties included. Products and attention are checked one by one in
+tests/native/test_bits.py; here a whole target is: any tree, any batch, any number of threads, all instruction sets that
+this machine executes, whole layers in one call and layers of other kinds.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_a_verified_node(level, family, lengths, size, deep, levels, threads, se
     depths = [(m.sum(1) - 1).tolist() for _, m in trees]
     found = []
     borders = [size * i // levels for i in range(levels + 1)]
-    for a, b in zip(borders, borders[1:], strict=False):  # the tree in one forward, or piece by piece
+    for a, b in pairwise(borders):  # the tree in one forward, or piece by piece
         if a < b:
             out = runner.forward(
                 [row[a:b] for row in tokens], store, slots,

@@ -61,6 +61,13 @@ def made(*paths):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Charts take a tenth of a second each: here what stands around them counts."""
+    monkeypatch.setattr(charts, "png", lambda chart: b"\x89PNG")
+    monkeypatch.setattr(charts, "svg", lambda chart, theme: b"<svg></svg>")
+
+
+@pytest.fixture
 def results(tmp_path):
     """Two data sets, two contexts, profiles."""
     lines = [
@@ -106,11 +113,13 @@ def test_one_method_one_context_no_hf(tmp_path):
     assert list(report.images) == ["tokens-s-news.png"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_slower_than_plain_decoding(tmp_path):
     _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), line({"ar": 4.0, "longspec": 8.0})))
     assert "No exact method is faster than plain decoding (ar) here: longspec comes nearest, at 0.50x" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_approximate_method_is_no_headline(tmp_path):
     names = ("ar", "longspec", "specpv")
     path = write(tmp_path / "r.jsonl", header(names), line({"ar": 4.0, "longspec": 3.0, "specpv": 1.0}))
@@ -157,6 +166,7 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in report.images)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_near_ties_are_listed_behind_mismatches(tmp_path):
     base = {"method": "longspec", "dataset": "news", "position": 3, "token": 1, "reference": 2}
     near = base | {"sample": "a:1", "gap": 1e-4, "near_tie": True}
@@ -170,6 +180,7 @@ def test_near_ties_are_listed_behind_mismatches(tmp_path):
     assert page.text.index("Mismatch: longspec on b:2") < page.text.index("Near tie: longspec on a:1")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_files_of_one_machine_are_one_chapter(tmp_path):
     paths = [
         write(
@@ -183,6 +194,7 @@ def test_files_of_one_machine_are_one_chapter(tmp_path):
     assert "chapter" not in page.text and "Median over 2 prompts of 1,024 to 2,048 tokens" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("over", "why"),
     [
@@ -203,6 +215,7 @@ def test_what_cannot_be_set_beside_each_other_is_kept_apart(tmp_path, over, why)
     assert "1-tokens-s-news.png" in report.images and "2-tokens-s-news.png" in report.images
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_same_method_with_other_options_is_kept_apart(tmp_path):
     options = [{"longspec": {"nodes": n}} for n in (8, 16)]
     paths = [

@@ -35,8 +35,11 @@ def test_an_unknown_verb(shell):
 
 
 def test_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "longdraft", "--version"], capture_output=True, text=True)
+    """In a process of its own, as from a shell; and it starts without what training needs."""
+    command = [sys.executable, "-X", "importtime", "-m", "longdraft", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"longdraft {longdraft.__version__}\n")
+    assert "longdraft.cli.main" in done.stderr and "longdraft.training" not in done.stderr
 
 
 def test_methods(shell):

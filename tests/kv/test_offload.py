@@ -6,8 +6,8 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from longdraft.kv.disk_store import DiskStore
 from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVShape, KVStore
 from longdraft.target.runner import TargetRunner
+from tests import elsewhere
 from tests.drafts import random_draft
 from tests.tiny import tiny_model
 
@@ -350,39 +351,32 @@ def test_folders_in_memory_are_known():
 
 # --- what stays in memory, and on the disk ---
 
-MEASURE = """
-import sys, torch
-from pathlib import Path
-from longdraft.attention.block import Block
-from longdraft.kv.disk_store import DiskStore
-from longdraft.kv.store import KVShape
 
-def resident():
+def resident(folder: Path) -> int:
+    """Bytes of the files of a folder that are mapped and in memory."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
-    at = [i for i, line in enumerate(lines) if f" {sys.argv[1]}/" in line]
+    at = [i for i, line in enumerate(lines) if f" {folder}/" in line]
     return sum(int(next(x for x in lines[i:] if x.startswith("Rss:")).split()[1]) for i in at) * 1024
 
-shape = KVShape(20, 4, 64, torch.float32)
-most = 0
-n = int(sys.argv[3])
-store = DiskStore(Path(sys.argv[1]), shape, 1, 5 * n, transposed_keys=sys.argv[2] == "columns")
-x = torch.ones(1, 4, n, 64)
-for chunk in range(5):
-    block = Block.make([0], store.lengths, n)
-    for layer in range(20):
-        store.write(layer, x * layer, x * chunk, block)
-        k, v = store.layer(layer)
-        total = float(k[0, :, : store.lengths[0] + n].sum() + v[0, :, : store.lengths[0] + n].sum())
-        rows = 4 * 64 * n
-        assert total == rows * (layer * (chunk + 1) + chunk * (chunk + 1) / 2), (layer, chunk, total)
-        most = max(most, resident())
-    store.commit(0, range(n))
-store.truncate(0, 4 * n)
-store.commit(0, [1, 5, 7])
-store.put_rows(0, 4 * n + 9, torch.ones(20, 4, 3, 64), torch.ones(20, 4, 3, 64))
-most = max(most, resident())
-print(store._layer_bytes, most)
-"""
+
+def most_resident(folder: Path, columns: bool, n: int) -> tuple[int, int]:
+    """Bytes of a layer, and of the file at most, while five chunks of ``n`` tokens are written and read."""
+    most, x = 0, torch.ones(1, 4, n, 64)
+    store = DiskStore(folder, KVShape(20, 4, 64, torch.float32), 1, 5 * n, transposed_keys=columns)
+    for chunk in range(5):
+        block = Block.make([0], store.lengths, n)
+        for layer in range(20):
+            store.write(layer, x * layer, x * chunk, block)
+            k, v = store.layer(layer)
+            total = float(k[0, :, : store.lengths[0] + n].sum() + v[0, :, : store.lengths[0] + n].sum())
+            rows = 4 * 64 * n
+            assert total == rows * (layer * (chunk + 1) + chunk * (chunk + 1) / 2), (layer, chunk, total)
+            most = max(most, resident(folder))
+        store.commit(0, range(n))
+    store.truncate(0, 4 * n)
+    store.commit(0, [1, 5, 7])
+    store.put_rows(0, 4 * n + 9, torch.ones(20, 4, 3, 64), torch.ones(20, 4, 3, 64))
+    return store._layer_bytes, max(most, resident(folder))
 
 
 @LINUX
@@ -391,10 +385,7 @@ print(store._layer_bytes, most)
 def test_two_layers_at_most_are_resident(tmp_path, layout, chunk):
     if disk_store.in_memory(tmp_path):
         pytest.skip("the temporary folder lies in memory")
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), layout, str(chunk)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    layer, most = map(int, done.stdout.split())
+    layer, most = most_resident(tmp_path, layout == "columns", chunk)
     assert layer * 20 == 204_800 * chunk and 0 < most <= 2 * layer
     assert list(tmp_path.iterdir()) == []
 
@@ -419,17 +410,21 @@ def _interrupted(folder: Path) -> None:
     raise KeyboardInterrupt
 
 
+def _fill_and_wait(folder: Path) -> None:
+    folder.mkdir()
+    store = DiskStore(folder, KVShape(2, 2, 4, torch.float32), 1, 9999)
+    store.keys.fill_(1)
+    print("ready", flush=True)
+    time.sleep(60)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_a_killed_process_leaves_no_file(tmp_path):
-    code = (
-        "import sys, time, torch; from pathlib import Path; from longdraft.kv.disk_store import DiskStore; "
-        "from longdraft.kv.store import KVShape; "
-        "s = DiskStore(Path(sys.argv[1]), KVShape(2, 2, 4, torch.float32), 1, 9999); s.keys.fill_(1); "
-        "print('ready', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert list(tmp_path.iterdir()) == []
+    said = tmp_path / "said"
+    process = elsewhere.start(said, _fill_and_wait, tmp_path / "store")
+    while not said.exists() or said.read_text() != "ready\n":
+        time.sleep(0.02)
+        assert process.is_alive(), said.read_text()
+    os.kill(process.pid, signal.SIGKILL)
+    assert elsewhere.ended(process, 10) == -signal.SIGKILL
+    assert list((tmp_path / "store").iterdir()) == []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import socket
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from longdraft.drafters.longspec_block import LongSpecBlock
 from longdraft.training.config import RunConfig
 from longdraft.training.features import Features
+from tests import elsewhere
 
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "and", "so", "it", "goes", "on", "old", "man", "sea"]
 ROOT = Path(__file__).parents[2]
@@ -55,9 +57,34 @@ def losses_of(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def run_elsewhere(config: RunConfig, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    """Runs :mod:`tests.training.worker` in a process of its own, or in several."""
-    settings = {k: v for k, v in config.as_dict().items() if v is not None}
-    command = [sys.executable, *launcher, "-m", "tests.training.worker", json.dumps(settings), *arguments]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+class Ended(NamedTuple):
+    """How a run in other processes ended: the first exit status that is not 0 (minus the signal), and what it said."""
+
+    returncode: int
+    stderr: str
+
+
+def run_elsewhere(config: RunConfig, *arguments: str, processes: int = 1) -> Ended:
+    """Runs :mod:`tests.training.worker` in a process of its own, or in several that train together."""
+    settings = json.dumps({k: v for k, v in config.as_dict().items() if v is not None})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, f"{rank}") for rank in range(processes)]
+        running = [
+            elsewhere.start(said[rank], _worker, rank, processes, port, settings, *arguments)
+            for rank in range(processes)
+        ]
+        codes = [elsewhere.ended(process, 300) for process in running]
+        return Ended(next((code for code in codes if code), 0), "".join(path.read_text() for path in said))
+
+
+def _worker(rank: int, processes: int, port: int, *arguments: str) -> None:
+    if processes > 1:  # as torchrun says it
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        os.environ |= {name: f"{number}" for name, number in place.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    from tests.training import worker
+
+    worker.main(*arguments)

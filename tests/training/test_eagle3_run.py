@@ -20,8 +20,6 @@ from longdraft.training.eagle3_recipe import default_layers, train_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
 
-LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
 
 @pytest.fixture
 def config(target: Path, text: Path, tmp_path: Path) -> Callable[..., Eagle3Config]:
@@ -89,7 +87,7 @@ def test_two_processes_are_one_that_accumulates(config, tmp_path):
     single = config(out=str(tmp_path / "one"), accumulate=2, epochs=0.6, eps=1e-2, clip=1e3)
     last = steps(single)[-1].step
     double = replace(single, out=str(tmp_path / "two"), accumulate=1)
-    done = run_elsewhere(double, launcher=LAUNCH)
+    done = run_elsewhere(double, processes=2)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint_tensors(tmp_path / name, last) for name in ("one", "two"))
     for name, tensor in one.items():

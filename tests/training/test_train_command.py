@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -20,7 +18,8 @@ from longdraft.drafters.longspec_block import LongSpecBlock
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report
-from tests.training.helpers import ROOT, losses_of
+from tests import elsewhere
+from tests.training.helpers import losses_of
 
 FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "window=12", "intermediate_size=64", "device=cpu",
         "threads=1", "held_out=0.2", "lr=3e-3"]  # fmt: skip
@@ -105,19 +104,22 @@ def test_help(shell):
     assert {"longspec", "data"} <= set(shell("--help").out.split())
 
 
+def _train(words: list[str]) -> None:
+    raise SystemExit(main(["train", *words]))
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_writes_a_checkpoint(target, text, tmp_path, number, code):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "longdraft", "train", "longspec", *FAST, "epochs=500", "save_every=0",
-               f"data={text}", f"target={target}", f"out={out}"]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    words = ["longspec", *FAST, "epochs=500", "save_every=0", f"data={text}", f"target={target}", f"out={out}"]
+    said = tmp_path / "said"
+    process = elsewhere.start(said, _train, words)
     deadline = time.monotonic() + 120
-    while not (out / "log.jsonl").exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (out / "log.jsonl").exists() and time.monotonic() < deadline and process.is_alive():
         time.sleep(0.1)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    os.kill(process.pid, number)
+    assert elsewhere.ended(process, 60) == code, said.read_text()
+    err = said.read_text()
     assert "The same command goes on from there" in err and "Traceback" not in err
     (checkpoint,) = (out / "checkpoints").iterdir()
     assert json.loads((checkpoint / "state.json").read_text())["step"] == len(losses_of(out))
@@ -165,13 +167,6 @@ def test_a_bar_on_a_terminal(monkeypatch, tmp_path):
     shown = (tmp_path / "screen").read_text()
     assert "training" in shown and "2/4" in shown and "1,234 tokens/s" in shown and "simulated acceptance" in shown
     assert "the target reads" in shown and "Encoding" in shown
-
-
-def test_the_command_starts_without_what_training_needs():
-    code = "import sys, longdraft.cli.main; print('longdraft.training' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert found.stdout == "False\n", found.stderr
 
 
 def test_texts_that_say_things_twice(shell, text, tmp_path):

@@ -81,15 +81,12 @@ def test_stopped_and_resumed(config, tmp_path):
     assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
 
 
-LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 def test_two_processes_are_one_that_accumulates(config, tmp_path):
     # A large eps: AdamW alone would not notice gradients of another scale.
     single = config(out=str(tmp_path / "one"), accumulate=2, cache=str(tmp_path / "cache1"), eps=1e-2, clip=1e3)
     last = steps(single)[-1].step
     double = replace(single, out=str(tmp_path / "two"), accumulate=1, cache=str(tmp_path / "cache2"))
-    done = run_elsewhere(double, launcher=LAUNCH)
+    done = run_elsewhere(double, processes=2)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint_tensors(tmp_path / name, last) for name in ("one", "two"))
     for name, tensor in one.items():
@@ -106,7 +103,7 @@ def test_sharded_weights_are_whole_ones(config, tmp_path):
     steps(single)
     sharded = replace(single, out=str(tmp_path / "two"), accumulate=1)
     for arguments in (("fsdp", "4"), ("fsdp",)):
-        done = run_elsewhere(sharded, *arguments, launcher=LAUNCH)
+        done = run_elsewhere(sharded, *arguments, processes=2)
         assert done.returncode == 0, done.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
     one, two = (LongSpecDraft.load(tmp_path / name / "last")._state for name in ("one", "two"))

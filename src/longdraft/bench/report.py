@@ -20,8 +20,8 @@ DEFINITIONS = (
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
     "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
-    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are so few "
-    "spacings of the dtype apart (64 in float32, 4 in bfloat16 and float16) that rounding may turn them round.",
+    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are at "
+    "most 64 (float32) or 4 (bfloat16, float16) spacings of the dtype apart, which is what rounding may turn round.",
 )
 
 

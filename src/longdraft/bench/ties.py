@@ -1,8 +1,8 @@
 """Where two outputs differ, and whether rounding explains it.
 
-Two correct programs compute a token's logits in different orders, so the last bits differ. Where the two best tokens are
-that close, either may win. Such a place is a near tie; any other difference is a mismatch. Between longdraft's own exact
-methods on a CPU in float32 there is no difference at all (docs/figures.md).
+Two correct programs compute a token's logits in different orders, so the last bits differ. Where the two best tokens
+are that close, either may win. Such a place is a near tie; any other difference is a mismatch. Between longdraft's own
+exact methods on a CPU in float32 there is no difference at all (docs/figures.md).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SPACINGS = {4: 64, 8: 64, 2: 4}
 
 The spacing is that of neighbouring numbers of the dtype at the size of the larger logit. In float16 and bfloat16 each
 result is rounded to the dtype after a sum in float32, in float32 each term of a sum is, hence more. Measured on
-SmolLM2-135M between transformers with and without a cache, and longdraft's trees and steps: the distance of the two best
-logits changes by up to 3 spacings in bfloat16 and float16, and by up to 14 in float32. Larger models sum longer.
+SmolLM2-135M between transformers with and without a cache, and longdraft's trees and steps: the distance of the two
+best logits changes by up to 3 spacings in bfloat16 and float16, and by up to 14 in float32. Larger models sum longer.
 """
 
 

