@@ -34,9 +34,11 @@ from longdraft.bench import machine
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
+from longdraft.trees.tree import TokenTree
 
 Retrieving = Eagle3Drafter | LongSpecDrafter | SmallLMDrafter
 
@@ -64,7 +66,7 @@ def reading(make: Callable[..., Retrieving], runner: TargetRunner, store: KVStor
     """A drafter that has read the text; its trees are one token."""
     drafter = make()
     drafter.bind(runner, store)
-    drafter.prefill(text)
+    drafter.observe(Event(text, TokenTree((1,), (-1,)), mode="prefill"))
     return drafter
 
 
@@ -108,7 +110,7 @@ def measured(
     calls: dict[str, Callable[[], Any]] = {
         "target": lambda: runner.forward(tokens, store, [0], taps=NO_TAPS, **shape),
         "with_tap": lambda: runner.forward(tokens, store, [0], taps=tapped, **shape),
-        "score": lambda: drafter.attended(text, {layer: query}),
+        "score": lambda: drafter.observe(Event(text, TokenTree((1,), (-1,)), queries={layer: query[:, None]})),
         "gather": lambda: gathered(drafter, 0),
         "draft": lambda: drafted(drafter, text),
         "whole": lambda: drafted(whole, text),

@@ -2,10 +2,10 @@
 
 from longdraft import errors
 from longdraft.composing import compose
+from longdraft.engine import Result, Step
 from longdraft.errors import LongdraftError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import methods
-from longdraft.sequence import Result, Step
 from longdraft.speculator import Generation, Speculator
 from longdraft.target.loading import LoadedModel, load
 from longdraft.verify.sampling import Sampling

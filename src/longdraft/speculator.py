@@ -13,7 +13,7 @@ import torch
 
 from longdraft import integration
 from longdraft.drafters.base import Draft
-from longdraft.engine import Engine, Steps, eos_rule, stop_string_rule
+from longdraft.engine import Engine, Result, Step, Steps, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError, PromptError, RequestError
 from longdraft.kv import memory
 from longdraft.kv import offload as offloading
@@ -22,7 +22,7 @@ from longdraft.methods import Method
 from longdraft.planning.choice import checked, planned, planner_for
 from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
-from longdraft.sequence import Result, Sequence, Step, StopRule
+from longdraft.sequence import Sequence, StopRule
 from longdraft.target import support
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.lock import lock_of
@@ -78,6 +78,7 @@ class Generation:
         return [self._result(s) for s in self._engine.sequences]
 
     def _result(self, s: Sequence) -> Result:
+        stats = self._engine.stats[s.index]
         return Result(
             text=self._text(s),
             token_ids=list(s.output),
@@ -87,12 +88,12 @@ class Generation:
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
-            rounds=s.rounds,
-            drafted=s.drafted,
-            accepted=s.accepted,
-            partial_rounds=s.partial_rounds,
-            partial_tokens=s.partial_tokens,
-            rolled_back=s.rolled_back,
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            partial_rounds=stats.rounds_by_mode["partial"],
+            partial_tokens=stats.unconfirmed,
+            rolled_back=stats.taken_back,
             peak_memory_bytes=memory.peak_bytes(self._engine.runner.device),
             from_draft=self._flags[s.index],
         )
@@ -307,16 +308,16 @@ class Speculator:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
         sampling = sampling or Sampling()
-        sequences, pickers = [], []
+        sequences = []
         for i, prompt in enumerate(batch):
             ids = self.encode(prompt, chat)
             support.check_tokens(runner.model, ids)
-            sequences.append(Sequence(i, ids, max_new_tokens, runner.device, greedy=sampling.greedy))
             generator = None
             if not sampling.greedy:
                 generator = torch.Generator(runner.device)
                 generator.manual_seed(seed + i) if seed is not None else generator.seed()
-            pickers.append(Picker(sampling.greedy, sampling.processors(), generator))
+            sampler = Picker(sampling.greedy, sampling.processors(), generator)
+            sequences.append(Sequence(i, ids, max_new_tokens, runner.device, greedy=sampling.greedy, sampler=sampler))
         eos = self._model_eos(runner) if eos_token_ids is None else frozenset(eos_token_ids)
         rules: list[StopRule] = [eos_rule(eos)] if eos else []
         if stop:
@@ -330,7 +331,6 @@ class Speculator:
             runner,
             drafter,
             sequences,
-            pickers,
             rules,
             cache if cache is not None else PromptCache(),
             schedule=chosen.schedule(),

@@ -75,8 +75,8 @@ class Eager(RecordedSpecPV):
 def drifts(model, layout, kind=RecordedSpecPV):
     listener, cache = Listener(TargetRunner(model)), PromptCache()
     schedule = kind(layout, listener)
-    s = Sequence(0, list(PROMPT), 40)
-    engine = Engine(listener, NGramDrafter(), [s], [Picker(True, Sampling().processors())], [], cache, schedule)
+    s = Sequence(0, list(PROMPT), 40, sampler=Picker(True, Sampling().processors()))
+    engine = Engine(listener, NGramDrafter(), [s], [], cache, schedule)
     steps = list(engine.steps(engine.open()))
     found = drift(listener, cache, PROMPT, s.output, schedule.computed)
     assert len(found) == len(s.output) - 1  # every token but the prefill's, once

@@ -18,6 +18,7 @@ from longdraft.sequence import Sequence
 from longdraft.target.rotary import Rotary, yarn
 from longdraft.target.runner import TargetRunner
 from tests.drafts import random_eagle3
+from tests.events import attended, begun, replaced, taken_back
 from tests.tiny import tiny_model
 
 LAYERS = (1, 2, 4)
@@ -201,7 +202,7 @@ class Decoding:
         self.s = Sequence(0, text[:prompt], 60)
         self.read(text[:prompt])
         self.emit(text[prompt : prompt + 1])
-        self.drafter.prefill(self.s)
+        self.drafter.observe(begun(self.s))
         for token in text[prompt + 1 :]:
             self.read([self.s.tokens[-1]])
             self.emit([token])
@@ -244,13 +245,13 @@ def test_refreshed_rows_are_read_again(decoding):
     exact = store.features.clone()
     # The last rows were inexact when the drafter read them, as after a partial verification.
     start = store.lengths[0] - 5
-    decoding.drafter.refreshed(s, start)
+    decoding.drafter.observe(replaced(s, start))
     store.features[0, start:] = torch.randn_like(store.features[0, start:])
-    store.lengths[0], store.provisional[0] = start, 5
+    store.lengths[0], store.unverified[0] = start, 5
     decoding.drafter.propose([s])
     store.features.copy_(exact)
-    store.lengths[0], store.provisional[0] = start + 5, 0
-    decoding.drafter.refreshed(s, start)
+    store.lengths[0], store.unverified[0] = start + 5, 0
+    decoding.drafter.observe(replaced(s, start))
     decoding.check()
 
 
@@ -261,15 +262,15 @@ def test_rewound_text(decoding, back):
     store, s = decoding.store, decoding.s
     exact = store.features.clone()
     length = store.lengths[0]
-    store.lengths[0], store.provisional[0] = length - back, back
-    decoding.drafter.refreshed(s, length - back)
+    store.lengths[0], store.unverified[0] = length - back, back
+    decoding.drafter.observe(replaced(s, length - back))
     store.features[0, length - back :] = torch.randn_like(store.features[0, length - back :])
     decoding.drafter.propose([s])
     store.features.copy_(exact)
-    store.lengths[0], store.provisional[0] = length - back, 0
+    store.lengths[0], store.unverified[0] = length - back, 0
     del s.output[-back:]
     s.output[-1] = (s.output[-1] + 5) % 11
-    decoding.drafter.rewind(s)
+    decoding.drafter.observe(taken_back(s))
     decoding.check()
     decoding.read([s.tokens[-1]])
     decoding.emit([4])
@@ -296,7 +297,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
     chosen = []
     for _ in range(3):
         for _ in range(options["every"]):
-            decoding.drafter.attended(s, {5: 9 * torch.randn(6, 16)})
+            decoding.drafter.observe(attended(s, {5: 9 * torch.randn(6, 16)}))
         chosen.append(retrieval.selected(0))
         seen = retrieval.rows(0, len(s.tokens) - 1).tolist()
         assert len(seen) < len(s.tokens) - 10
@@ -310,7 +311,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
     back = 12
     decoding.store.truncate(0, decoding.store.lengths[0] - back)
     del s.output[-back:]
-    decoding.drafter.rewind(s)
+    decoding.drafter.observe(taken_back(s))
     assert retrieval._states[0].length == len(s.tokens) - 1
     decoding.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
 

@@ -25,6 +25,7 @@ from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.verify.sampling import Picker, Sampling
 from tests.drafts import random_heads
+from tests.events import begun, decoded, taken_back
 from tests.tiny import tiny_model
 
 PROMPT = [3, 9, 4, 7, 2, 5, 1]
@@ -50,11 +51,8 @@ def proposals(model, drafter, n=12, budget=None, prompts=(PROMPT,)):
         return trees
 
     drafter.propose = listening
-    sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts)]
-    pickers = [Picker(True, Sampling().processors()) for _ in sequences]
-    engine = Engine(TargetRunner(model), drafter, sequences, pickers)
-    for _ in engine.steps(engine.open()):
-        pass
+    sequences = [Sequence(i, list(p), n, sampler=Picker(True, Sampling().processors())) for i, p in enumerate(prompts)]
+    decoded(Engine(TargetRunner(model), drafter, sequences))
     return found
 
 
@@ -191,11 +189,8 @@ class OwnStates(StateSource):
     def bind(self, runner, store):
         self.told.append("bind")
 
-    def prefill(self, sequence):
-        self.told.append("prefill")
-
-    def observe(self, sequence, tree, accepted):
-        self.told.append("observe")
+    def observe(self, event):
+        self.told.append("prefill" if event.begins else "observe")
 
     def release(self, sequence):
         self.told.append("release")
@@ -339,7 +334,7 @@ def test_phrases_come_by_frequency_and_then_the_latest_first(text, n, k):
 def test_what_repeats_in_the_output_is_proposed():
     drafter = ReuseDrafter(n=3, k=2)
     s = Sequence(0, [1, 2, 9, 9], 40)
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     for token in [5]:
         s.append(token)
     assert drafter.propose([s])[0].drafted == 0  # the prompt does not count
@@ -350,6 +345,6 @@ def test_what_repeats_in_the_output_is_proposed():
     assert paths == [[5], [5, 6], [5, 6, 8], [5, 1], [5, 1, 1]]  # 5 6 8 twice; of 5 6 7 and 5 1 1 the later one
     assert tree.first_chance == pytest.approx(3 / 5)  # 5 came four times with two tokens behind it, three times 6
     s.output[-2:] = []
-    drafter.rewind(s)
+    drafter.observe(taken_back(s))
     assert drafter.propose([s])[0].tokens[0] == 1
     drafter.release(s)

@@ -33,13 +33,13 @@ def test_a_seed_fixes_residual_runs_and_greedy_ones_are_plain(tmp_path, method, 
     model = tiny_model(vocab=11, dtype=torch.float64)
     draft = small_lm(tmp_path, 11) if method == "small-lm" else random_heads(tmp_path, model, kept=[0, 2, 3, 5, 7])
     spec = Speculator(method, target=model, draft=draft, **options)
-    runs = [spec.generate(PROMPTS, max_new_tokens=25, sampling=Sampling(1.0), seed=s) for s in (3, 3, 4)]
+    runs = [spec.generate(PROMPTS, max_new_tokens=14, sampling=Sampling(1.0), seed=s) for s in (3, 3, 4)]
     texts = [[r.token_ids for r in run] for run in runs]
     assert texts[0] == texts[1] != texts[2]
-    alone = spec.generate([PROMPTS[2]], max_new_tokens=25, sampling=Sampling(1.0), seed=5)[0]
-    assert len(alone.token_ids) == 25
-    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=25)
-    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=25)] == [r.token_ids for r in plain]
+    alone = spec.generate([PROMPTS[2]], max_new_tokens=14, sampling=Sampling(1.0), seed=5)[0]
+    assert len(alone.token_ids) == 14
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=14)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=14)] == [r.token_ids for r in plain]
 
 
 def test_a_good_draft_is_always_believed_by_residuals(tmp_path):

@@ -18,6 +18,7 @@ from longdraft.kv.store import KVShape
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from tests.drafts import random_draft
+from tests.events import attended, begun, replaced, taken_back
 from tests.tiny import tiny_model
 
 WINDOW = 8
@@ -182,11 +183,11 @@ def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
 
     read(s.prompt)
     s.append(5)
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     chosen = []
     for _ in range(3):
         for _ in range(options["every"]):
-            drafter.attended(s, {2: 9 * torch.randn(6, 16)})
+            drafter.observe(attended(s, {2: 9 * torch.randn(6, 16)}))
         chosen.append(drafter.retrieval.selected(0))
         rows = drafter.retrieval.rows(0, len(s.tokens) - 1).tolist()
         assert len(rows) < len(s.tokens) - 10
@@ -200,17 +201,17 @@ def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
     keys = store.keys[-1, 0].clone()
     start = len(s.tokens) - 6
     store.keys[-1, 0, :, start:] = 7.0
-    drafter.refreshed(s, start)
+    drafter.observe(replaced(s, start))
     drafter.propose([s])
     store.keys[-1, 0] = keys
     read([s.tokens[-1]])
     s.append(2)
-    drafter.refreshed(s, start)
+    drafter.observe(replaced(s, start))
     check(drafter.retrieval.rows(0, len(s.tokens) - 1).tolist())
     # And after tokens were taken back, the rest alone.
     store.truncate(0, store.lengths[0] - 8)
     del s.output[-8:]
-    drafter.rewind(s)
+    drafter.observe(taken_back(s))
     check(drafter.retrieval.rows(0, len(s.tokens) - 1).tolist())
 
 
@@ -227,7 +228,7 @@ def drafter_after(model, folder, prompt: list[int]) -> LongSpecDrafter:
     runner.forward([prompt], store, [0], logits="none")
     store.commit(0, range(len(prompt)))
     s.append(5)
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     drafter.propose([s])
     return drafter
 

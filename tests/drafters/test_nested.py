@@ -20,6 +20,7 @@ from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker
 from tests import chi_square
 from tests.drafts import small_lm
+from tests.events import decoded
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -52,8 +53,9 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
-    engine = Engine(TargetRunner(model), drafter, sequences, pickers, cache=cache or PromptCache())
-    list(engine.steps(engine.open()))
+    for s, picker in zip(sequences, pickers, strict=True):
+        s.sampler = picker
+    decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache()))
     return sequences
 
 
@@ -119,7 +121,7 @@ def test_nothing_of_a_level_is_left_in_the_full_store():
     drafter.level.keep = kept.__get__(drafter.level)
     (s,) = run(drafter, model, [PROMPTS[2]], 40, cache)
     store, runner = cache.store, TargetRunner(model)
-    assert committed and all(committed) and store.provisional == [0] and s.drafted > s.accepted > 0
+    assert committed and all(committed) and store.unverified == [0] and s.drafted > s.accepted > 0
     n = store.lengths[0]
     other = runner.new_store(1, n)
     runner.forward([s.tokens[:n]], other, [0], logits="none")

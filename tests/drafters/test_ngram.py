@@ -11,6 +11,7 @@ from longdraft.drafters.ngram import NGramDrafter, NGramIndex
 from longdraft.sequence import Sequence
 from longdraft.trees.builders import chain
 from longdraft.trees.tree import TokenTree
+from tests.events import begun, verified
 
 small_texts = st.lists(st.integers(0, 2), max_size=40)
 match_lengths = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda t: (t[0], t[0] + t[1]))
@@ -117,7 +118,7 @@ def test_a_text_does_not_match_itself():
 def test_a_repeating_text_is_drafted_from_its_last_token_on():
     drafter = NGramDrafter()
     s = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [3])
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     tree = proposal(drafter, s)
     assert tree.tokens[:5] == (3, 4, 5, 6, 7) and tree.is_chain
 
@@ -125,7 +126,7 @@ def test_a_repeating_text_is_drafted_from_its_last_token_on():
 def test_nothing_is_drafted_where_nothing_matches():
     drafter = NGramDrafter()
     s = sequence([1, 2, 3, 4], [5])
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     assert proposal(drafter, s) == TokenTree((5,), (-1,))
 
 
@@ -134,7 +135,7 @@ def test_no_more_is_drafted_than_may_still_be_emitted(budget, drafted):
     # A draft of k tokens emits up to k + 1.
     drafter = NGramDrafter()
     s = sequence([1, 2, 3, 4, 5, 6, 1, 2], [3], max_new_tokens=budget)
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     assert proposal(drafter, s).drafted == drafted
 
 
@@ -142,7 +143,7 @@ def test_no_more_is_drafted_than_may_still_be_emitted(budget, drafted):
 def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes):
     drafter = NGramDrafter(max_draft, max_nodes, branches, min_n=1)
     s = sequence([1, *text], [2])
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     tree = proposal(drafter, s)
     assert tree.tokens[0] == 2 and tree.drafted <= max_nodes and max(tree.depths) <= max_draft
 
@@ -150,8 +151,8 @@ def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes):
 def test_several_branches_give_a_tree_that_shares_what_they_share():
     drafter = NGramDrafter(branches=2, max_draft=3)
     s = sequence([1, 2, 5, 6, 1, 2, 5, 7, 1], [2])
-    drafter.prefill(s)
-    drafter.observe(s, chain(2, [0]), 1)  # one right: the next draft is longer
+    drafter.observe(begun(s))
+    drafter.observe(verified(s, chain(2, [0]), 1))  # one right: the next draft is longer
     tree = proposal(drafter, s)
     assert not tree.is_chain
     assert {tuple(tree.tokens[i] for i in tree.path(n)) for n in range(tree.size)} >= {(2, 5, 7), (2, 5, 6)}
@@ -161,7 +162,7 @@ def test_several_branches_give_a_tree_that_shares_what_they_share():
 def observed_lengths(drafter: NGramDrafter, accepted: list[int]) -> list[int]:
     """Depths of successive drafts on a text that repeats for ever, told how much of each was right."""
     s = sequence([1, 2, 3, 4, 5] * 10, [1], max_new_tokens=10**4)
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     lengths = []
     for count in accepted:
         tree = proposal(drafter, s)
@@ -169,7 +170,7 @@ def observed_lengths(drafter: NGramDrafter, accepted: list[int]) -> list[int]:
         right = min(count, tree.drafted)
         for _ in range(right + 1):
             s.append(s.output[-1] % 5 + 1)
-        drafter.observe(s, tree, right)
+        drafter.observe(verified(s, tree, right))
     return lengths
 
 
@@ -184,20 +185,20 @@ def test_a_draft_that_was_wrong_falls_back_to_what_was_right():
 def test_a_round_without_a_draft_changes_no_length():
     drafter = NGramDrafter()
     s = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], [2])
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     before = proposal(drafter, s).drafted
-    drafter.observe(s, TokenTree((2,), (-1,)), 0)
+    drafter.observe(verified(s, TokenTree((2,), (-1,)), 0))
     assert proposal(drafter, s).drafted == before
 
 
 def test_output_is_found_as_well_as_the_prompt():
     drafter = NGramDrafter(min_n=2)
     s = sequence([0], [4, 5, 6])
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     assert proposal(drafter, s).drafted == 0
     for token in (4, 5):
         s.append(token)
-    drafter.observe(s, TokenTree((6,), (-1,)), 0)
+    drafter.observe(verified(s, TokenTree((6,), (-1,)), 0))
     assert proposal(drafter, s).tokens[:3] == (5, 6, 4)
 
 
@@ -206,7 +207,7 @@ def test_sequences_do_not_see_each_others_text():
     one, two = sequence([1, 2, 3, 1], [2]), sequence([4, 5, 6, 1], [2])
     two.index = 1
     for s in (one, two):
-        drafter.prefill(s)
+        drafter.observe(begun(s))
     trees = drafter.propose([one, two])
     assert trees[0].drafted > 0 and trees[1].drafted == 0
     drafter.release(one)

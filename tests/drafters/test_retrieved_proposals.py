@@ -16,6 +16,7 @@ from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker
 from tests.drafts import random_draft, random_eagle3
+from tests.events import decoded
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i * i % 11 for i in range(70)], [8]]
@@ -58,8 +59,9 @@ def proposals(drafter, model, prompts, n=24, sampling=None):
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
     pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
-    engine = Engine(TargetRunner(model), drafter, sequences, pickers)
-    list(engine.steps(engine.open()))
+    for s, picker in zip(sequences, pickers, strict=True):
+        s.sampler = picker
+    decoded(Engine(TargetRunner(model), drafter, sequences))
     return found
 
 

@@ -51,13 +51,13 @@ def test_what_is_there_after_any_moves(kind, fresh, transposed, steps):
     for seed, (move, count, flag) in enumerate([("grow", 3, False), *steps, ("follow", 1, False)]):
         length = full.lengths[1]
         if move == "grow":  # a verification: rows shown before are replaced by exact ones
-            if full.provisional[1]:
+            if full.unverified[1]:
                 cache.forget(1, length)
             fill(full, 1, length, length + count, seed)
             full.commit(1, range(count))
         elif move == "show":
             fill(full, 1, full.readable(1), full.readable(1) + count, seed)
-            full.provisional[1] += count
+            full.unverified[1] += count
         elif move == "cut":
             full.truncate(1, max(1, length - count))
             cache.forget(1, full.lengths[1])

@@ -20,6 +20,7 @@ from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Picker
 from tests.drafts import random_draft, small_lm
+from tests.events import decoded
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -57,10 +58,8 @@ def test_a_view_of_everything_is_always_right(view):
 
 
 def run(drafter, model, prompts, n=30, cache=None, **engine):
-    sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts)]
-    pickers = [Picker(True, Sampling().processors()) for _ in prompts]
-    made = Engine(TargetRunner(model), drafter, sequences, pickers, cache=cache or PromptCache(), **engine)
-    list(made.steps(made.open()))
+    sequences = [Sequence(i, list(p), n, sampler=Picker(True, Sampling().processors())) for i, p in enumerate(prompts)]
+    decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache(), **engine))
     return sequences
 
 
@@ -82,7 +81,7 @@ def test_only_verifications_write_to_the_full_store(view):
     (s,) = run(SelfDrafter(**view), model, [PROMPTS[2]], 40, cache)
     store, runner = cache.store, TargetRunner(model)
     n = store.lengths[0]
-    assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.provisional == [0]
+    assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.unverified == [0]
     other = runner.new_store(1, n)
     runner.forward([s.tokens[:n]], other, [0], logits="none")
     for own, exact in ((store.keys, other.keys), (store.values, other.values)):
@@ -97,9 +96,10 @@ def test_snapkvs_window_of_queries_whatever_the_pieces_of_the_prompt(length):
     seen = []
     for chunk in (1024, 64):
         drafter = SelfDrafter(**SNAPKV, depth=2)
-        queries = drafter.looked
-        drafter.looked = lambda s, q, queries=queries: (seen.append(q[0].shape[1]), queries(s, q))[1]
+        told, observe = [], drafter.observe
+        drafter.observe = lambda event, told=told, observe=observe: (told.append(event), observe(event))[1]
         (s,) = run(drafter, model, [prompt], 20, chunk=chunk)
+        seen.append(told[0].queries[0].shape[1])
         seen.append((s.output, s.accepted))
     assert seen[0] == seen[2] == min(length, 4) and seen[1] == seen[3]
 

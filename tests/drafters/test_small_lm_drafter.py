@@ -16,6 +16,7 @@ from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from tests.drafts import small_lm
+from tests.events import begun, taken_back
 from tests.tiny import FAMILIES, tiny_model
 
 STREAMING = {"view": "streaming", "sink": 4, "recent": 12}
@@ -152,7 +153,7 @@ class Decoding:
         self.drafter.bind(self.runner, self.runner.new_store(1, len(text) + 60))
         self.s = Sequence(0, text[:prompt], 80)
         self.emit(text[prompt : prompt + 1])
-        self.drafter.prefill(self.s)
+        self.drafter.observe(begun(self.s))
         self.emit(text[prompt + 1 :])
 
     def emit(self, tokens):
@@ -182,7 +183,7 @@ def test_rewound_text(decoding, back):
     s = decoding.s
     del s.output[-back:]
     s.output[-3:] = [(token + 5) % 11 for token in s.output[-3:]]
-    decoding.drafter.rewind(s)
+    decoding.drafter.observe(taken_back(s))
     decoding.check()
     decoding.emit([4])
     decoding.check()
@@ -196,7 +197,7 @@ def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
     sequences = [Sequence(i, PROMPTS[1][i:], budget) for i, budget in enumerate((5, 60, 2, 3))]
     for s in sequences:
         s.append(s.index)
-        drafter.prefill(s)
+        drafter.observe(begun(s))
     trees = drafter.propose(sequences)
     assert [max(tree.depths) for tree in trees] == [3, 4, 0, 1]
     for s, tree in zip(sequences, trees, strict=True):
@@ -206,7 +207,7 @@ def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
 def test_a_text_that_only_became_shorter(decoding):
     decoding.check()
     del decoding.s.output[-3:]
-    decoding.drafter.rewind(decoding.s)
+    decoding.drafter.observe(taken_back(decoding.s))
     decoding.check()
     decoding.check()  # and is asked for twice
 
@@ -216,7 +217,7 @@ def test_a_slot_is_used_again(decoding):
     decoding.drafter.release(decoding.s)
     decoding.s = Sequence(0, [5, 4, 3], 80)
     decoding.emit([1])
-    decoding.drafter.prefill(decoding.s)
+    decoding.drafter.observe(begun(decoding.s))
     decoding.check()
 
 
@@ -300,7 +301,7 @@ def test_padding_has_no_position_beyond_the_last(gpt2):
     drafter.bind(runner, runner.new_store(2, 60))
     sequences = [Sequence(0, [5] * 37, 3), Sequence(1, [1, 2], 30)]
     for s, new in zip(sequences, (1, 8), strict=True):
-        drafter.prefill(s)
+        drafter.observe(begun(s))
         for token in range(new):
             s.append(token)
     for s, tree in zip(sequences, drafter.propose(sequences), strict=True):

@@ -18,6 +18,7 @@ from longdraft.trees.builders import chain, merged, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Picker
 from tests.drafts import random_draft, random_eagle3, small_lm
+from tests.events import begun, decoded, verified
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -46,9 +47,8 @@ def test_it_proposes_what_either_does(tmp_path, method):
         part = getattr(drafter, name)
         part.propose = lambda s, b=None, f=part.propose, n=name: own[n].append(f(s, b)) or own[n][-1]
     drafter.propose = lambda s, b=None: trees.append(propose(s, b)) or trees[-1]
-    engine = Engine(spec.runner(), drafter, [Sequence(0, PROMPTS[0], 24)], [Picker(True, Sampling().processors())])
-    for _ in engine.steps(engine.open()):
-        pass
+    s = Sequence(0, PROMPTS[0], 24, sampler=Picker(True, Sampling().processors()))
+    decoded(Engine(spec.runner(), drafter, [s]))
     assert len(trees) > 3
     for (whole,), (free,), (paid,) in zip(trees, own["unpaid"], own["paid"], strict=True):
         assert paths(whole) == paths(free) | paths(paid)
@@ -108,13 +108,13 @@ def test_luck_is_learned_without_verifying():
     s = Sequence(0, [1, 2, 3, 4] * 4, 60)
     s.append(1)
     drafter = NGramDrafter(max_draft=3)
-    drafter.prefill(s)
+    drafter.observe(begun(s))
     before = drafter._luck.chance(5, True)
     for i in range(12):
         (tree,) = drafter.propose([s], Budget(4, 0.1))
         assert tree.drafted == 3
         s.append([2, 3, 4, 1][i % 4])
-        drafter.observe(s, TokenTree(tree.tokens[:1], (-1,)), 0)
+        drafter.observe(verified(s, TokenTree(tree.tokens[:1], (-1,)), 0))
     assert drafter._luck.chance(5, True) > before
     assert drafter._luck.chance(2, True) == pytest.approx(2 / 3)  # nothing was seen of shorter matches
 

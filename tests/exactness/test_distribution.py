@@ -69,11 +69,11 @@ def test_plain_decoding_has_the_targets_distribution(setting):
 @pytest.mark.parametrize("setting", ["hot, top-k", "penalised"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "ar"])
 def test_a_seed_gives_plain_decodings_text(workshop, name, setting):
-    """A hundred short texts, a seed each."""
-    model, prompts = target(vocab=SIZE), (PROMPT * 2,) * 100
+    """Many short texts, a seed each."""
+    model, prompts = target(vocab=SIZE), (PROMPT * 2,) * 60
     results = generate(workshop.spec(METHODS[name], model), prompts, 4, SAMPLINGS[setting])
     assert tokens(results) == workshop.plain(model, prompts, 4, SAMPLINGS[setting])
-    assert sum(r.accepted for r in results) > 20, "the draft must have been taken for this to mean something"
+    assert sum(r.accepted for r in results) > 10, "the draft must have been taken for this to mean something"
 
 
 NARROW = {"budget": 4, "sink": 1, "window": 1}

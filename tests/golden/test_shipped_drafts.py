@@ -15,9 +15,9 @@ import pytest
 
 import longdraft
 from longdraft import PromptCache, Speculator
+from longdraft.engine import Result
 from longdraft.planning import choice
 from longdraft.planning.costs import CostTable
-from longdraft.sequence import Result
 from longdraft.target.chat import chat_prompt
 
 pytestmark = [

@@ -144,10 +144,10 @@ def test_any_sequence_of_operations_leaves_what_a_store_in_memory_holds(
             k, v = torch.randn(2, SHAPE.layers, SHAPE.kv_heads, more, SHAPE.head_dim, dtype=SHAPE.dtype)
             for store in (plain, other):
                 store.put_rows(what, store.lengths[what], k, v)
-                store.provisional[what] = more
+                store.unverified[what] = more
         else:
             same_rows(plain, other, what)
-        assert plain.lengths == other.lengths and plain.provisional == other.provisional
+        assert plain.lengths == other.lengths and plain.unverified == other.unverified
     for layer in range(SHAPE.layers):
         same_rows(plain, other, layer)
     for slot, n in enumerate(plain.lengths):

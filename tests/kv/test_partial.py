@@ -177,7 +177,7 @@ def test_what_waits_is_shown_to_drafters_and_gone_at_the_refresh():
         found.store.keys[:, 0, :, start : start + rows] = torch.tensor(numbers)[:, None]
         found.keep(0, path)
     assert (found.waiting(0), found.store.lengths[0]) == (3, segment + 3)
-    assert (full.lengths[0], full.provisional[0], full.readable(0)) == (60, 3, 63)
+    assert (full.lengths[0], full.unverified[0], full.readable(0)) == (60, 3, 63)
     assert full.values[0, 0, 0, 60:63, 0].tolist() == [11.0, 13.0, 15.0] == full.keys[1, 0, 1, 60:63, 2].tolist()
     full.lengths[0] = 61
     found.refresh(0, queries())

@@ -64,7 +64,7 @@ def test_no_other_number_of_nodes_promises_more(chances, steps, rng):
     drafted = tree(*chances, parents=parents)
     costs = list(accumulate([1.0, *steps]))
     planner = Planner(table(*costs))
-    (kept,) = speculating(planner).worthwhile([drafted])
+    (kept,) = speculating(planner).prune([drafted])
 
     paths = [1.0] * drafted.size
     for node in range(1, drafted.size):
@@ -79,21 +79,21 @@ def test_no_other_number_of_nodes_promises_more(chances, steps, rng):
 
 def test_dear_nodes_must_be_likely():
     drafted = tree(0.9, 0.9, 0.9, 0.9)
-    assert speculating(Planner(CHEAP)).worthwhile([drafted])[0].drafted == 4
-    assert speculating(Planner(table(1.0, 1.85, 2.75, 3.7, 4.7))).worthwhile([drafted])[0].drafted == 1
-    assert speculating(Planner(DEAR)).worthwhile([drafted])[0].drafted == 0
+    assert speculating(Planner(CHEAP)).prune([drafted])[0].drafted == 4
+    assert speculating(Planner(table(1.0, 1.85, 2.75, 3.7, 4.7))).prune([drafted])[0].drafted == 1
+    assert speculating(Planner(DEAR)).prune([drafted])[0].drafted == 0
 
 
 def test_a_gain_that_may_be_an_error_is_not_taken():
     """Chances and costs are estimates: 3 % of a plain step are within what they are wrong by."""
-    assert speculating(Planner(table(1.0, 1.47))).worthwhile([tree(0.5)])[0].drafted == 0
-    assert speculating(Planner(table(1.0, 1.45))).worthwhile([tree(0.5)])[0].drafted == 1
+    assert speculating(Planner(table(1.0, 1.47))).prune([tree(0.5)])[0].drafted == 0
+    assert speculating(Planner(table(1.0, 1.45))).prune([tree(0.5)])[0].drafted == 1
 
 
 def test_the_best_nodes_are_kept_with_their_parents():
     drafted = tree(0.9, 0.1, 0.8, 0.05, parents=(0, 0, 1, 2))
     planner = Planner(table(1.0, 1.2, 1.4, 1.6, 1.8))
-    (kept,) = speculating(planner).worthwhile([drafted])
+    (kept,) = speculating(planner).prune([drafted])
     assert kept.parents == (-1, 0, 1) and kept.log_probs == pytest.approx((0.0, log(0.9), log(0.8)))
 
 
@@ -101,10 +101,10 @@ def test_trees_without_probabilities_are_sized_by_what_becomes_of_them():
     planner = Planner(table(*(1.0 + 0.3 * i for i in range(20))))
     drafted = TokenTree((0,) * 9, tuple(range(-1, 8)))
     plan = speculating(planner)
-    assert plan.worthwhile([drafted])[0].drafted == 8
+    assert plan.prune([drafted])[0].drafted == 8
     for _ in range(30):
         plan.saw([drafted], [(0,)], [1], 0, 0.0, 3.4)
-    assert plan.worthwhile([drafted])[0].drafted == 0
+    assert plan.prune([drafted])[0].drafted == 0
 
 
 def test_a_batch_shares_a_forward():
@@ -112,8 +112,8 @@ def test_a_batch_shares_a_forward():
     sequences = [sequence(i) for i in range(4)]
     plan = speculating(Planner(table(*(1.0 + 0.1 * i for i in range(64)))), sequences)
     likely, unlikely = tree(0.9, 0.9), tree(0.02, 0.02)
-    assert [t.drafted for t in plan.worthwhile([likely] * 4)] == [2] * 4
-    assert max(t.drafted for t in plan.worthwhile([unlikely] * 4)) == 0
+    assert [t.drafted for t in plan.prune([likely] * 4)] == [2] * 4
+    assert max(t.drafted for t in plan.prune([unlikely] * 4)) == 0
 
 
 STEPS = [3.0, 3.5, 4.0, 8.0]
@@ -146,7 +146,7 @@ def test_shares_are_one_on_average_and_follow_the_pace(texts, rounds):
 
 def test_nothing_to_choose_from():
     roots = [TokenTree((5,), (-1,))]
-    assert speculating(Planner(CHEAP)).worthwhile(roots) == roots
+    assert speculating(Planner(CHEAP)).prune(roots) == roots
 
 
 # --- budgets ---
@@ -166,10 +166,10 @@ def test_budgets_follow_what_was_worth_verifying():
     planner = Planner(CHEAP)
     plan = speculating(planner)
     for _ in range(20):
-        plan.worthwhile([tree(0.9, 0.01)])
+        plan.prune([tree(0.9, 0.01)])
     few = plan.budget([sequence()])
     for _ in range(20):
-        plan.worthwhile([tree(*[0.99] * 30)])
+        plan.prune([tree(*[0.99] * 30)])
     many = plan.budget([sequence()])
     assert few is not None and many is not None and few.nodes <= 8 < 50 < many.nodes
 

@@ -11,6 +11,7 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
+from longdraft.events import last_query
 from longdraft.kv.partial import PartialLayout
 from longdraft.sequence import Sequence
 from longdraft.target.runner import Taps, TargetRunner
@@ -19,6 +20,7 @@ from longdraft.verify.sampling import Picker, Sampling
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
 from tests.drafts import random_draft, random_eagle3
+from tests.events import begun, decoded
 from tests.tiny import tiny_model
 
 SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
@@ -45,8 +47,10 @@ def run(
     sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts or PROMPTS)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(sequences))]
     pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
-    engine = Engine(runner, drafter, sequences, pickers, [eos_rule(frozenset(eos))], schedule=schedule)
-    steps = list(engine.steps(engine.open()))
+    for s, picker in zip(sequences, pickers, strict=True):
+        s.sampler = picker
+    engine = Engine(runner, drafter, sequences, [eos_rule(frozenset(eos))], schedule=schedule)
+    steps = decoded(engine)
     return sequences, steps, engine
 
 
@@ -107,7 +111,7 @@ def test_guesses_use_the_draws_to_come(tmp_path):
     """With a partial cache that holds everything, every guess is what is drawn at T = 1."""
     model = tiny_model(vocab=11, dtype=torch.float64)
     got, _, _ = run(model, EagerExact(layout(200)), NoDrafter(), n=60, sampling=Sampling(1.0))
-    assert all(s.partial_rounds > 40 and s.rolled_back == 0 for s in got)
+    assert all(s.partial_rounds > 40 and s.taken_back == 0 for s in got)
     # After the first, shorter wait, a full pass comes after eight guesses and adds a token of its own.
     assert all(s.rounds - s.partial_rounds < 11 for s in got)
 
@@ -117,7 +121,7 @@ def test_fewer_guesses_wait_after_a_wrong_one(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
     schedule = ExactSpecPV(layout(selector="streaming", margin=20))
     got, _, _ = run(model, schedule, NoDrafter(), [PROMPTS[0]], 60)
-    assert got[0].rolled_back > 0 and schedule._margins[0] < 10  # it began with 10, and may have 20
+    assert got[0].taken_back > 0 and schedule._margins[0] < 10  # it began with 10, and may have 20
 
 
 @pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
@@ -153,7 +157,7 @@ def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
         got, _, engine = run(model, schedule, NGramDrafter(), [PROMPTS[0]], 13)
         store = engine.cache.store
         n = store.lengths[0]
-        assert store.provisional[0] == 0 and n <= len(got[0].tokens) - 1
+        assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1
         runner = TargetRunner(model)
         fresh = runner.new_store(1, n)
         runner.forward([got[0].tokens[:n]], fresh, [0], logits="none")
@@ -181,19 +185,19 @@ def test_small_budgets_of_tokens(tmp_path, n):
 class Checked(Eagle3Drafter):
     """After every refresh, drafts what a drafter would that has read everything anew."""
 
-    checked = 0
+    checked, fresh = 0, False
 
-    def refreshed(self, sequence, start):
-        super().refreshed(sequence, start)
-        self.fresh = True
+    def observe(self, event):
+        super().observe(event)
+        self.fresh = self.fresh or event.replaced is not None
 
     def propose(self, sequences, budget=None):
         found = super().propose(sequences, budget)
-        if getattr(self, "fresh", False):
+        if self.fresh:
             twin = Eagle3Drafter(self.draft, widths=(2, 3))
             twin.bind(self._runner, self._store)
             for s in sequences:
-                twin.prefill(s)
+                twin.observe(begun(s))
             again = twin.propose(sequences)
             assert [t.tokens for t in again] == [t.tokens for t in found]
             for own, other in zip(found, again, strict=True):
@@ -242,7 +246,10 @@ class Listening(Drafter):
             trees.append(TokenTree((s.output[-1], (s.output[-1] + 1) % 11, *right), parents))
         return trees
 
-    def attended(self, sequence, queries):
+    def observe(self, event):
+        sequence, queries = event.sequence, last_query(event)
+        if self.store.unverified[sequence.slot]:
+            return  # what a partial verification asks can be compared with nothing
         text = sequence.tokens[: self.store.readable(sequence.slot)]
         assert len(text) == len(sequence.tokens) - 1
         plain = self.runner.new_store(1, len(text))
@@ -259,12 +266,9 @@ def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
     model = tiny_model(vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter())
     listening, inexact = Listening(outputs(want)), kind in (SpecPV, ExactSpecPV)
-    if inexact:  # what a partial verification asks can be compared with nothing
-        compare = listening.attended
-        listening.attended = lambda s, q: None if listening.store.provisional[s.slot] else compare(s, q)
     schedule = Schedule() if kind is Schedule else kind(layout(8 if inexact else 200))
     got, steps, _ = run(model, schedule, listening)
     assert outputs(got) == outputs(want) or kind is SpecPV
     assert {s.mode for s in steps} >= ({"full"} if kind is Schedule else {"refresh", "partial"})
     assert listening.heard > 10 and sum(s.accepted for s in steps) > 10
-    assert kind is not ExactSpecPV or sum(s.rolled_back for s in got) > 0
+    assert kind is not ExactSpecPV or sum(s.taken_back for s in got) > 0

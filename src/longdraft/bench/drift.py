@@ -14,14 +14,13 @@ import torch
 from torch.nn import functional
 
 from longdraft.engine import PREFILL_CHUNK
+from longdraft.events import Event
 from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
 from longdraft.target.runner import Taps, TargetOutput, TargetRunner
-from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
-from longdraft.verify.schedule import Settled, Verified
+from longdraft.verify.schedule import Verified
 from longdraft.verify.specpv import SpecPV
 
 _NO_TAPS = Taps()
@@ -91,14 +90,15 @@ class RecordedSpecPV(SpecPV):
         self._listener = listener
         self.computed: list[Computed] = []
 
-    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
-        waiting = self.partial.waiting(sequence.slot)
+    def commit(self, verified: Verified, accepted: Accepted) -> Event:
+        slot = verified.sequence.slot
+        waiting = self.partial.waiting(slot)
         partial = verified.mode == "partial"
         # A full pass has what waits before the tree.
         rows = [node + (0 if partial else waiting) for node in accepted.path]
-        position = self.store.lengths[sequence.slot] + waiting
+        position = self.store.lengths[slot] + waiting
         self.computed.append(Computed(position, waiting + 1 if partial else 0, self._listener.hidden(rows)))
-        return super().settle(sequence, tree, verified, accepted)
+        return super().commit(verified, accepted)
 
 
 @dataclass(frozen=True)

@@ -214,10 +214,8 @@ class NeedleDrafts:
 
     def _decode(self, haystack: Haystack, drafter: Drafter, told: _Told) -> None:
         # One more than is emitted, or nothing would be drafted for the last one.
-        sequence = Text(0, list(haystack.tokens), len(told.answer) + 1, self.runner.device)
-        engine = Engine(
-            self.runner, drafter, [sequence], [told], [told.over], cache=self._cache, schedule=_RootsAlone()
-        )
+        sequence = Text(0, list(haystack.tokens), len(told.answer) + 1, self.runner.device, sampler=told)
+        engine = Engine(self.runner, drafter, [sequence], [told.over], cache=self._cache, schedule=_RootsAlone())
         for _ in engine.steps(engine.open()):
             pass
 
@@ -242,8 +240,8 @@ class _Told(Picker):
 class _RootsAlone(Schedule):
     """Verifies no draft: every token is one that a drafter is asked for."""
 
-    def verify(self, sequences: list[Text], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
-        return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees], pickers)
+    def verify(self, sequences: list[Text], trees: list[TokenTree]) -> list[Verified]:
+        return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
 
 
 class _Planned(Protocol):

@@ -20,11 +20,11 @@ from torch import nn
 from longdraft.attention.block import Block
 from longdraft.bench.contenders import Job
 from longdraft.engine import Engine
+from longdraft.events import Event
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.speculator import Speculator
-from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
-from longdraft.verify.schedule import Settled, Verified
+from longdraft.verify.schedule import Verified
 
 ROUNDS = 16
 """Rounds that are profiled, after one that is not: it pays for what a run does once."""
@@ -32,7 +32,7 @@ ROUNDS = 16
 PARTS = ("draft", "attention", "forward", "rest")
 """A round's parts: the drafter; attention in the target's forward, and the rest of verifying; everything else."""
 
-_DRAFTING = ("propose", "attended", "observe", "refreshed", "rewind")
+_DRAFTING = ("propose", "observe")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
     )
     engine = run._engine
     clock = _Clock(engine.runner.device)
-    trees: list[_Settled] = []
+    trees: list[_Walked] = []
     seen: list[dict[str, float]] = []
     with _watched(engine, clock, trees):
         for step in run:
@@ -145,21 +145,21 @@ class _Clock:
         return time.perf_counter()
 
 
-# What Schedule.settle was told: the sequence's index, the tree with the target's word on it, where the walk went.
-_Settled = tuple[int, Verified, Accepted]
+# What Schedule.commit was told: a tree with the target's word on it, and where the walk went.
+_Walked = tuple[Verified, Accepted]
 
 
 @contextmanager
-def _watched(engine: Engine, clock: _Clock, trees: list[_Settled]) -> Iterator[None]:
+def _watched(engine: Engine, clock: _Clock, trees: list[_Walked]) -> Iterator[None]:
     """Clocks around the drafter, the schedule and the target's attention; drafter and schedule are this run's own."""
     drafter, schedule, runner = engine.drafter, engine.schedule, engine.runner
     for name in _DRAFTING:
         setattr(drafter, name, clock.wrapped("draft", getattr(drafter, name)))
-    settle, attend = schedule.settle, runner._attend
+    commit, attend = schedule.commit, runner._attend
 
-    def settled(sequence: Any, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
-        trees.append((sequence.index, verified, accepted))
-        return settle(sequence, tree, verified, accepted)
+    def committed(verified: Verified, accepted: Accepted) -> Event:
+        trees.append((verified, accepted))
+        return commit(verified, accepted)
 
     def attending(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
         if not clock.verifying():
@@ -170,7 +170,7 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Settled]) -> Iterator[N
             return attend(q, k, v, block, scale)
 
     schedule.verify = clock.wrapped("forward", schedule.verify)  # type: ignore[method-assign]
-    schedule.settle = settled  # type: ignore[method-assign]
+    schedule.commit = committed  # type: ignore[method-assign]
     runner._attend = attending
     runner.whole_layers = False  # a layer in one piece has no attention to time
     try:
@@ -180,9 +180,9 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Settled]) -> Iterator[N
         runner.whole_layers = True
 
 
-def _typical(trees: list[_Settled], spec: Speculator) -> dict[str, Any] | None:
+def _typical(trees: list[_Walked], spec: Speculator) -> dict[str, Any] | None:
     """The first sequence's round whose accepted length is nearest to the mean, the earliest of several."""
-    own = [(verified, accepted) for index, verified, accepted in trees if index == 0 and verified.tree.drafted]
+    own = [(v, accepted) for v, accepted in trees if v.sequence.index == 0 and v.tree.drafted]
     if not own or spec.tokenizer is None:
         return None
     usual = mean(accepted.from_draft for _, accepted in own)

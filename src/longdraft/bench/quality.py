@@ -297,21 +297,21 @@ class Quality:
     def _decode(
         self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
     ) -> Decoded:
-        sequence = Text(0, list(prompt), max_tokens, self.runner.device)
-        greedy = Sampling()
+        sampler = Picker(True, Sampling().processors())
+        sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler)
         chosen = self._recipes[name]
         engine = Engine(
             self.runner,
             chosen.drafter(),
             [sequence],
-            [Picker(greedy.greedy, greedy.processors())],
             [] if self.settings.ignore_eos else [eos_rule(self._ends)],
             self._cache,
             chosen.schedule() if schedule is None else schedule,
         )
         gc.collect()  # or a collection falls due inside somebody's turn
         seconds = sum(step.seconds for step in engine.steps(engine.open()) if step.mode != "prefill")
-        return Decoded(tuple(sequence.output), seconds, sequence.rounds, sequence.partial_rounds)
+        stats = engine.stats[0]
+        return Decoded(tuple(sequence.output), seconds, stats.rounds, stats.rounds_by_mode["partial"])
 
     def _likeness(self, reference: Decoded, run: Decoded) -> Likeness:
         longer = max(len(reference.tokens), len(run.tokens))

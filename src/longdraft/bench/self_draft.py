@@ -6,13 +6,13 @@ retrieved context could be used by a draft that knows the language as the target
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from longdraft.drafters.base import Drafter
 from longdraft.errors import ContextError
+from longdraft.events import Event
 from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -81,13 +81,14 @@ class SelfDrafter(Drafter):
         self.partial = PartialCache(store, new_store, self.layout, 1)
         self._verified = [0] * store.slots
 
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
+    def observe(self, event: Event) -> None:
         """Retrieves, when it is time to; else the row that was verified joins the others.
 
         Raises:
             ContextError: the text is no longer than what is always kept of it.
         """
-        slot, partial, length = sequence.slot, self.partial, self._store.lengths[sequence.slot]
+        slot, partial = event.sequence.slot, self.partial
+        length = self._store.lengths[slot]
         if length <= self.layout.sink:
             raise ContextError(
                 f"The text has {length} tokens and the sink holds {self.layout.sink}: lower sink, or give a longer one."
@@ -95,7 +96,7 @@ class SelfDrafter(Drafter):
         self._verified[slot] += 1
         due = self.every > 0 and self._verified[slot] >= self.every
         if due or not partial.in_use(slot):
-            partial.refresh(slot, {layer: q[:, None] for layer, q in queries.items()})
+            partial.refresh(slot, {layer: q[:, -1:] for layer, q in event.queries.items()})
             self._verified[slot] = 0
         else:
             self._append(slot)

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from longdraft.bench.ties import Difference, compare
 from longdraft.cli.figures import payload
+from longdraft.engine import Result
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.sequence import Result
 from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 

@@ -17,10 +17,10 @@ from longdraft.cli.comparing import comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
 from longdraft.cli.streaming import TextStream
+from longdraft.engine import Result
 from longdraft.errors import CheckpointError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
-from longdraft.sequence import Result
 from longdraft.speculator import Generation, Speculator
 from longdraft.target.chat import chat_prompt, encode
 from longdraft.target.loading import LoadedModel, load

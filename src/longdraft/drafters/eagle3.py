@@ -9,7 +9,6 @@ whole layer; then the tree grows level by level, with the draft's own output in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
 from longdraft.drafters.retrieved import RetrievedWindow
 from longdraft.drafters.window import Window
+from longdraft.events import Event, last_query
 from longdraft.kv import memory
 from longdraft.kv.store import KVShape, KVStore
 from longdraft.sequence import Sequence
@@ -162,14 +162,22 @@ class Eagle3Drafter(Drafter):
         self.max_nodes = self.plan.max_nodes
 
     @torch.inference_mode()
-    def prefill(self, sequence: Sequence) -> None:
-        """Reads the prompt's last window: keys and values, no attention."""
-        self._warn(sequence)
-        if self.retrieval is not None:
-            self.retrieval.reset(sequence.slot)
-        self.cache.forget(sequence.slot, 0)
-        self._settled[sequence.slot] = 0
-        self._fill(sequence)
+    def observe(self, event: Event) -> None:
+        """Reads a prompt's last window, keys and values alone; forgets changed rows; scores chunks when that is due."""
+        slot = event.sequence.slot
+        if event.begins:
+            self._warn(event.sequence)
+            if self.retrieval is not None:
+                self.retrieval.reset(slot)
+            self.cache.forget(slot, 0)
+            self._settled[slot] = 0
+            self._fill(event.sequence)
+        if self.retrieval is not None and event.queries:
+            self.retrieval.observe(self._store, slot, *last_query(event).values())
+        if event.replaced is not None:
+            self.cache.forget(slot, event.replaced)
+        if event.taken_back:
+            self._rewind(event.sequence)
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
@@ -188,17 +196,7 @@ class Eagle3Drafter(Drafter):
             budget=budget,
         )
 
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        """Scores the chunks of the text, when it is time to."""
-        if self.retrieval is not None:
-            self.retrieval.observe(self._store, sequence.slot, *queries.values())
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        """Reads the rows from ``start`` on again in the next round."""
-        self.cache.forget(sequence.slot, start)
-
-    @torch.inference_mode()
-    def rewind(self, sequence: Sequence) -> None:
+    def _rewind(self, sequence: Sequence) -> None:
         """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
         slot = sequence.slot
         if self.retrieval is not None:

@@ -11,7 +11,6 @@ levels further. Whatever brings states, a :class:`StateSource`, can be put under
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
+from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
@@ -68,22 +68,7 @@ class StateSource(ABC):
     @abstractmethod
     def bind(self, runner: TargetRunner, store: KVStore) -> None: ...
 
-    def prefill(self, sequence: Sequence) -> None:  # noqa: B027
-        ...
-
-    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
-        ...
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
-        ...
-
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:  # noqa: B027
-        ...
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:  # noqa: B027
-        ...
-
-    def rewind(self, sequence: Sequence) -> None:  # noqa: B027
+    def observe(self, event: Event) -> None:  # noqa: B027
         ...
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
@@ -219,23 +204,8 @@ class HeadsDrafter(Drafter):
             draws=[s.draws for s in sequences],
         )
 
-    def prefill(self, sequence: Sequence) -> None:
-        self._source.prefill(sequence)
-
-    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        self._source.looked(sequence, queries)
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        self._source.attended(sequence, queries)
-
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        self._source.observe(sequence, tree, accepted)
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        self._source.refreshed(sequence, start)
-
-    def rewind(self, sequence: Sequence) -> None:
-        self._source.rewind(sequence)
+    def observe(self, event: Event) -> None:
+        self._source.observe(event)
 
     def release(self, sequence: Sequence) -> None:
         self._source.release(sequence)

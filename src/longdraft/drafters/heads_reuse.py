@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import log
 
 from longdraft.drafters.base import Drafter
+from longdraft.events import Event
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import union
@@ -87,8 +88,9 @@ class ReuseDrafter(Drafter):
         self.max_nodes = k * (n - 1)
         self._phrases: dict[int, Phrases] = {}
 
-    def prefill(self, sequence: Sequence) -> None:
-        self._phrases[sequence.index] = Phrases(self.n, self.k)
+    def observe(self, event: Event) -> None:
+        if event.begins or event.taken_back:
+            self._phrases[event.sequence.index] = Phrases(self.n, self.k)
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         return [self._propose(s) for s in sequences]
@@ -98,9 +100,6 @@ class ReuseDrafter(Drafter):
         phrases.extend(sequence.output[len(phrases.text) :])
         found = phrases.after(root)
         return union(root, found, log_probs=[phrases.log_probs(root, path) for path in found])
-
-    def rewind(self, sequence: Sequence) -> None:
-        self._phrases[sequence.index] = Phrases(self.n, self.k)
 
     def release(self, sequence: Sequence) -> None:
         self._phrases.pop(sequence.index, None)

@@ -6,13 +6,13 @@ from its hidden state (Wu et al. 2025, arXiv:2502.18890, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import torch
 
 from longdraft.drafters.heads import States, StateSource
 from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
@@ -56,23 +56,8 @@ class ViewStates(StateSource):
         hidden = torch.stack([store.features[s.slot, store.lengths[s.slot]] for s in sequences])
         return States(hidden, torch.stack([rows[0] for rows in logits]))
 
-    def prefill(self, sequence: Sequence) -> None:
-        self.level.prefill(sequence)
-
-    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        self.level.looked(sequence, queries)
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        self.level.attended(sequence, queries)
-
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        self.level.observe(sequence, tree, accepted)
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        self.level.refreshed(sequence, start)
-
-    def rewind(self, sequence: Sequence) -> None:
-        self.level.rewind(sequence)
+    def observe(self, event: Event) -> None:
+        self.level.observe(event)
 
     def release(self, sequence: Sequence) -> None:
         self.level.release(sequence)

@@ -7,7 +7,6 @@ through the whole block; then the tree grows level by level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
 from longdraft.drafters.retrieved import RetrievedKV
 from longdraft.drafters.window import Window
+from longdraft.events import Event, last_query
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
@@ -123,11 +123,26 @@ class LongSpecDrafter(Drafter):
         self.max_nodes = self.plan.max_nodes
 
     @torch.inference_mode()
-    def prefill(self, sequence: Sequence) -> None:
-        """Reads the prompt's last window: embeddings, keys and values, no attention."""
-        if self.retrieved is not None:
-            self.retrieved.begin(sequence.slot)
-        self._fill(sequence.slot, sequence.prompt)
+    def observe(self, event: Event) -> None:
+        """Reads the window of a new text, or of one that goes on otherwise than it did; scores chunks when it is time.
+
+        Emitted tokens enter the window at the start of the next round.
+        """
+        s = event.sequence
+        if event.begins:
+            if self.retrieved is not None:
+                self.retrieved.begin(s.slot)
+            self._fill(s.slot, s.prompt)
+        if self.retrieval is not None and event.queries:
+            self.retrieval.observe(self._store, s.slot, *last_query(event).values())
+        # The store's rows are read where they lie; what was gathered of them is gathered again.
+        if self.retrieved is not None and event.replaced is not None:
+            self.retrieved.forget(s.slot, event.replaced)
+        if event.taken_back:
+            if self.retrieved is not None:
+                self.retrieved.rewind(s.slot)
+            # The ring holds tokens that were taken back where older ones stood.
+            self._fill(s.slot, s.tokens[:-1])
 
     def _fill(self, slot: int, text: list[int]) -> None:
         assert self._bound is not None
@@ -151,18 +166,6 @@ class LongSpecDrafter(Drafter):
             budget=budget,
         )
 
-    # Emitted tokens enter the window at the start of the next round, so there is nothing to observe.
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        """Scores the chunks of the text, when it is time to."""
-        if self.retrieval is not None:
-            self.retrieval.observe(self._store, sequence.slot, *queries.values())
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        """The store's rows are read where they lie; what was gathered of them is gathered again."""
-        if self.retrieved is not None:
-            self.retrieved.forget(sequence.slot, start)
-
     def context(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (Hkv, n, d) that cross-attention sees: the target's last layer, all of the text or a part."""
         if self.retrieved is not None:
@@ -171,13 +174,6 @@ class LongSpecDrafter(Drafter):
         keys, values = store.layer(store.shape.layers - 1)
         n = store.readable(slot)
         return keys[slot, :, :n], values[slot, :, :n]
-
-    @torch.inference_mode()
-    def rewind(self, sequence: Sequence) -> None:
-        """Fills the ring anew: it holds tokens that were taken back where older ones stood."""
-        if self.retrieved is not None:
-            self.retrieved.rewind(sequence.slot)
-        self._fill(sequence.slot, sequence.tokens[:-1])
 
 
 class _Round:

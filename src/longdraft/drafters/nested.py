@@ -9,15 +9,14 @@ picks every token that is emitted, the output is the target's whatever the level
 Where tokens are drawn, a level picks with the draws that the target's coming picks will use (Picker.rehearsal): from
 two like distributions, both then mostly pick the same token.
 
-What a level computes for tokens that it emitted is shown to the drafter as provisional rows of the target's store, as
+What a level computes for tokens that it emitted is shown to the drafter as unverified rows of the target's store, as
 in partial verification; the target's verification overwrites them. Nothing of it is committed there. When the target
 refutes one, level and drafter go back to where it did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp
 
 import torch
@@ -27,6 +26,8 @@ from longdraft.drafters.self_drafter import Mark, SelfDrafter
 from longdraft.drafters.self_views import SINK
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.events import Event
+from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
@@ -34,7 +35,6 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
-from longdraft.verify.sampling import Picker, Sampling
 
 # TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
 # model drafts for the level (gamma_1), and the rows that it sees.
@@ -46,14 +46,13 @@ class _Walk:
     """One sequence's round.
 
     Attributes:
-        twin: the sequence with what the level emitted. picker: the level's.
+        twin: the sequence with what the level emitted; its sampler is the level's.
         start: tokens of the sequence before. room: how many may be emitted.
         mark: where level and store were.
         log_probs: of each emitted token, as the level says.
     """
 
     twin: Sequence
-    picker: Picker
     start: int
     room: int
     mark: Mark
@@ -104,10 +103,9 @@ class NestedDrafter(Drafter):
         self.inner = inner
         self.level: SelfDrafter = level
         self.max_nodes, self._asked = depth or LENGTH, depth is not None
-        self._pickers: Mapping[int, Picker] = {}
         self._walks: dict[int, _Walk] = {}
         # Layers whose queries drafter and level want.
-        self._layers: list[tuple[Drafter, tuple[int, ...]]] = []
+        self._layers: list[tuple[Drafter, tuple[int, ...]]] = [(inner, ()), (level, ())]
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -141,25 +139,6 @@ class NestedDrafter(Drafter):
         self.inner.bind(runner, store)
         self._walks = {}
 
-    def picked_by(self, pickers: Mapping[int, Picker]) -> None:
-        self._pickers = pickers
-
-    def prefill(self, sequence: Sequence) -> None:
-        self._walks.pop(sequence.index, None)
-        self.level.prefill(sequence)
-        self.inner.prefill(sequence)
-
-    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        for each, layers in self._layers:
-            if layers:
-                each.looked(sequence, {layer: queries[layer][:, -each.query_window :] for layer in layers})
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        """Told of the target's queries alone: a level's are of tokens that may be taken back."""
-        for each, layers in self._layers:
-            if layers:
-                each.attended(sequence, {layer: queries[layer] for layer in layers})
-
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         length, price = self.max_nodes, 0.0
@@ -170,7 +149,6 @@ class NestedDrafter(Drafter):
         self.level.follow(drafted)
         self._walks |= {s.index: self._begin(s, min(length, s.remaining - 1)) for s in drafted}
         walks = [self._walks[s.index] for s in drafted]
-        self.inner.picked_by({w.twin.index: w.picker for w in walks})
         going = walks
         while going:
             self._step(going)
@@ -180,10 +158,9 @@ class NestedDrafter(Drafter):
         return [self._chain(s) for s in sequences]
 
     def _begin(self, s: Sequence, room: int) -> _Walk:
-        picker = self._pickers.get(s.index)
-        # Nobody said how its tokens are picked: the likeliest will do.
-        own = Picker(True, Sampling().processors()) if picker is None else picker.rehearsal()
-        return _Walk(s.fork(), own, len(s.prompt) + len(s.output), room, self.level.mark(s))
+        twin = s.fork()
+        twin.sampler = s.sampler.rehearsal()
+        return _Walk(twin, len(s.prompt) + len(s.output), room, self.level.mark(s))
 
     def _step(self, walks: list[_Walk]) -> None:
         """The drafter proposes, the level verifies, and both go on behind what it emitted."""
@@ -191,11 +168,11 @@ class NestedDrafter(Drafter):
         proposed = self.inner.propose(twins)
         trees = [tree.limited(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
         for w, tree, logits in zip(walks, trees, self.level.judge(twins, trees), strict=True):
-            accepted = accept(tree, logits, w.picker, w.twin.ids, w.emit)
+            accepted = accept(tree, logits, w.twin.sampler, w.twin.ids, w.emit)
             said = torch.log_softmax(logits[list(accepted.path)], -1)
             w.log_probs += said.gather(1, torch.tensor(accepted.tokens, device=said.device)[:, None])[:, 0].tolist()
             self.level.keep(w.twin, list(accepted.path))
-            self.inner.observe(w.twin, tree, accepted.from_draft)
+            self.inner.observe(Event(w.twin, tree, accepted.from_draft, accepted.path, accepted.tokens))
 
     def _chain(self, s: Sequence) -> TokenTree:
         """What the level emitted, behind the sequence's last token."""
@@ -203,30 +180,31 @@ class NestedDrafter(Drafter):
         tokens, log_probs = (walk.emitted, walk.log_probs) if walk is not None else ([], [])
         return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *log_probs))
 
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        """Drafter and level go on from what the target made of the round."""
-        self.level.observe(sequence, tree, accepted)
-        walk = self._walks.pop(sequence.index, None)
-        if walk is None:
-            self.inner.observe(sequence, tree, accepted)
-            return
-        # What it saw of the level's rows is exact now.
-        self.inner.refreshed(sequence, walk.start - 1)
-        before, now = walk.twin.tokens, sequence.tokens
-        if now[: len(before)] == before:
-            # All was right: it knows all but the last token.
-            self.inner.observe(sequence, TokenTree(tree.tokens[:1], (-1,)), 0)
-        else:
-            self.inner.rewind(sequence)
+    def observe(self, event: Event) -> None:
+        """Drafter and level go on from what the target made of the round.
 
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        self.level.refreshed(sequence, start)
-        self.inner.refreshed(sequence, start)
-
-    def rewind(self, sequence: Sequence) -> None:
-        self._walks.pop(sequence.index, None)
-        self.level.rewind(sequence)
-        self.inner.rewind(sequence)
+        They are told of the target's queries alone: a level's are of tokens that may be taken back.
+        """
+        s = event.sequence
+        inner, level = (
+            replace(event, queries={layer: event.queries[layer][:, -each.query_window :] for layer in layers})
+            if event.queries
+            else event
+            for each, layers in self._layers
+        )
+        self.level.observe(level)
+        walk = self._walks.pop(s.index, None)
+        if walk is not None and not event.begins and not event.taken_back:
+            # What it saw of the level's rows is exact now; where all was right, it knows all but the last token.
+            before, now = walk.twin.tokens, s.tokens
+            inner = replace(
+                inner,
+                tree=TokenTree(event.tree.tokens[:1], (-1,)),
+                accepted=0,
+                replaced=walk.start - 1 if event.replaced is None else min(event.replaced, walk.start - 1),
+                taken_back=0 if now[: len(before)] == before else len(before) - common_prefix(before, now),
+            )
+        self.inner.observe(inner)
 
     def release(self, sequence: Sequence) -> None:
         self._walks.pop(sequence.index, None)

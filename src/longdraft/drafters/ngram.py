@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import log
 
 from longdraft.drafters.base import Drafter
+from longdraft.events import Event
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import union
@@ -128,13 +129,6 @@ class NGramDrafter(Drafter):
         if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
             raise ValueError("max_draft, max_nodes and branches must be at least 1")
 
-    def prefill(self, sequence: Sequence) -> None:
-        index = NGramIndex(self.min_n, self.max_n)
-        index.extend(sequence.tokens)
-        self._indexes[sequence.index] = index
-        self._lengths[sequence.index] = self.max_draft // 2 + 1
-        self._luck.trust = 1.0 if sequence.greedy else Luck.DRAWN
-
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         return [self._propose(s, budget) for s in sequences]
 
@@ -152,23 +146,23 @@ class NGramDrafter(Drafter):
         chances = [self._luck.log_probs(n, len(path)) for n, path in found]
         return union(root, [path for _, path in found], self.max_nodes, chances)
 
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        index = self._indexes[sequence.index]
-        index.extend(sequence.tokens[len(index.text) :])
-        if sequence.index in self._matches:
-            n, end, path = self._matches.pop(sequence.index)
+    def observe(self, event: Event) -> None:
+        """Takes in what was emitted, and how far the last match was right."""
+        s = event.sequence
+        if event.begins or event.taken_back:
+            self._indexes[s.index] = NGramIndex(self.min_n, self.max_n)
+            self._matches.pop(s.index, None)
+        if event.begins:
+            self._lengths[s.index] = self.max_draft // 2 + 1
+            self._luck.trust = 1.0 if s.greedy else Luck.DRAWN
+        index = self._indexes[s.index]
+        index.extend(s.tokens[len(index.text) :])
+        if s.index in self._matches:
+            n, end, path = self._matches.pop(s.index)
             self._luck.saw(n, path, index.text[end:])
-        if not tree.drafted:
-            return
-        length = self._lengths[sequence.index]
-        full = accepted >= max(tree.depths)
-        self._lengths[sequence.index] = min(2 * length, self.max_draft) if full else max(accepted + 1, 2)
-
-    def rewind(self, sequence: Sequence) -> None:
-        index = NGramIndex(self.min_n, self.max_n)
-        index.extend(sequence.tokens)
-        self._indexes[sequence.index] = index
-        self._matches.pop(sequence.index, None)
+        if event.tree.drafted and not event.taken_back:
+            length, full = self._lengths[s.index], event.accepted >= max(event.tree.depths)
+            self._lengths[s.index] = min(2 * length, self.max_draft) if full else max(event.accepted + 1, 2)
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence.index, None)

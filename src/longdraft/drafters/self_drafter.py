@@ -19,6 +19,7 @@ import torch
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.self_cache import SparseCache
 from longdraft.drafters.self_views import sparse_view
+from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
@@ -40,11 +41,11 @@ LAST, CLEARLY = 2, 0.5
 @dataclass(frozen=True)
 class Mark:
     """Attributes:
-    held: rows of a view. provisional: rows of the full store that are shown beside the committed ones.
+    held: rows of a view. unverified: rows of the full store that are shown beside the committed ones.
     """
 
     held: int
-    provisional: int
+    unverified: int
 
 
 class SelfDrafter(Drafter):
@@ -142,24 +143,6 @@ class SelfDrafter(Drafter):
         """Rows behind a view that a round fills at most, the root's included."""
         return max(self.plan.shown, self.judged) + 1
 
-    def prefill(self, sequence: Sequence) -> None:
-        """A new text: nothing is kept of the last one in its slot."""
-        self._begin(sequence.slot)
-
-    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        """The window of queries that rows are first chosen by; all but the last, which :meth:`attended` brings."""
-        if self.view.looks > 1:
-            self._queries[sequence.slot] = torch.stack([q[:, :-1] for q in queries.values()])
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        """Keeps the last queries, to choose by when it is time to."""
-        if not self.view.looks:
-            return
-        new, before = torch.stack(list(queries.values()))[:, :, None], self._queries[sequence.slot]
-        keep = self.view.looks - 1
-        whole = new if before is None or not keep else torch.cat([before[:, :, -keep:], new], dim=2)
-        self._queries[sequence.slot] = whole
-
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         self.follow(sequences)
@@ -186,17 +169,25 @@ class SelfDrafter(Drafter):
             if self.cache.follow(s.slot, self._chooses_by(s.slot), self._due(s.slot)):
                 self._accepted[s.slot] = []
 
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
-        if tree.drafted:  # a plain round says nothing of the view
-            self._accepted[sequence.slot].append(accepted)
+    def observe(self, event: Event) -> None:
+        """Keeps the queries that rows are chosen by, and how drafts fared; forgets copies of rows that have changed."""
+        slot = event.sequence.slot
+        if event.begins:  # nothing is kept of the last text in the slot
+            self._begin(slot)
+        if self.view.looks and event.queries:
+            self.keep_queries(slot, event.queries)
+        if event.replaced is not None:
+            self.cache.forget(slot, event.replaced)
+        if event.taken_back:
+            self.cache.forget(slot, self.full.readable(slot))
+        elif event.tree.drafted:  # a plain round says nothing of the view
+            self._accepted[slot].append(event.accepted)
 
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        """What was copied of the rows from ``start`` on is copied again."""
-        self.cache.forget(sequence.slot, start)
-
-    def rewind(self, sequence: Sequence) -> None:
-        """Copies of rows that were taken back are forgotten."""
-        self.cache.forget(sequence.slot, self.full.readable(sequence.slot))
+    def keep_queries(self, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
+        """Appends queries (layer -> (Hq, n, d)) to the last ones of a slot's text, as many as rows are chosen by."""
+        new, before = torch.stack(list(queries.values())), self._queries[slot]
+        whole = new if before is None else torch.cat([before, new], dim=2)
+        self._queries[slot] = whole[:, :, -self.view.looks :]
 
     def release(self, sequence: Sequence) -> None:
         self._begin(sequence.slot)
@@ -218,7 +209,7 @@ class SelfDrafter(Drafter):
     def mark(self, sequence: Sequence) -> Mark:
         """Where the view of a text ends, to come back to."""
         slot = sequence.slot
-        return Mark(self.cache.store.lengths[slot], self.full.provisional[slot])
+        return Mark(self.cache.store.lengths[slot], self.full.unverified[slot])
 
     def keep(self, sequence: Sequence, path: list[int]) -> None:
         """Takes in what was accepted of a judged tree, until :meth:`drop`; drafters can read it in the full store."""
@@ -229,12 +220,12 @@ class SelfDrafter(Drafter):
         keys, values = store.keys[:, slot, :, own], store.values[:, slot, :, own]
         # Behind the committed rows, where the next verification writes.
         self.full.put_rows(slot, self.full.readable(slot), keys, values, features)
-        self.full.provisional[slot] += len(path)
+        self.full.unverified[slot] += len(path)
 
     def drop(self, sequence: Sequence, mark: Mark) -> None:
         """Forgets what was taken in since a mark."""
         self.cache.store.truncate(sequence.slot, mark.held)
-        self.full.provisional[sequence.slot] = mark.provisional
+        self.full.unverified[sequence.slot] = mark.unverified
 
     def _chooses_by(self, slot: int) -> list[torch.Tensor] | None:
         queries = self._queries[slot]

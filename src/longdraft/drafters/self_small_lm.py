@@ -8,6 +8,7 @@ computed on a part, and a round costs one forward on the whole text, and the oth
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import check_length
 from longdraft.drafters.small_lm_cache import PIECE
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
+from longdraft.events import Event
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -69,15 +71,24 @@ class SparseLMDrafter(SelfDrafter):
         return self._bound.ids
 
     @torch.inference_mode()
-    def prefill(self, sequence: Sequence) -> None:
-        """Reads the prompt.
+    def observe(self, event: Event) -> None:
+        """Reads a prompt; of a text that goes on otherwise, keeps what it has in common with what was fed.
+
+        Its own KV was exact before, and its views are chosen by its own queries.
 
         Raises:
             CapabilityError: the model has no positions for so long a text.
         """
-        check_length(self.draft, self._bound, sequence)
-        self._begin(sequence.slot)
-        self._read(sequence, sequence.prompt)
+        s = event.sequence
+        if event.taken_back:
+            kept = common_prefix(self._fed[s.slot], s.tokens[:-1])
+            self.full.truncate(s.slot, kept)
+            del self._fed[s.slot][kept:]
+        if event.begins:
+            check_length(self.draft, self._bound, s)
+        super().observe(replace(event, queries={}, replaced=None))
+        if event.begins:
+            self._read(s, s.prompt)
 
     @torch.inference_mode()
     def follow(self, sequences: SequenceOf[Sequence]) -> None:
@@ -100,16 +111,6 @@ class SparseLMDrafter(SelfDrafter):
         for x, logits in zip(whole, found, strict=True):
             x[:, self.ids] = logits
         return whole
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        """Its own KV was exact before."""
-
-    def rewind(self, sequence: Sequence) -> None:
-        """Keeps what the texts before and now have in common."""
-        kept = common_prefix(self._fed[sequence.slot], sequence.tokens[:-1])
-        self.full.truncate(sequence.slot, kept)
-        del self._fed[sequence.slot][kept:]
-        super().rewind(sequence)
 
     def _begin(self, slot: int) -> None:
         super()._begin(slot)
@@ -152,10 +153,9 @@ class SparseLMDrafter(SelfDrafter):
         """Of the first ``count`` rows of the block's sequence ``b``, the last ones that choose."""
         if not out.queries:
             return
-        first = max(0, count - self.view.looks)
-        if self._queries[s.slot] is None:
-            self.looked(s, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
-        self.attended(s, {layer: q[b, :, count - 1] for layer, q in out.queries.items()})
+        # Of a text's first rows all that choose; later the newest, as of the target's.
+        first = max(0, count - self.view.looks) if self._queries[s.slot] is None else count - 1
+        self.keep_queries(s.slot, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
 
     def _commit(self, s: Sequence, tokens: list[int]) -> None:
         self.full.commit(s.slot, range(len(tokens)))

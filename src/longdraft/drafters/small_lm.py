@@ -13,7 +13,6 @@ costs the same at any length.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming, TextCache, fresh_room
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.errors import CapabilityError
+from longdraft.events import Event, last_query
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -154,17 +154,23 @@ class SmallLMDrafter(Drafter):
         self.max_nodes = self.plan.max_nodes
 
     @torch.inference_mode()
-    def prefill(self, sequence: Sequence) -> None:
-        """Reads the prompt.
+    def observe(self, event: Event) -> None:
+        """Reads a prompt; scores the chunks of the text when it is time to. Emitted tokens are fed in the next round.
 
         Raises:
             CapabilityError: the text is longer than the table of positions that the model has, in full view.
         """
         assert self._bound is not None
-        if self.layout is None:
-            check_length(self.draft, self._bound, sequence)
-        self._begin(sequence.slot)
-        self._read(sequence.slot, sequence.prompt)
+        s = event.sequence
+        if event.begins:
+            if self.layout is None:
+                check_length(self.draft, self._bound, s)
+            self._begin(s.slot)
+            self._read(s.slot, s.prompt)
+        if self.retrieval is not None and event.queries:
+            self.retrieval.observe(self._store, s.slot, *last_query(event).values())
+        if event.taken_back:  # what the texts before and now have in common stays
+            self._cut(s.slot, common_prefix(self._fed[s.slot], s.tokens[:-1]))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
@@ -180,19 +186,6 @@ class SmallLMDrafter(Drafter):
             budget=budget,
             draws=[s.draws for s in sequences],
         )
-
-    # Emitted tokens are fed at the start of the next round, so there is nothing to observe.
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        """Scores the chunks of the text, when it is time to."""
-        if self.retrieval is not None:
-            self.retrieval.observe(self._store, sequence.slot, *queries.values())
-
-    @torch.inference_mode()
-    def rewind(self, sequence: Sequence) -> None:
-        """Keeps what the texts before and now have in common."""
-        slot = sequence.slot
-        self._cut(slot, common_prefix(self._fed[slot], sequence.tokens[:-1]))
 
     def release(self, sequence: Sequence) -> None:
         self._begin(sequence.slot)

@@ -6,18 +6,16 @@ not. What both propose is verified once, and a planner keeps the nodes that are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
+from dataclasses import replace
 
 from longdraft.drafters.base import Drafter
+from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import merged
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.sampling import Picker
 
 # A lookup as sure as this of its first token needs no second opinion, where a second opinion costs time.
 SURE = 0.75
@@ -70,14 +68,6 @@ class UnitedDrafter(Drafter):
         self.unpaid.bind(runner, store)
         self.paid.bind(runner, store)
 
-    def picked_by(self, pickers: Mapping[int, Picker]) -> None:
-        self.unpaid.picked_by(pickers)
-        self.paid.picked_by(pickers)
-
-    def prefill(self, sequence: Sequence) -> None:
-        self.unpaid.prefill(sequence)
-        self.paid.prefill(sequence)
-
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         free = self.unpaid.propose(sequences, budget)
         roots = [TokenTree(tree.tokens[:1], (-1,)) for tree in free]
@@ -93,29 +83,15 @@ class UnitedDrafter(Drafter):
     def _paid(self, sequences: list[Sequence], budget: Budget | None) -> list[TokenTree]:
         return self.paid.propose(sequences, budget) if sequences else []
 
-    def looked(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        self.paid.looked(sequence, queries)
-
-    def attended(self, sequence: Sequence, queries: Mapping[int, torch.Tensor]) -> None:
-        self.paid.attended(sequence, queries)
-
-    def observe(self, sequence: Sequence, tree: TokenTree, accepted: int) -> None:
+    def observe(self, event: Event) -> None:
         """Tells each how far its own proposal went, of what was verified."""
-        came = sequence.output[len(sequence.output) - accepted - 1 :]
-        proposed = self._proposed.pop(sequence.index, None)
-        if not tree.drafted or proposed is None:
-            proposed = (TokenTree(tree.tokens[:1], (-1,)),) * 2
+        s = event.sequence
+        roots = (TokenTree(event.tree.tokens[:1], (-1,)),) * 2
+        proposed = self._proposed.pop(s.index, roots) if event.tree.drafted else roots
+        self._proposed.pop(s.index, None)
+        came = s.output[len(s.output) - event.accepted - 1 :][: event.accepted]
         for drafter, own in zip((self.unpaid, self.paid), proposed, strict=True):
-            drafter.observe(sequence, own, own.follows(came[:accepted]))
-
-    def refreshed(self, sequence: Sequence, start: int) -> None:
-        self.unpaid.refreshed(sequence, start)
-        self.paid.refreshed(sequence, start)
-
-    def rewind(self, sequence: Sequence) -> None:
-        self._proposed.pop(sequence.index, None)
-        self.unpaid.rewind(sequence)
-        self.paid.rewind(sequence)
+            drafter.observe(replace(event, tree=own, accepted=own.follows(came)))
 
     def release(self, sequence: Sequence) -> None:
         self._proposed.pop(sequence.index, None)

@@ -66,17 +66,18 @@ def decode(
     budget = max(1, (config.max_length if limit is None else limit) - width)
     # One row draws as generate does; several draw together there.
     draws = StepDraws(rows, runner.device) if config.do_sample and rows > 1 else None
-    sequences, pickers = [], []
+    sequences = []
     for i, row in enumerate(input_ids):
         real = row if mask is None else row[mask[i].bool().to(row.device)]
-        sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy=not config.do_sample))
         own = processors.of_row(logits_processor, i, rows)
-        pickers.append(Picker(not config.do_sample, own, row=None if draws is None else draws.row(i)))
+        greedy = not config.do_sample
+        sampler = Picker(greedy, own, row=None if draws is None else draws.row(i))
+        sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
     endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)
     cache = PromptCache()
     # A planner may measure for a while: the last thing before work begins.
-    engine = Engine(runner, drafter, sequences, pickers, [endings.rule], cache, schedule, planner=planner())
+    engine = Engine(runner, drafter, sequences, [endings.rule], cache, schedule, planner=planner())
     for step in engine.steps(engine.open()):
         if draws is not None and step.finish_reason is not None:
             draws.close(step.sequence)

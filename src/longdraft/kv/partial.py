@@ -180,7 +180,7 @@ class PartialCache:
     def keep(self, slot: int, path: list[int]) -> None:
         """Commits the accepted path of a partial verification to the buffer, and shows it to drafters.
 
-        The rows become provisional rows of the full store: inexact, overwritten by the next full verification.
+        The rows become unverified rows of the full store: inexact, overwritten by the next full verification.
         """
         start = self.store.lengths[slot]
         waiting = self.waiting(slot)
@@ -189,4 +189,4 @@ class PartialCache:
         features = None if self.store.features is None else self.store.features[slot, own]
         keys, values = self.store.keys[:, slot, :, own], self.store.values[:, slot, :, own]
         self.full.put_rows(slot, self.full.lengths[slot] + waiting, keys, values, features)
-        self.full.provisional[slot] = waiting + len(path)
+        self.full.unverified[slot] = waiting + len(path)

@@ -53,7 +53,7 @@ class KVStore:
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
         features: (slots, capacity, layers kept x feature_size), the layers side by side; None where none are kept.
         lengths: committed rows of each slot.
-        provisional: rows behind them that a partial verification filled, and a full forward will overwrite. Drafters
+        unverified: rows behind them that a partial verification filled, and a full forward will overwrite. Drafters
             may read them; nobody else does.
 
     Raises:
@@ -75,7 +75,7 @@ class KVStore:
         self.capacity = capacity
         self.device = torch.device(device)
         self.lengths = [0] * slots
-        self.provisional = [0] * slots
+        self.unverified = [0] * slots
         self.feature_layers = feature_layers
         width = len(feature_layers) * feature_size
         self.keys, self.values = self._allocate(transposed_keys, slots * capacity * width * shape.dtype.itemsize)
@@ -177,8 +177,8 @@ class KVStore:
             self.features[slot, start:end] = features
 
     def readable(self, slot: int) -> int:
-        """Rows of a slot that a drafter may read: the committed and the provisional ones."""
-        return self.lengths[slot] + self.provisional[slot]
+        """Rows of a slot that a drafter may read: the committed and the unverified ones."""
+        return self.lengths[slot] + self.unverified[slot]
 
     def check_room(self, slots: Sequence[int], size: int) -> None:
         """Raises ValueError when a block of ``size`` rows would not fit behind a slot's prefix."""
@@ -211,11 +211,11 @@ class KVStore:
                 own = self.features[slot]
                 own[n + still : n + len(path)] = own.index_select(0, source)
         self.lengths[slot] = n + len(path)
-        self.provisional[slot] = 0
+        self.unverified[slot] = 0
 
     def truncate(self, slot: int, length: int) -> None:
         """Forgets everything after the first ``length`` rows of a slot."""
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
         self.lengths[slot] = length
-        self.provisional[slot] = 0
+        self.unverified[slot] = 0

@@ -14,9 +14,11 @@ What is emitted does not depend on any of this: any tree verifies exactly.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 from math import exp
 
+from longdraft.events import Event
 from longdraft.planning.calibration import Calibration
 from longdraft.planning.costs import Costs, CostTable
 from longdraft.planning.gate import Gate
@@ -68,6 +70,7 @@ class Plan:
 
     def budget(self, sequences: SequenceOf[Sequence]) -> Budget | None:
         """What this round's trees may be; None: nothing shall be drafted, to see what that costs."""
+        self._begun = time.perf_counter()
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences]
         self._plain = self._costs.verification(1, self._lengths)
         self._indices = [s.index for s in sequences]
@@ -89,10 +92,19 @@ class Plan:
         """Lambda: tokens, of all sequences, that a second is worth."""
         return max(1.0, self._gate.gain) * len(self._lengths) / self._plain
 
-    def worthwhile(self, trees: list[TokenTree]) -> list[TokenTree]:
+    def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
         """The nodes that are worth verifying. A forward is as wide as its largest tree, so all may be as large."""
-        if not any(tree.drafted for tree in trees):
-            return trees
+        self._trees = self._worthwhile(trees) if any(tree.drafted for tree in trees) else trees
+        self._drafted = time.perf_counter()
+        return self._trees
+
+    def observe(self, events: SequenceOf[Event], forwards: int) -> None:
+        """Learns from the round that :meth:`budget` and :meth:`prune` began; forwards: of the draft."""
+        drafting, verifying = self._drafted - self._begun, time.perf_counter() - self._drafted
+        tokens = [len(event.emitted) for event in events]
+        self.saw(self._trees, [event.path for event in events], tokens, forwards, drafting, verifying)
+
+    def _worthwhile(self, trees: list[TokenTree]) -> list[TokenTree]:
         most = max(tree.drafted for tree in trees)
         gains = [0.0] * (most + 1)
         for tree, share in zip(trees, self._shares, strict=True):

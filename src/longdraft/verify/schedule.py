@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from longdraft.events import Event, Mode
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.trees.tree import TokenTree, padded_mask
 from longdraft.verify.acceptance import Accepted
-from longdraft.verify.sampling import Picker
-
-Mode = Literal["full", "partial", "refresh"]
 
 
 @dataclass
@@ -22,39 +19,36 @@ class Verified:
     """A tree with the target's word on it.
 
     Attributes:
-        sequence: which sequence the walk goes along; its last token is the tree's root.
-        tree: what the walk goes down.
+        sequence: the batch's own. drafted: what was drafted for it.
+        tree: what the walk goes down. walker: the sequence that goes along, whose last token is the tree's root and
+            whose sampler decides.
         logits: (at least tree.size, vocabulary), the target's.
-        picker: picks the walk's tokens.
         mode: what the logits were computed on.
         queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE; the layers that
             :meth:`Schedule.open` was told.
     """
 
     sequence: Sequence
+    drafted: TokenTree
     tree: TokenTree
+    walker: Sequence
     logits: torch.Tensor
-    picker: Picker
     mode: Mode = "full"
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Settled:
-    """What became of a verified tree.
-
-    Attributes:
-        emitted: tokens that are final; from_draft: how many of them, from the first on, were drafted.
-        accepted: drafted nodes of the drafter's own tree that were right.
-        rolled_back: tokens of earlier rounds that turned out wrong; the drafter has to be rewound.
-        refreshed: first position whose KV and features this round made exact; None where none were inexact.
-    """
-
-    emitted: tuple[int, ...]
-    from_draft: int
-    accepted: int
-    rolled_back: int = 0
-    refreshed: int | None = None
+    def event(self, accepted: Accepted) -> Event:
+        """What came of it where all that was accepted is final."""
+        node = accepted.path[-1]
+        return Event(
+            self.walker,
+            self.drafted,
+            accepted.from_draft,
+            accepted.path,
+            accepted.tokens,
+            accepted.from_draft,
+            self.mode,
+            {layer: q[:, node : node + 1] for layer, q in self.queries.items()},
+        )
 
 
 class Schedule:
@@ -93,18 +87,17 @@ class Schedule:
         """The sequence as its drafter sees it."""
         return sequence
 
-    def verify(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+    def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         """The target's logits for a tree of each sequence, none of them committed.
 
         Args:
             trees: rooted at the last token of :meth:`seen`.
-            pickers: the sequences' own.
         """
         out = self.forward(trees, sequences, Taps(queries=self.query_layers))
         assert out.logits is not None
         return [
-            Verified(s, tree, out.logits[b], picker, queries=self.queries(out, b))
-            for b, (s, tree, picker) in enumerate(zip(sequences, trees, pickers, strict=True))
+            Verified(s, tree, tree, s, out.logits[b], queries=self.queries(out, b))
+            for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
         ]
 
     def queries(self, out: TargetOutput, b: int, start: int = 0) -> dict[int, torch.Tensor]:
@@ -115,15 +108,14 @@ class Schedule:
         """One full forward of a batch of trees, padded to the largest."""
         return verify_trees(self.runner, self.store, [s.slot for s in sequences], trees, taps=taps)
 
-    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
-        """Commits what was accepted.
+    def commit(self, verified: Verified, accepted: Accepted) -> Event:
+        """Keeps the rows of what was accepted, and says what came of it.
 
         Args:
-            tree: the drafter's.
             verified: as :meth:`verify` gave it. accepted: where the walk went.
         """
-        self.store.commit(sequence.slot, accepted.path)
-        return Settled(accepted.tokens, accepted.from_draft, accepted.from_draft)
+        self.store.commit(verified.sequence.slot, accepted.path)
+        return verified.event(accepted)
 
     def close(self, sequence: Sequence) -> None:
         """Told when a sequence has finished: its slot keeps exact rows alone."""

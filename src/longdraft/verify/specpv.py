@@ -11,23 +11,24 @@ Which tokens are final differs. As published (`specpv`), those that partial veri
 at them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its
 tree, as a chain before what was drafted since, and the walk goes down that tree with picks from the target's
 distribution as anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache.
-Guessing picks with the draws that the true picks will use (Picker.rehearsal), so it mostly guesses what will be drawn.
+Guessing picks with the draws that the true picks will use (Sampler.rehearsal), so it mostly guesses what will be drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 
+from longdraft.events import Event, Mode
 from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
-from longdraft.verify.sampling import Picker
-from longdraft.verify.schedule import Mode, Schedule, Settled, Verified, verify_trees
+from longdraft.verify.schedule import Schedule, Verified, verify_trees
 
 
 class SpecPV(Schedule):
@@ -75,7 +76,7 @@ class SpecPV(Schedule):
         """Tokens that may wait while partial verification goes on."""
         return self.layout.margin
 
-    def verify(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+    def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
         # What waits is put right together: one forward of the batch, not one a sequence.
         if "refresh" in modes:
@@ -85,13 +86,13 @@ class SpecPV(Schedule):
             group = [i for i, mode in enumerate(modes) if (mode != "partial") == full]
             if group:
                 one = self._full if full else self._partial
-                part = one([sequences[i] for i in group], [trees[i] for i in group], [pickers[i] for i in group])
+                part = one([sequences[i] for i in group], [trees[i] for i in group])
                 for i, verified in zip(group, part, strict=True):
                     verified.mode = modes[i]
                     found[i] = verified
         return [found[i] for i in range(len(sequences))]
 
-    def _full(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+    def _full(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         waiting = [self.waiting(s) for s in sequences]
         longer = [tree.prepended(tokens) for tree, tokens in zip(trees, waiting, strict=True)]
         out = self.forward(longer, sequences, self._taps)
@@ -99,44 +100,42 @@ class SpecPV(Schedule):
         found = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
             self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
-            verified = self._walk(s, tree, longer[b], out.logits[b], pickers[b])
+            verified = self._walk(s, tree, longer[b], out.logits[b])
             verified.queries = self.queries(out, b, longer[b].size - verified.tree.size)
             found.append(verified)
         return found
 
-    def _partial(self, sequences: list[Sequence], trees: list[TokenTree], pickers: list[Picker]) -> list[Verified]:
+    def _partial(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         slots = [s.slot for s in sequences]
         bases = [self.store.lengths[slot] + self.partial.waiting(slot) for slot in slots]
         out = verify_trees(self.runner, self.partial.store, slots, trees, bases, Taps(queries=self.query_layers))
         assert out.logits is not None
         return [
-            Verified(self.seen(s), tree, out.logits[b], self._guessing(s, picker), queries=self.queries(out, b))
-            for b, (s, tree, picker) in enumerate(zip(sequences, trees, pickers, strict=True))
+            Verified(s, tree, tree, self._guessing(s), out.logits[b], queries=self.queries(out, b))
+            for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
         ]
 
     def waiting(self, sequence: Sequence) -> list[int]:
         """Tokens before the root whose KV the full store lacks."""
         return self.seen(sequence).tokens[self.store.lengths[sequence.slot] : -1]
 
-    def _walk(
-        self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor, picker: Picker
-    ) -> Verified:
+    def _walk(self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor) -> Verified:
         """What is walked after a full pass: the drafted tree; the tokens before it are final already."""
-        return Verified(sequence, tree, logits[longer.size - tree.size :], picker)
+        return Verified(sequence, tree, tree, sequence, logits[longer.size - tree.size :])
 
-    def _guessing(self, sequence: Sequence, picker: Picker) -> Picker:
-        """Picks from partial logits: final tokens, with the sequence's own draws."""
-        return picker
+    def _guessing(self, sequence: Sequence) -> Sequence:
+        """What walks down a tree with partial logits: the sequence itself, since its tokens are final."""
+        return sequence
 
-    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+    def commit(self, verified: Verified, accepted: Accepted) -> Event:
+        slot, event = verified.sequence.slot, verified.event(accepted)
         if verified.mode == "partial":
-            self.partial.keep(sequence.slot, list(accepted.path))
-            return Settled(accepted.tokens, accepted.from_draft, accepted.from_draft)
-        start, waiting = self.store.lengths[sequence.slot], self.partial.waiting(sequence.slot)
+            self.partial.keep(slot, list(accepted.path))
+            return replace(event, unconfirmed=len(accepted.tokens))
+        start, waiting = self.store.lengths[slot], self.partial.waiting(slot)
         path = [*range(waiting), *(waiting + node for node in accepted.path)]
-        self._refresh(sequence, path, range(waiting, waiting + tree.size))
-        refreshed = start if waiting else None
-        return Settled(accepted.tokens, accepted.from_draft, accepted.from_draft, refreshed=refreshed)
+        self._refresh(verified.sequence, path, range(waiting, waiting + verified.drafted.size))
+        return replace(event, replaced=start if waiting else None)
 
     def _refresh(self, sequence: Sequence, path: list[int], rows: SequenceOf[int]) -> None:
         """Commits a full pass's rows and fills the partial cache, once the text is long enough for one.
@@ -155,7 +154,7 @@ class SpecPV(Schedule):
 
     def close(self, sequence: Sequence) -> None:
         self.partial.close(sequence.slot)
-        self.store.provisional[sequence.slot] = 0
+        self.store.unverified[sequence.slot] = 0
 
 
 class ExactSpecPV(SpecPV):
@@ -176,9 +175,9 @@ class ExactSpecPV(SpecPV):
         query_layers: tuple[int, ...] = (),
     ) -> None:
         super().open(runner, store, sequences, max_nodes, query_layers)
-        # The sequences with what was guessed behind what is certain, and how the guesses are picked.
+        # The sequences with what was guessed behind what is certain; those whose samplers rehearse already.
         self._guesses: dict[int, Sequence] = {}
-        self._pickers: dict[int, Picker] = {}
+        self._rehearsing: set[int] = set()
         self._margins = {s.index: (self.layout.margin + 1) // 2 for s in sequences}
 
     def seen(self, sequence: Sequence) -> Sequence:
@@ -190,21 +189,22 @@ class ExactSpecPV(SpecPV):
         over = self.seen(sequence).finish_reason is not None
         return -1 if over else self._margins[sequence.index]
 
-    def _guessing(self, sequence: Sequence, picker: Picker) -> Picker:
-        if sequence.index not in self._pickers:
-            self._pickers[sequence.index] = picker.rehearsal()
-        return self._pickers[sequence.index]
+    def _guessing(self, sequence: Sequence) -> Sequence:
+        guess = self.seen(sequence)
+        if sequence.index not in self._rehearsing:
+            self._rehearsing.add(sequence.index)
+            guess.sampler = sequence.sampler.rehearsal()
+        return guess
 
-    def _walk(
-        self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor, picker: Picker
-    ) -> Verified:
+    def _walk(self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor) -> Verified:
         """What is walked after a full pass: the guesses, then the drafted tree behind them."""
-        return Verified(sequence, longer, logits, picker)
+        return Verified(sequence, tree, longer, sequence, logits)
 
-    def settle(self, sequence: Sequence, tree: TokenTree, verified: Verified, accepted: Accepted) -> Settled:
+    def commit(self, verified: Verified, accepted: Accepted) -> Event:
+        sequence, event = verified.sequence, verified.event(accepted)
         if verified.mode == "partial":
             self.partial.keep(sequence.slot, list(accepted.path))
-            return Settled((), 0, accepted.from_draft)
+            return replace(event, emitted=(), from_draft=0, unconfirmed=len(accepted.tokens))
         start, waiting = self.store.lengths[sequence.slot], self.partial.waiting(sequence.slot)
         # With nothing waiting, the root is the last certain token. With w rows waiting, they are that token and the
         # guesses but the last, which is the drafted tree's root: w guesses.
@@ -216,18 +216,18 @@ class ExactSpecPV(SpecPV):
             margin = 2 * self._margins[sequence.index] if right == waiting else right
             self._margins[sequence.index] = min(max(margin, 2), self.layout.margin)
         guess = self.seen(sequence)
-        self._pickers.pop(sequence.index, None)
+        self._rehearsing.discard(sequence.index)
         guess.follow(sequence)
-        return Settled(
-            accepted.tokens,
-            accepted.from_draft,
-            accepted.from_draft - right,
+        return replace(
+            event,
+            sequence=guess,
+            accepted=accepted.from_draft - right,
             # A walk that ended with the text refuted nothing.
-            rolled_back=0 if sequence.finish_reason else waiting - right,
-            refreshed=start if waiting else None,
+            taken_back=0 if sequence.finish_reason else waiting - right,
+            replaced=start if waiting else None,
         )
 
     def close(self, sequence: Sequence) -> None:
         super().close(sequence)
         self._guesses.pop(sequence.index, None)
-        self._pickers.pop(sequence.index, None)
+        self._rehearsing.discard(sequence.index)

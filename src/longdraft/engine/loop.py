@@ -1,28 +1,26 @@
-"""The decoding loop. Every method is this loop with other parts in it.
-
-propose -> plan -> verify (one target forward) -> accept -> commit -> observe -> emit
-"""
+"""The decoding loop. Every method is this loop with other parts in it: see :meth:`Engine._round`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from longdraft.drafters.base import Drafter
+from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.events import Event
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.planning.planner import Plan, Planner
-from longdraft.sequence import FinishReason, Sequence, Step, StopRule
+from longdraft.sequence import Sequence, StopRule
 from longdraft.target.lock import FairLock
 from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
-from longdraft.verify.sampling import Picker
 from longdraft.verify.schedule import Schedule
 
 # Prompt tokens a prefill forward reads: long enough to keep the matrix units busy, short enough to bound memory.
@@ -38,18 +36,17 @@ class Engine:
         drafter: proposes trees.
         schedule: verifies them.
         sequences: the batch; sequence i uses slot i.
-        pickers: one a sequence: how its tokens are picked from the target's logits.
         rules: asked in order after each emitted token whether the sequence is finished.
         cache: where the KV lives, and what of it is already there.
         cancelled: asked between forwards; True ends all sequences with "cancelled".
         chunk: prompt tokens a prefill forward.
         planner: says how much to draft and to verify; None: the trees are the drafter's own.
+        stats: what has been counted of each sequence so far.
     """
 
     runner: TargetRunner
     drafter: Drafter
     sequences: list[Sequence]
-    pickers: list[Picker]
     rules: list[StopRule] = field(default_factory=list)
     cache: PromptCache = field(default_factory=PromptCache)
     schedule: Schedule = field(default_factory=Schedule)
@@ -60,13 +57,14 @@ class Engine:
     def __post_init__(self) -> None:
         self._plan: Plan | None = None
         self._opened = 0
+        self.stats = [Stats(s) for s in self.sequences]
         if self.planner is not None:
             self.drafter.follow_budget()
             with self.runner.lock:  # runs on one target share what is known of it
                 self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
         if self.drafter.samples and not self.sequences[0].greedy:
             for s in self.sequences:
-                s.draws = self.pickers[s.index].draws(s.ids, self.runner.vocab_size, s.index)
+                s.draws = s.sampler.draws(s.ids, self.runner.vocab_size, s.index)
 
     def open(self) -> KVStore:
         """Checks that everything fits and takes the memory, before any work.
@@ -111,17 +109,20 @@ class Engine:
 
     def _steps(self, store: KVStore) -> Generator[Step, None, None]:
         self.drafter.bind(self.runner, store)
-        self.drafter.picked_by({s.index: self.pickers[s.index] for s in self.sequences})
         queries = self.drafter.query_layers(self.runner)
         self.schedule.open(self.runner, store, self.sequences, self.drafter.max_nodes, queries)
         try:
             for s in self.sequences:
                 yield from self._prefill(s, store, Taps(queries=queries))
-            while active := [s for s in self.sequences if s.finish_reason is None]:
+            while batch := [s for s in self.sequences if s.finish_reason is None]:
                 if self.cancelled():
-                    yield from (self._cancel(s) for s in active)
+                    yield from (self._cancel(s) for s in batch)
                     return
-                yield from self._round(active)
+                start, forwards = time.perf_counter(), self.drafter.forwards
+                events = self._round(batch)
+                if self._plan is not None:
+                    self._plan.observe(events, self.drafter.forwards - forwards)
+                yield from self._count(batch, events, time.perf_counter() - start)
                 self._check_cache()
         finally:
             for s in self.sequences:
@@ -129,6 +130,29 @@ class Engine:
                     self.schedule.close(s)
                     self.cache.remember(s.slot, s.tokens)
                 self.drafter.release(s)
+
+    def _round(self, batch: list[Sequence]) -> list[Event]:
+        """One verification of every sequence of a batch. Whatever is counted, timed or learned of it follows events."""
+        trees = self._propose([self.schedule.seen(s) for s in batch])
+        events = []
+        for verified in self.schedule.verify(batch, trees):
+            walker = verified.walker
+            accepted = accept(verified.tree, verified.logits, walker.sampler, walker.ids, self._emitter(walker))
+            event = self.schedule.commit(verified, accepted)
+            self.drafter.observe(event)
+            events.append(event)
+        return events
+
+    def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
+        """A tree for each sequence: a root alone where it is over as far as its drafter can see, or nothing pays."""
+        budget = None if self._plan is None else self._plan.budget(batch)
+        pays = self._plan is None or (budget is not None and (budget.paid or self.drafter.free))
+        going = [s for s in batch if s.finish_reason is None] if pays else []
+        proposed = zip(going, self.drafter.propose(going, budget) if going else [], strict=True)
+        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
+        found = {s.index: tree.limited(s.remaining - 1) for s, tree in proposed}
+        trees = [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in batch]
+        return trees if self._plan is None else self._plan.prune(trees)
 
     def _check_cache(self) -> None:
         if self.cache.opened != self._opened:
@@ -170,83 +194,20 @@ class Engine:
             if last:
                 assert out.logits is not None
                 root = TokenTree((s.prompt[-1],), (-1,))
-                emitted = accept(root, out.logits[0], self.pickers[s.index], s.ids, self._emitter(s)).tokens
-                view = self.schedule.seen(s)
-                self.drafter.prefill(view)
-                queries = {layer: torch.cat(q, dim=1) for layer, q in looked.items()}
-                if queries:
-                    self.drafter.looked(view, {layer: q[:, -window:] for layer, q in queries.items()})
-                self._attended(view, queries, -1)
+                emitted = accept(root, out.logits[0], s.sampler, s.ids, self._emitter(s)).tokens
+                queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in looked.items()}
+                self.drafter.observe(
+                    Event(self.schedule.seen(s), root, emitted=emitted, mode="prefill", queries=queries)
+                )
             seconds = time.perf_counter() - start
             yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
             self._check_cache()
 
-    def _round(self, active: list[Sequence]) -> list[Step]:
-        """One verification of every active sequence."""
-        start = time.perf_counter()
-        seen = [self.schedule.seen(s) for s in active]
-        forwards = self.drafter.forwards
-        trees = self._trees(seen)
-        drafted = time.perf_counter()
-        verified = self.schedule.verify(active, trees, [self.pickers[s.index] for s in active])
-        steps: list[Step] = []
-        paths: list[tuple[int, ...]] = []
-        for s, view, tree, v in zip(active, seen, trees, verified, strict=True):
-            accepted = accept(v.tree, v.logits, v.picker, v.sequence.ids, self._emitter(v.sequence))
-            paths.append(accepted.path)
-            settled = self.schedule.settle(s, tree, v, accepted)
-            s.rounds += 1
-            if v.mode == "partial":
-                s.partial_rounds += 1
-                s.partial_tokens += len(accepted.tokens)
-            s.drafted += tree.drafted
-            s.accepted += settled.accepted
-            s.rolled_back += settled.rolled_back
-            self._attended(view, v.queries, accepted.path[-1])
-            if settled.refreshed is not None:
-                self.drafter.refreshed(view, settled.refreshed)
-            if settled.rolled_back:
-                self.drafter.rewind(view)
-            else:
-                self.drafter.observe(view, tree, settled.accepted)
-            steps.append(
-                Step(
-                    sequence=s.index,
-                    token_ids=settled.emitted,
-                    from_draft=settled.from_draft,
-                    drafted=tree.drafted,
-                    accepted=settled.accepted,
-                    mode=v.mode,
-                    seconds=0.0,
-                    prefilled=len(s.prompt),
-                    finish_reason=s.finish_reason,
-                )
-            )
-        end = time.perf_counter()
-        steps[0] = replace(steps[0], seconds=end - start)
-        if self._plan is not None:
-            tokens = [len(step.token_ids) for step in steps]
-            forwards = self.drafter.forwards - forwards
-            self._plan.saw(trees, paths, tokens, forwards, drafted - start, end - drafted)
-        return steps
-
-    def _trees(self, seen: list[Sequence]) -> list[TokenTree]:
-        """What is drafted; nothing where a sequence is over as far as its drafter can see, or where it does not pay."""
-        going = [s for s in seen if s.finish_reason is None]
-        budget = None
-        if self._plan is not None:
-            budget = self._plan.budget(seen)
-            going = going if budget and (budget.paid or self.drafter.free) else []
-        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        drafted = zip(going, self.drafter.propose(going, budget) if going else [], strict=True)
-        found = {s.index: tree.limited(s.remaining - 1) for s, tree in drafted}
-        trees = [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in seen]
-        return trees if self._plan is None else self._plan.worthwhile(trees)
-
-    def _attended(self, view: Sequence, queries: dict[int, torch.Tensor], row: int) -> None:
-        """Tells the drafter one row's queries, if it asked for any."""
-        if queries:
-            self.drafter.attended(view, {layer: q[:, row] for layer, q in queries.items()})
+    def _count(self, batch: list[Sequence], events: list[Event], seconds: float) -> Iterator[Step]:
+        """What a round did to each sequence. The first of its steps carries the seconds."""
+        for i, (s, event) in enumerate(zip(batch, events, strict=True)):
+            self.stats[s.index].count(event)
+            yield step_of(s, event, 0.0 if i else seconds)
 
     def _emitter(self, s: Sequence) -> Callable[[int], bool]:
         """Appends each emitted token and says whether it was the last."""
@@ -297,28 +258,3 @@ class Steps(Iterator[Step]):
             self._made.close()
         finally:
             self._lock.release()
-
-
-def eos_rule(eos: frozenset[int]) -> StopRule:
-    """Finishes at any of several end-of-sequence tokens."""
-
-    def rule(s: Sequence) -> FinishReason | None:
-        return "eos" if s.output[-1] in eos else None
-
-    return rule
-
-
-def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> StopRule:
-    """Finishes when a stop string stands in the output's text, wherever token borders fall.
-
-    Args:
-        decode: token ids to text, special tokens included or not as the user sees them.
-    """
-    # A stop string of k bytes spans at most k tokens, and k UTF-8 characters are at most 4k bytes.
-    window = 4 * max(map(len, stops)) + 8
-
-    def rule(s: Sequence) -> FinishReason | None:
-        tail = decode(s.output[-window:])
-        return "stop" if any(stop in tail for stop in stops) else None
-
-    return rule

@@ -1,0 +1,120 @@
+"""What is counted of a run, from its events, and told to users: steps while it runs, results when it has ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from longdraft.events import Event, Mode
+from longdraft.sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one round did to one sequence.
+
+    Attributes:
+        sequence: index in the batch.
+        token_ids: emitted tokens; empty while prefilling.
+        from_draft: how many of them, counted from the first, were drafted; the rest is the bonus token.
+        drafted: nodes that were drafted this round.
+        accepted: drafted nodes accepted this round.
+        mode: "prefill" while the prompt is read; "full" for a verification on the whole cache, "partial" on a partial
+            one, "refresh" for a full one that puts partial ones right (SpecPV, section 3).
+        seconds: wall time of the round, carried by the first of its steps; the others say 0.0.
+        prefilled: prompt tokens read so far (mode "prefill").
+        finish_reason: set on a sequence's last step.
+    """
+
+    sequence: int
+    token_ids: tuple[int, ...]
+    from_draft: int
+    drafted: int
+    accepted: int
+    mode: Mode
+    seconds: float
+    prefilled: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Result:
+    """A finished sequence. Figures are defined in docs/figures.md; those of a batch hold for the whole batch.
+
+    Attributes:
+        text: the output, without a stop string that ended it; empty when there is no tokenizer.
+        token_ids: emitted tokens, EOS included.
+        rounds: target verification forwards that this sequence took part in, partial ones among them.
+        partial_rounds: those on a partial cache. partial_tokens: tokens that they accepted. rolled_back: how many of
+            these a full one refuted before they were emitted.
+        prefill_seconds, decode_seconds: wall time of reading the prompts and of everything after.
+        peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    method: str
+    exact: bool
+    finish_reason: FinishReason
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: int
+    drafted: int = 0
+    accepted: int = 0
+    peak_memory_bytes: int = 0
+    partial_rounds: int = 0
+    partial_tokens: int = 0
+    rolled_back: int = 0
+    from_draft: list[bool] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens / decode seconds, prefill excluded; 0.0 when nothing was decoded after the prefill."""
+        return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 and self.rounds else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """New tokens / verification forwards: bonus tokens count, the prefill's token does not."""
+        return (self.new_tokens - 1) / self.rounds if self.rounds else 0.0
+
+
+class Stats:
+    """Counts the rounds of one sequence."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.drafted = self.accepted = self.unconfirmed = self.taken_back = 0
+        self.rounds_by_mode: Counter[Mode] = Counter()
+
+    @property
+    def rounds(self) -> int:
+        """Verifications that it took part in."""
+        return sum(self.rounds_by_mode.values())
+
+    def count(self, event: Event) -> None:
+        """A round of it."""
+        self.rounds_by_mode[event.mode] += 1
+        self.drafted += event.tree.drafted
+        self.accepted += event.accepted
+        self.unconfirmed += event.unconfirmed
+        self.taken_back += event.taken_back
+
+
+def step_of(sequence: Sequence, event: Event, seconds: float) -> Step:
+    """A round as users see it."""
+    return Step(
+        sequence=sequence.index,
+        token_ids=event.emitted,
+        from_draft=event.from_draft,
+        drafted=event.tree.drafted,
+        accepted=event.accepted,
+        mode=event.mode,
+        seconds=seconds,
+        prefilled=len(sequence.prompt),
+        finish_reason=sequence.finish_reason,
+    )
