@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from longdraft.trees.full import Draws
+from longdraft.trees.draft_sampler import DraftSampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
@@ -26,7 +26,7 @@ class Sequence:
         greedy: its tokens are picked, not drawn; the same for a whole batch. Drafters may draft accordingly.
 
     Attributes:
-        draws: what a drafter that samples draws with; None where it does not, or tokens are picked.
+        draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are picked.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Sequence:
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
-        self.draws: Draws | None = None
+        self.draft_sampler: DraftSampler | None = None
         self.rounds = 0
         self.partial_rounds = 0
         self.partial_tokens = 0
