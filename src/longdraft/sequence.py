@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from longdraft.trees.full import Draws
+from longdraft.trees.draft_sampler import DraftSampler
 
 if TYPE_CHECKING:
     from longdraft.verify.sampling import Picker
@@ -30,7 +30,7 @@ class Sequence:
             rehearse coming picks with it, but not pick.
 
     Attributes:
-        draws: what a drafter that samples draws with; None where it does not, or tokens are picked.
+        draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are picked.
     """
 
     sampler: Picker
@@ -52,7 +52,7 @@ class Sequence:
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
-        self.draws: Draws | None = None
+        self.draft_sampler: DraftSampler | None = None
         if sampler is not None:
             self.sampler = sampler
         seen = prompt if shown is None else shown

@@ -14,6 +14,7 @@ from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.engine import Engine
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
+from longdraft.trees.opt import Opt
 from longdraft.verify.sampling import Picker
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
@@ -141,8 +142,8 @@ def test_the_method_retrieves_and_grows_an_opt_tree(tmp_path):
     draft = random_eagle3(tmp_path, model)
     spec = Speculator("specextend-eagle3", target=model, draft=draft)
     made = spec._recipe(spec.runner()).drafter()
-    assert made.retrieval.chunks == 64 and made.retrieval.every == 8 and made.plan.threshold is not None
+    assert made.retrieval.chunks == 64 and made.retrieval.every == 8 and isinstance(made.tree, Opt)
     spec = Speculator("specextend-eagle3", target=model, draft=draft, widths=(2, 2), chunks=16)
-    assert spec._recipe(spec.runner()).drafter().plan.widths == (2, 2)
+    assert spec._recipe(spec.runner()).drafter().tree.widths == (2, 2)
     with pytest.raises(ValueError, match="window and retrieval"):
         Speculator("specextend-eagle3", target=model, draft=draft, window=64)

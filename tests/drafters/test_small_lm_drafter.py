@@ -258,7 +258,7 @@ def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeyp
     for draft, chunks, recent in ((long, 32, 1024), (short, 7, 409)):
         drafter = SmallLMDrafter(draft, view="retrieval")
         assert (drafter.retrieval.chunk, drafter.retrieval.chunks, drafter.retrieval.every) == (32, chunks, 4)
-        assert (drafter.max_nodes, drafter.plan.depth) == (50, 10)  # OPT-Tree
+        assert (drafter.max_nodes, drafter.tree.depth) == (50, 10)  # OPT-Tree
         assert SmallLMDrafter(draft, view="streaming").layout.recent == recent
     assert SmallLMDrafter(long).max_nodes == 59  # a dynamic tree
     # A schedule's sizes of the same names mean nothing in full view.

@@ -102,13 +102,13 @@ def test_residual_acceptance_has_the_targets_distribution(workshop, name, settin
 
 def test_a_wrong_acceptance_is_rejected(workshop, monkeypatch):
     """Every second drafted token is taken unasked."""
-    right = residual.draw
+    right = residual.sample
 
-    def wrong(p, drawn, generator=None):
-        unasked = drawn.tokens and torch.rand((), generator=generator) < 0.5
-        return drawn.tokens[0] if unasked else right(p, drawn, generator)
+    def wrong(p, sampled, generator=None):
+        unasked = sampled.tokens and torch.rand((), generator=generator) < 0.5
+        return sampled.tokens[0] if unasked else right(p, sampled, generator)
 
-    monkeypatch.setattr(residual, "draw", wrong)
+    monkeypatch.setattr(residual, "sample", wrong)
     assert p_value(workshop.spec(RESIDUAL["small-lm"], target(**SMALL)), "plain", 1500) < 1e-6
 
 

@@ -19,7 +19,8 @@ from longdraft.kv.store import KVStore
 from longdraft.target import graphs
 from longdraft.target.graphs import BUCKETS, CudaRecorder, Graphs, unavailable
 from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
-from longdraft.trees.tree import TokenTree, padded_mask
+from longdraft.trees.masks import padded_mask
+from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft
 from tests.tiny import tiny_model
 

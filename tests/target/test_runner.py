@@ -13,7 +13,8 @@ from longdraft.kv.store import KVStore
 from longdraft.target import hosting
 from longdraft.target.runner import Taps, TargetRunner
 from longdraft.trees.builders import union
-from longdraft.trees.tree import TokenTree, padded_mask
+from longdraft.trees.masks import padded_mask
+from longdraft.trees.tree import TokenTree
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.beam import Level, beam
+from longdraft.trees.beam import Beam
+from longdraft.trees.level import Level
 from longdraft.trees.tree import TokenTree
 
 VOCABULARY = 7
@@ -65,7 +66,7 @@ def test_it_is_the_tree_that_looking_at_every_candidate_gives(widths, depths, se
     depths = [min(d, len(widths)) for d in depths]
     roots = list(range(len(depths)))
     table = Table(roots, seed)
-    trees = beam(roots, table.expand, widths, depths)
+    trees = Beam(widths=tuple(widths)).grow(roots, table.expand, depths)
     for b, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
         expected = brute(table, b, roots[b], widths, depth, None)
         got = described(tree)
@@ -81,8 +82,8 @@ def test_it_is_the_tree_that_looking_at_every_candidate_gives(widths, depths, se
 
 @given(widths, st.integers(1, 20), st.integers(0, 10**6))
 def test_a_budget_keeps_the_best_nodes(widths, nodes, seed):
-    (whole,) = beam([0], Table([0], seed).expand, widths)
-    (tree,) = beam([0], Table([0], seed).expand, widths, nodes=nodes)
+    (whole,) = Beam(widths=tuple(widths)).grow([0], Table([0], seed).expand)
+    (tree,) = Beam(widths=tuple(widths), nodes=nodes).grow([0], Table([0], seed).expand)
     assert tree.drafted == min(nodes, whole.drafted)
 
     def scores(t):
@@ -96,7 +97,7 @@ def test_a_budget_keeps_the_best_nodes(widths, nodes, seed):
 
 def test_the_papers_widths_give_68_nodes_in_five_forwards():
     table = Table([3], 0, vocabulary=50)
-    (tree,) = beam([3], table.expand, (4, 16, 16, 16, 16))
+    (tree,) = Beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expand)
     assert tree.drafted == 68
     assert [(level.depth, level.tokens.shape[1]) for level in table.calls] == [
         (0, 1),
@@ -109,7 +110,7 @@ def test_the_papers_widths_give_68_nodes_in_five_forwards():
 
 def test_sequences_leave_when_their_tree_is_deep_enough():
     table = Table([1, 2, 3], 0)
-    trees = beam([1, 2, 3], table.expand, (2, 2, 2), [3, 0, 1])
+    trees = Beam(widths=(2, 2, 2)).grow([1, 2, 3], table.expand, [3, 0, 1])
     assert [max(t.depths) for t in trees] == [3, 0, 1]
     assert [level.rows for level in table.calls] == [(0, 2), (0,), (0,)]
 
@@ -117,7 +118,7 @@ def test_sequences_leave_when_their_tree_is_deep_enough():
 def test_tokens_are_the_targets_where_the_draft_has_its_own_vocabulary():
     ids = [100, 7, 42, 99]
     table = Table([0], 5, vocabulary=4, ids=ids)
-    (tree,) = beam([0], table.expand, (3, 3), ids=torch.tensor(ids))
+    (tree,) = Beam(widths=(3, 3)).grow([0], table.expand, ids=torch.tensor(ids))
     assert described(tree).keys() == brute(table, 0, 0, (3, 3), 2, ids).keys()
 
 
@@ -130,7 +131,7 @@ def test_a_certain_draft_stays_closed_under_parents():
         return logits
 
     for nodes in range(1, 8):
-        (tree,) = beam([0], expand, (2, 3, 3), nodes=nodes)
+        (tree,) = Beam(widths=(2, 3, 3), nodes=nodes).grow([0], expand)
         assert tree.drafted == nodes
-    (tree,) = beam([0], expand, (2, 3, 3), nodes=3)
+    (tree,) = Beam(widths=(2, 3, 3), nodes=3).grow([0], expand)
     assert tree.tokens == (0, 1, 1, 1) and tree.is_chain

@@ -7,10 +7,10 @@ from math import log
 import pytest
 import torch
 
-from longdraft.trees.beam import Level
-from longdraft.trees.budget import Budget
-from longdraft.trees.chain import LENGTH, LONGEST, chain_of
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.budget import LARGEST, Budget
+from longdraft.trees.chain import LENGTH, LONGEST, Chain
+from longdraft.trees.level import Level
+from longdraft.trees.options import tree_kind
 
 
 class Sure:
@@ -31,7 +31,7 @@ class Sure:
 
 def test_as_long_as_asked_for():
     draft = Sure(0.5, 0.9, 0.5)
-    none, one, three = chain_of([7, 8, 9], draft, [0, 1, 3])
+    none, one, three = Chain().grow([7, 8, 9], draft, [0, 1, 3])
     assert (none.tokens, one.tokens, three.tokens) == ((7,), (8, 1), (9, 1, 2, 3))
     assert three.is_chain and three.log_probs == pytest.approx((0.0, *[log(0.5)] * 3))
     assert draft.calls == [(1, 2), (2,), (2,)]
@@ -40,26 +40,27 @@ def test_as_long_as_asked_for():
 def test_a_chain_ends_where_it_no_longer_pays():
     """0.5, 0.25 > 0.2 > 0.125; the sure one goes on by itself."""
     draft = Sure(0.5, 0.95)
-    short, long = chain_of([7, 8], draft, [9, 9], price=0.2)
+    short, long = Chain(depth=9, price=0.2).grow([7, 8], draft)
     assert short.drafted == 3 and long.drafted == 9
     assert draft.calls == [(0, 1)] * 3 + [(1,)] * 6
 
 
 def test_ids_of_a_smaller_vocabulary():
-    (tree,) = chain_of([7], Sure(0.9), [2], ids=torch.arange(20) * 10)
+    (tree,) = Chain(depth=2).grow([7], Sure(0.9), ids=torch.arange(20) * 10)
     assert tree.tokens == (7, 10, 20)
 
 
-def test_as_a_plan():
-    plan = tree_plan("chain")
-    assert (plan.max_nodes, plan.shown, plan.depth) == (LENGTH, LENGTH - 1, LENGTH)
-    planned = plan.adaptive()
-    assert planned.max_nodes == LONGEST
-    grown = [p.grow([0], Sure(0.9), [30], None, "cpu", budget=Budget(8, 0.7))[0].drafted for p in (plan, planned)]
-    assert grown == [4, 4]  # 0.9^4 = 0.66
-    assert planned.grow([0], Sure(0.99), [30], None, "cpu", budget=Budget(8, 0.7))[0].drafted == 8
-    asked = tree_plan("chain", depth=6).adaptive()
-    assert asked.grow([0], Sure(0.5), [30], None, "cpu", budget=Budget(2, 0.9))[0].drafted == 6
+def test_a_planner_sizes_it_unless_it_was_asked_for():
+    kind = tree_kind("chain")
+    assert (kind.max_nodes, kind.max_expanded, kind.depth) == (LENGTH, LENGTH - 1, LENGTH)
+    assert kind.fit(None) is kind and kind.fit(LARGEST).max_nodes == LONGEST
+
+    def drafted(kind, sure, budget):
+        return kind.fit(LARGEST).fit(budget).grow([0], Sure(sure), [30])[0].drafted
+
+    assert drafted(kind, 0.9, Budget(8, 0.7)) == 4  # 0.9^4 = 0.66
+    assert drafted(kind, 0.99, Budget(8, 0.7)) == 8
+    assert drafted(tree_kind("chain", depth=6), 0.5, Budget(2, 0.9)) == 6
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_as_a_plan():
     ids=str,
 )
 def test_options_of_other_trees_mean_these(options, kind):
-    plan = tree_plan("chain", **options)
-    assert plan.chain == (set(options) <= {"depth", "nodes"})
-    assert plan.max_nodes >= kind if "top_k" in options else plan.max_nodes == kind
+    made = tree_kind("chain", **options)
+    assert isinstance(made, Chain) == (set(options) <= {"depth", "nodes"})
+    assert made.max_nodes >= kind if "top_k" in options else made.max_nodes == kind
 
 
 @pytest.mark.parametrize(
@@ -86,4 +87,4 @@ def test_options_of_other_trees_mean_these(options, kind):
 def test_options_that_make_no_chain(options, says):
     for default in ("chain", "beam", "opt"):
         with pytest.raises(ValueError, match=says):
-            tree_plan(default, **options)
+            tree_kind(default, **options)

@@ -1,4 +1,4 @@
-"""The dynamic tree against one grown by looking at every candidate, and the plans that choose between trees."""
+"""The dynamic tree against one grown by looking at every candidate, and the options that choose between trees."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.beam import Level
-from longdraft.trees.dynamic import dynamic
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.dynamic import Dynamic
+from longdraft.trees.level import Level
+from longdraft.trees.options import tree_kind
 from tests.trees.test_beam import VOCABULARY, Table, described
 
 
@@ -44,7 +44,7 @@ def test_it_is_the_tree_that_looking_at_every_candidate_gives(depth, top_k, dept
     depths = [min(d, depth) for d in depths]
     roots = list(range(len(depths)))
     table = Table(roots, seed)
-    trees = dynamic(roots, table.expand, depth, top_k, depths, nodes=nodes)
+    trees = Dynamic(depth=depth, top_k=top_k, nodes=nodes).grow(roots, table.expand, depths)
     for b, (tree, own) in enumerate(zip(trees, depths, strict=True)):
         expected = brute(table, b, roots[b], own, top_k, nodes)
         got = scores(tree)
@@ -58,15 +58,15 @@ def test_it_is_the_tree_that_looking_at_every_candidate_gives(depth, top_k, dept
 
 def test_the_papers_sizes():
     table = Table([3], 0, vocabulary=50)
-    (tree,) = dynamic([3], table.expand)
+    (tree,) = Dynamic().grow([3], table.expand)
     assert tree.size == 60
     assert [(level.depth, level.tokens.shape[1]) for level in table.calls] == [(0, 1), *((d, 10) for d in range(1, 7))]
-    (whole,) = dynamic([3], Table([3], 0, vocabulary=50).expand, nodes=None)
+    (whole,) = Dynamic(nodes=None).grow([3], Table([3], 0, vocabulary=50).expand)
     assert whole.drafted == 10 + 6 * 100
 
 
 def test_children_that_are_never_shown_can_be_verified():
-    (tree,) = dynamic([0], Table([0], 1).expand, depth=3, top_k=2, nodes=None)
+    (tree,) = Dynamic(depth=3, top_k=2, nodes=None).grow([0], Table([0], 1).expand)
     leaves = set(range(1, tree.size)) - set(tree.parents)
     assert any(tree.depths[leaf] < 3 for leaf in leaves)
 
@@ -74,7 +74,7 @@ def test_children_that_are_never_shown_can_be_verified():
 def test_tokens_are_the_targets_where_the_draft_has_its_own_vocabulary():
     ids = [100, 7, 42, 99]
     table = Table([0], 5, vocabulary=4, ids=ids)
-    (tree,) = dynamic([0], table.expand, 3, 3, ids=torch.tensor(ids), nodes=9)
+    (tree,) = Dynamic(depth=3, top_k=3, nodes=9).grow([0], table.expand, ids=torch.tensor(ids))
     assert scores(tree).keys() == brute(table, 0, 0, 3, 3, 9, ids).keys()
 
 
@@ -89,14 +89,14 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
         return logits
 
     for nodes in range(1, 12):
-        (tree,) = dynamic([0], expand, 3, 3, nodes=nodes)  # TokenTree refuses a node before its parent
+        (tree,) = Dynamic(depth=3, top_k=3, nodes=nodes).grow([0], expand)  # TokenTree refuses a node before its parent
         assert tree.drafted == nodes
 
 
 @pytest.mark.parametrize(
     ("default", "options", "sizes"),
     [
-        # max_nodes, nodes shown, levels
+        # max_nodes, max_expanded, levels
         ("beam", {}, (68, 64, 5)),
         ("dynamic", {}, (59, 60, 7)),
         ("beam", {"tree": "dynamic"}, (59, 60, 7)),
@@ -108,20 +108,21 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
     ],
     ids=str,
 )
-def test_plans(default, options, sizes):
-    plan = tree_plan(default, **options)
-    assert (plan.max_nodes, plan.shown, plan.depth) == sizes
+def test_kinds(default, options, sizes):
+    kind = tree_kind(default, **options)
+    assert (kind.max_nodes, kind.max_expanded, kind.depth) == sizes
     table = Table([0], 0, vocabulary=30)
-    (tree,) = plan.grow([0], table.expand, [100], None, "cpu")
-    assert tree.drafted <= plan.max_nodes and max(tree.depths) <= plan.depth
-    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= plan.shown
+    (tree,) = kind.grow([0], table.expand, [100])
+    assert tree.drafted <= kind.max_nodes and max(tree.depths) <= kind.depth
+    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded
 
 
-def test_drawn_text_gets_a_wide_tree_unless_widths_are_given():
-    for options, drawn in (({}, True), ({"widths": (2, 2)}, False)):
-        plan = tree_plan("beam", **options)
-        trees = [plan.grow([0], Table([0], 0, vocabulary=60).expand, [100], None, "cpu", d)[0] for d in (False, True)]
+def test_sampled_text_gets_a_wide_tree_unless_widths_are_given():
+    for options, wide in (({}, True), ({"widths": (2, 2)}, False)):
+        kind = tree_kind("beam", **options)
+        tables = [Table([0], 0, vocabulary=60) for _ in range(2)]
+        trees = [kind.grow([0], table.expand, sampled=s)[0] for s, table in zip((False, True), tables, strict=True)]
         sizes = [Counter(tree.depths[1:]) for tree in trees]
-        assert (sizes[0] != sizes[1]) == drawn
-        assert [sum(s.values()) for s in sizes] == [sum(plan.widths), sum(plan.drawn_widths or plan.widths)]
-        assert max(sum(s.values()) for s in sizes) == plan.max_nodes
+        assert (sizes[0] != sizes[1]) == wide
+        assert [sum(s.values()) for s in sizes] == [sum(kind.widths), sum(kind.sampled_widths or kind.widths)]
+        assert max(sum(s.values()) for s in sizes) == kind.max_nodes

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.beam import Level
-from longdraft.trees.opt import opt
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.level import Level
+from longdraft.trees.opt import Opt
+from longdraft.trees.options import tree_kind
 from tests.trees.test_beam import VOCABULARY, Table
 from tests.trees.test_dynamic import scores
 
@@ -45,7 +45,7 @@ def test_it_is_the_tree_that_the_definition_gives(nodes, depth, threshold, top_k
     depths = [min(d, depth) for d in depths]
     roots = list(range(len(depths)))
     table = Table(roots, seed)
-    trees = opt(roots, table.expand, nodes, depth, threshold, top_k, depths)
+    trees = Opt(nodes=nodes, depth=depth, threshold=threshold, top_k=top_k).grow(roots, table.expand, depths)
     calls = [level.rows for level in table.calls]
     for b, (tree, own) in enumerate(zip(trees, depths, strict=True)):
         expected, levels = brute(table, b, roots[b], nodes, own, threshold, top_k)
@@ -64,7 +64,8 @@ def test_it_is_the_tree_that_the_definition_gives(nodes, depth, threshold, top_k
 def test_a_sequence_stops_when_it_would_alone(nodes, threshold, seed):
     roots = [0, 1, 2, 3]
     table = Table(roots, seed)
-    together = opt(roots, table.expand, nodes, 5, threshold, 6)
+    kind = Opt(nodes=nodes, depth=5, threshold=threshold, top_k=6)
+    together = kind.grow(roots, table.expand)
     for b, tree in enumerate(together):
 
         class Own(Table):
@@ -72,7 +73,7 @@ def test_a_sequence_stops_when_it_would_alone(nodes, threshold, seed):
                 return super().row(b, path)
 
         alone = Own([b], seed)
-        (own,) = opt([roots[b]], alone.expand, nodes, 5, threshold, 6)
+        (own,) = kind.grow([roots[b]], alone.expand)
         assert scores(own).keys() == scores(tree).keys()
         assert len(alone.calls) == sum(b in level.rows for level in table.calls)
 
@@ -81,7 +82,7 @@ def test_a_sequence_stops_when_it_would_alone(nodes, threshold, seed):
 def test_no_tree_of_as_many_nodes_is_expected_to_do_better(nodes, seed):
     """With no threshold and all nodes going on: the most probable of all paths there are."""
     table = Table([0], seed, vocabulary=4)
-    (tree,) = opt([0], table.expand, nodes, 3, 0.0, nodes)
+    (tree,) = Opt(nodes=nodes, depth=3, threshold=0.0, top_k=nodes).grow([0], table.expand)
     every = {}
     for length in (1, 2, 3):
         for path in itertools.product(range(4), repeat=length):
@@ -104,15 +105,15 @@ def certain(sure: float):
 
 
 def test_deep_where_the_draft_is_sure_and_wide_where_it_is_not():
-    (sure,) = opt([0], certain(0.99), nodes=12, depth=10, threshold=0.7)
-    (torn,) = opt([0], certain(0.3), nodes=12, depth=10, threshold=0.7)
+    (sure,) = Opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.99))
+    (torn,) = Opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.3))
     assert max(sure.depths) == 10 and sure.drafted == torn.drafted == 12
     assert max(torn.depths) == 2  # the first level is worth a token, the second one no more 0.7
-    assert max(opt([0], certain(0.99), nodes=12, depth=4)[0].depths) == 4
+    assert max(Opt(nodes=12, depth=4).grow([0], certain(0.99))[0].depths) == 4
 
 
 def test_a_smaller_threshold_goes_deeper():
-    deepest = [max(opt([0], certain(0.6), nodes=20, threshold=t)[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
+    deepest = [max(Opt(nodes=20, threshold=t).grow([0], certain(0.6))[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
     assert deepest[0] == 1 and deepest == sorted(deepest) and deepest[-1] > deepest[1]
 
 
@@ -123,7 +124,7 @@ def test_what_cannot_get_in_is_not_shown():
         calls.append(level)
         return certain(0.99)(level)
 
-    opt([0, 0], expand, nodes=3, depth=4, threshold=0.5, top_k=3)
+    Opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], expand)
     # One node of a level is better than the third best so far. At the third level that is the third best itself: what
     # follows it cannot get in, so there is no fourth.
     assert [level.tokens.shape[1] for level in calls] == [1, 1, 1]
@@ -132,7 +133,7 @@ def test_what_cannot_get_in_is_not_shown():
 def test_tokens_are_the_targets_where_the_draft_has_its_own_vocabulary():
     ids = [100, 7, 42, 99]
     table = Table([0], 5, vocabulary=4, ids=ids)
-    (tree,) = opt([0], table.expand, 9, 3, 0.1, 9, ids=torch.tensor(ids))
+    (tree,) = Opt(nodes=9, depth=3, threshold=0.1, top_k=9).grow([0], table.expand, ids=torch.tensor(ids))
     assert scores(tree).keys() == brute(table, 0, 0, 9, 3, 0.1, 9, ids)[0].keys()
 
 
@@ -147,14 +148,15 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
         return logits
 
     for nodes in range(1, 12):
-        (tree,) = opt([0], expand, nodes, 3, 0.0, 3)  # TokenTree refuses a node before its parent
+        # TokenTree refuses a node before its parent.
+        (tree,) = Opt(nodes=nodes, depth=3, threshold=0.0, top_k=3).grow([0], expand)
         assert 1 <= tree.drafted <= nodes
 
 
 @pytest.mark.parametrize(
     ("default", "options", "sizes"),
     [
-        # max_nodes, nodes shown, levels
+        # max_nodes, max_expanded, levels
         ("beam", {"tree": "opt"}, (50, 90, 10)),
         ("dynamic", {"threshold": 0.2}, (50, 90, 10)),
         ("opt", {}, (50, 90, 10)),
@@ -164,19 +166,19 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
     ],
     ids=str,
 )
-def test_plans(default, options, sizes):
-    plan = tree_plan(default, **options)
-    assert (plan.max_nodes, plan.shown, plan.depth) == sizes
+def test_kinds(default, options, sizes):
+    kind = tree_kind(default, **options)
+    assert (kind.max_nodes, kind.max_expanded, kind.depth) == sizes
     table = Table([0], 0, vocabulary=30)
-    (tree,) = plan.grow([0], table.expand, [100], None, "cpu")
-    assert tree.drafted <= plan.max_nodes and max(tree.depths) <= plan.depth
-    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= plan.shown
+    (tree,) = kind.grow([0], table.expand, [100])
+    assert tree.drafted <= kind.max_nodes and max(tree.depths) <= kind.depth
+    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded
 
 
-def test_a_plans_threshold_and_depths_arrive():
-    eager, lazy = (tree_plan("opt", threshold=t, top_k=7).grow([0], certain(0.6), [8], None, "cpu")[0] for t in (0, 5))
+def test_threshold_and_depths_arrive():
+    eager, lazy = (tree_kind("opt", threshold=t, top_k=7).grow([0], certain(0.6), [8])[0] for t in (0, 5))
     assert max(eager.depths) > max(lazy.depths) == 1
-    none, one = tree_plan("opt").grow([0, 0], certain(0.9), [0, 1], None, "cpu")
+    none, one = tree_kind("opt").grow([0, 0], certain(0.9), [0, 1])
     assert none.drafted == 0 and max(one.depths) == 1
 
 
@@ -194,7 +196,7 @@ def test_a_plans_threshold_and_depths_arrive():
     ],
     ids=str,
 )
-def test_options_that_make_no_plan(options, says):
+def test_options_that_make_no_tree(options, says):
     for default in ("beam", "dynamic", "opt"):
         with pytest.raises(ValueError, match=says):
-            tree_plan(default, **options)
+            tree_kind(default, **options)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.trees.builders import chain, static, union
-from longdraft.trees.tree import TokenTree, padded_mask
+from longdraft.trees.masks import ancestor_mask, padded_mask
+from longdraft.trees.tree import TokenTree
 
 
 @st.composite
@@ -44,7 +45,7 @@ def test_a_path_goes_from_the_root_by_parents_and_increases(tree):
 
 @given(trees())
 def test_the_ancestor_mask_shows_each_node_its_own_path(tree):
-    mask = tree.ancestor_mask()
+    mask = ancestor_mask(tree)
     assert mask.shape == (tree.size, tree.size) and mask.dtype == torch.bool
     for node in range(tree.size):
         assert mask[node].nonzero().flatten().tolist() == tree.path(node)
@@ -66,7 +67,7 @@ def test_a_child_is_the_first_node_below_that_carries_the_token(tree):
 @given(trees())
 def test_a_tree_is_a_chain_when_its_mask_is_causal(tree):
     causal = torch.ones(tree.size, tree.size, dtype=torch.bool).tril()
-    assert tree.is_chain == torch.equal(tree.ancestor_mask(), causal)
+    assert tree.is_chain == torch.equal(ancestor_mask(tree), causal)
 
 
 @given(trees(), st.integers(0, 6))

@@ -1,4 +1,4 @@
-"""Residual acceptance has the target's distribution, for chains and for trees drawn without replacement."""
+"""Residual acceptance has the target's distribution, for chains and for trees sampled without replacement."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from longdraft.trees.builders import merged, union
-from longdraft.trees.full import Draws, drawn
-from longdraft.trees.tree import Drawn, TokenTree
+from longdraft.trees.draft_sampler import DraftSampler
+from longdraft.trees.sampled import SampledStatic
+from longdraft.trees.tree import SampledChildren, TokenTree
 from longdraft.verify import residual
 from longdraft.verify.acceptance import Accepted, accept
 from longdraft.verify.sampling import Picker, Sampling
@@ -30,18 +31,18 @@ def expand(level):
     return DRAFT[level.tokens]
 
 
-class Remembering(Draws):
-    """Computes each law once."""
+class Remembering(DraftSampler):
+    """Computes each distribution once."""
 
-    def law(self, path, logits, ids):
+    def distribution(self, path, logits, ids):
         known = self.__dict__.setdefault("known", {})
         key = (*path, -1, *logits.tolist())
         if key not in known:
-            known[key] = super().law(path, logits, ids)
+            known[key] = super().distribution(path, logits, ids)
         return known[key]
 
 
-def draft(sampling, seed) -> Draws:
+def draft(sampling, seed) -> DraftSampler:
     processors = sampling.processors()
     generator = torch.Generator().manual_seed(seed)
     return Remembering(processors if len(processors) else None, generator, lambda: torch.tensor(PROMPT), VOCABULARY)
@@ -67,10 +68,10 @@ def p_value(sampling, trees, walk=accept, seed=1) -> float:
 
 
 def grown(widths, sampling, seed=3, change=lambda tree: tree):
-    """Trees without end, each drawn anew; a few hundred at a time share the draft's forward."""
-    draws = draft(sampling, seed)
+    """Trees without end, each sampled anew; a few hundred at a time share the draft's forward."""
+    sampler, kind = draft(sampling, seed), SampledStatic(widths=widths)
     while True:
-        yield from map(change, drawn([PROMPT[-1]] * BATCH, expand, widths, [draws] * BATCH))
+        yield from map(change, kind.grow([PROMPT[-1]] * BATCH, expand, samplers=[sampler] * BATCH))
 
 
 CASES = [(widths, "plain") for widths in SHAPES]
@@ -78,14 +79,14 @@ CASES += [((2, 1), s) for s in ("temperature", "top-p", "repetition penalty")] +
 
 
 @pytest.mark.parametrize(("widths", "setting"), CASES, ids=str)
-def test_drawn_trees_keep_the_targets_distribution(widths, setting):
+def test_sampled_trees_keep_the_targets_distribution(widths, setting):
     # Each case has seeds of its own: with the same ones a case in part repeats another.
     seed = 10 + CASES.index((widths, setting))
     assert p_value(SETTINGS[setting], grown(widths, SETTINGS[setting], 2 * seed), seed=seed) > 0.01
 
 
 def test_a_draft_that_is_processed_otherwise_keeps_it_too():
-    """The true law is all that is asked for: here the target is cut to three tokens, and the draft is not."""
+    """The true distribution is all that is asked for: here the target is cut to three tokens, and the draft is not."""
     assert p_value(SETTINGS["top-k"], grown((2, 1), SETTINGS["plain"])) > 0.01
 
 
@@ -93,27 +94,29 @@ def test_joined_by_another_drafters_tree():
     found = union(PROMPT[-1], [[2, 6, 1], [6, 4], [0]])
     for order in (lambda t: merged(found, t), lambda t: merged(t, found)):
         trees = grown((2, 1), SETTINGS["plain"], change=order)
-        assert next(trees).drawn and p_value(SETTINGS["plain"], trees) > 0.01
+        assert next(trees).sampled and p_value(SETTINGS["plain"], trees) > 0.01
 
 
 def test_cut_at_a_depth():
     trees = grown((2, 2), SETTINGS["plain"], change=lambda t: t.limited(1))
-    assert list(next(trees).drawn) == [0] and p_value(SETTINGS["plain"], trees) > 0.01
+    assert list(next(trees).sampled) == [0] and p_value(SETTINGS["plain"], trees) > 0.01
 
 
 # --- the test has teeth ---
 
 
-def wrong_law(tree):
+def wrong_distribution(tree):
     """As if the draft had been uniform."""
     flat = torch.full((VOCABULARY,), 1 / VOCABULARY)
-    return TokenTree(tree.tokens, tree.parents, drawn={n: Drawn(flat, d.tokens) for n, d in tree.drawn.items()})
+    sampled = {n: SampledChildren(flat, d.tokens) for n, d in tree.sampled.items()}
+    return TokenTree(tree.tokens, tree.parents, sampled=sampled)
 
 
 def likeliest_first(tree):
-    """Children are sorted after they were drawn."""
-    drawn = {n: Drawn(d.law, tuple(sorted(d.tokens, key=lambda t: -d.law[t]))) for n, d in tree.drawn.items()}
-    return TokenTree(tree.tokens, tree.parents, drawn=drawn)
+    """Children are sorted after they were sampled."""
+    ordered = {n: sorted(d.tokens, key=lambda t, q=d.q: -q[t]) for n, d in tree.sampled.items()}
+    sampled = {n: SampledChildren(tree.sampled[n].q, tuple(tokens)) for n, tokens in ordered.items()}
+    return TokenTree(tree.tokens, tree.parents, sampled=sampled)
 
 
 def the_sure_ones_alone(tree):
@@ -122,16 +125,16 @@ def the_sure_ones_alone(tree):
 
 
 def forgets_the_residual(tree, logits, picker, text, stop):
-    """Draws from p after a refusal."""
-    law, token = tree.drawn[0].law, tree.tokens[1]
+    """Samples from p after a refusal."""
+    q, token = tree.sampled[0].q, tree.tokens[1]
     p = picker.distribution(text(), logits[0])
-    if torch.rand((), generator=picker.generator) * law[token] < p[token]:
+    if torch.rand((), generator=picker.generator) * q[token] < p[token]:
         return Accepted((0,), (token,))
     return Accepted((0,), (picker.pick(text(), logits[0]),))
 
 
-@pytest.mark.parametrize("change", [wrong_law, likeliest_first, the_sure_ones_alone])
-def test_a_wrong_law_is_noticed(change):
+@pytest.mark.parametrize("change", [wrong_distribution, likeliest_first, the_sure_ones_alone])
+def test_a_wrong_distribution_is_noticed(change):
     assert p_value(SETTINGS["plain"], grown((2, 1), SETTINGS["plain"], change=change)) < 1e-6
 
 
@@ -153,7 +156,7 @@ def without_replacement(q: list[float], count: int):
 
 
 def output_law(p: torch.Tensor, q: torch.Tensor, tokens) -> torch.Tensor:
-    """What comes out where these were drafted: the probabilities of each way that the draws can go, added up."""
+    """What comes out where these were drafted: the probabilities of each way that the samples can go, added up."""
     out, going = torch.zeros(len(p), dtype=torch.double), 1.0
     p, q = p.clone(), q.clone()
     for token in tokens:
@@ -195,7 +198,7 @@ def test_the_code_is_the_definition(p, q, count, seed):
     tokens = tuple(torch.randperm(size, generator=g)[:count].tolist())
     found = torch.zeros(size)
     for _ in range(300):
-        found[residual.draw(p, Drawn(q, tokens), g)] += 1
+        found[residual.sample(p, SampledChildren(q, tokens), g)] += 1
     expected = output_law(p, q.double(), tokens)
     # Five standard deviations: one of a few hundred examples in a million runs.
     assert ((found / 300 - expected).abs() <= 5 * (expected * (1 - expected) / 300).sqrt() + 5e-3).all()
@@ -204,65 +207,65 @@ def test_the_code_is_the_definition(p, q, count, seed):
 def test_edges():
     g = torch.Generator().manual_seed(0)
     p = torch.tensor([0.5, 0.5, 0.0, 0.0])
-    same = Drawn(p, (1,))
-    assert {residual.draw(p, same, g) for _ in range(50)} == {1}  # the same law: always kept
-    apart = Drawn(torch.tensor([0.0, 0.0, 0.5, 0.5]), (3, 2))
-    assert {residual.draw(p, apart, g) for _ in range(50)} == {0, 1}  # never kept
-    assert residual.draw(torch.tensor([1.0, 0.0]), Drawn(torch.tensor([0.0, 1.0]), ()), g) == 0
-    assert p.tolist() == [0.5, 0.5, 0.0, 0.0] and same.law.tolist() == p.tolist()  # nothing is changed
+    same = SampledChildren(p, (1,))
+    assert {residual.sample(p, same, g) for _ in range(50)} == {1}  # the same distribution: always kept
+    apart = SampledChildren(torch.tensor([0.0, 0.0, 0.5, 0.5]), (3, 2))
+    assert {residual.sample(p, apart, g) for _ in range(50)} == {0, 1}  # never kept
+    assert residual.sample(torch.tensor([1.0, 0.0]), SampledChildren(torch.tensor([0.0, 1.0]), ()), g) == 0
+    assert p.tolist() == [0.5, 0.5, 0.0, 0.0] and same.q.tolist() == p.tolist()  # nothing is changed
 
 
-# --- drawing ---
+# --- sampling ---
 
 
-def test_draws_without_replacement_have_their_law():
-    draws = draft(Sampling(1.0), 0)
-    law = torch.tensor([0.5, 0.3, 0.2, 0.0])
+def test_samples_without_replacement_have_their_distribution():
+    sampler = draft(Sampling(1.0), 0)
+    q = torch.tensor([0.5, 0.3, 0.2, 0.0])
     counts = {}
     for _ in range(6000):
-        tokens, possible = draws.draw(law, 3)
+        tokens, possible = sampler.sample(q, 3)
         assert possible == 3 and 3 not in tokens
         counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
-    expected = dict(without_replacement(law.tolist(), 3))
+    expected = dict(without_replacement(q.tolist(), 3))
     assert counts.keys() == expected.keys()
     wanted = torch.tensor([expected[t] for t in expected], dtype=torch.double)
     assert chisquare([counts[t] for t in expected], 6000 * wanted / wanted.sum()).pvalue > 0.01
 
 
 def test_a_smaller_vocabulary_and_a_draft_that_overflowed():
-    draws = draft(Sampling(1.0), 0)
+    sampler = draft(Sampling(1.0), 0)
     ids = torch.tensor([1, 4, 7])
-    law = draws.law([], torch.tensor([0.0, 1.0, 2.0]), ids)
-    assert law.shape == (VOCABULARY,) and law[ids].sum() == pytest.approx(1.0)
-    assert draws.draw(law, 5)[1] == 3
-    broken = draws.law([], torch.full((VOCABULARY,), float("nan")), None)
+    q = sampler.distribution([], torch.tensor([0.0, 1.0, 2.0]), ids)
+    assert q.shape == (VOCABULARY,) and q[ids].sum() == pytest.approx(1.0)
+    assert sampler.sample(q, 5)[1] == 3
+    broken = sampler.distribution([], torch.full((VOCABULARY,), float("nan")), None)
     assert broken.tolist() == [1 / VOCABULARY] * VOCABULARY
 
 
-def test_shapes_do_not_depend_on_what_is_drawn():
-    draws = [draft(Sampling(1.0), i) for i in range(3)]
-    trees = drawn([5, 1, 2], expand, (8, 2), draws, [2, 0, 1])
+def test_shapes_do_not_depend_on_what_is_sampled():
+    samplers = [draft(Sampling(1.0), i) for i in range(3)]
+    trees = SampledStatic(widths=(8, 2)).grow([5, 1, 2], expand, [2, 0, 1], samplers=samplers)
     assert [t.drafted for t in trees] == [24, 0, 8]
     for tree in trees:
-        for node, found in tree.drawn.items():
+        for node, found in tree.sampled.items():
             children = [tree.tokens[i] for i in range(tree.size) if tree.parents[i] == node]
             assert children[: len(found.tokens)] == list(found.tokens) and 6 not in found.tokens
 
 
-def test_a_drafters_draws_follow_from_the_seed_and_leave_the_targets_alone():
+def test_a_drafters_samples_follow_from_the_seed_and_leave_the_targets_alone():
     def picker(seed):
         return Picker(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
 
-    law = torch.full((64,), 1 / 64)
+    q = torch.full((64,), 1 / 64)
 
     def said(owner, number=0):
-        draws = owner.draws(lambda: torch.tensor(PROMPT), 64, number)
-        return [draws.draw(law, 1)[0][0] for _ in range(20)]
+        sampler = owner.draft_sampler(lambda: torch.tensor(PROMPT), 64, number)
+        return [sampler.sample(q, 1)[0][0] for _ in range(20)]
 
     one = picker(1)
     before = one.generator.get_state()
     assert said(one) == said(picker(1)) != said(picker(2))
     assert said(one, 1) != said(one)
     assert torch.equal(before, one.generator.get_state())
-    own = [picker(1).pick(torch.tensor(PROMPT), law.log()) for _ in range(1)]
+    own = [picker(1).pick(torch.tensor(PROMPT), q.log()) for _ in range(1)]
     assert own[0] != said(one)[0]

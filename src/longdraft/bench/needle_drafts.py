@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
 from longdraft.bench.self_draft import Heard, SelfDrafter
 from longdraft.drafters.base import Draft, Drafter, NoDrafter
+from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.engine import Engine
 from longdraft.errors import ContextError
 from longdraft.kv.prompt_cache import PromptCache, common_prefix
@@ -29,10 +30,8 @@ from longdraft.sequence import Sequence as Text
 from longdraft.target.chat import encode
 from longdraft.target.loading import LoadedModel
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Expand, Level
-from longdraft.trees.budget import Budget
-from longdraft.trees.full import Draws
-from longdraft.trees.plan import TreePlan
+from longdraft.trees.level import Growth, Level, Scored
+from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Picker, Sampling
 from longdraft.verify.schedule import Schedule, Verified
@@ -201,7 +200,7 @@ class NeedleDrafts:
             own = SelfDrafter(**self._views[name].options, _tokens=tokens)
             return own, own.heard
         drafter, listening = self._recipes[name].drafter(), _Listening()
-        cast(_Planned, drafter).plan = listening
+        cast(TreeDrafter, drafter).tree = listening
         return drafter, listening.heard
 
     def _make_room(self, haystack: Haystack, tokens: int, drafters: Sequence[Drafter]) -> None:
@@ -244,39 +243,20 @@ class _RootsAlone(Schedule):
         return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
 
 
-class _Planned(Protocol):
-    """What every trained drafter has."""
-
-    plan: TreePlan
-
-
-@dataclass(frozen=True)
-class _Listening(TreePlan):
+@dataclass(frozen=True, kw_only=True)
+class _Listening(Static):
     """A tree of the first choice alone, which writes down what the choice was made from."""
 
-    widths: tuple[int, ...] | None = (1,)
-    depth: int = 1
-    top_k: int = 0
-    nodes: int | None = None
+    widths: tuple[int, ...] = (1,)
     heard: list[Heard] = field(default_factory=list)
 
-    def grow(
-        self,
-        roots: Sequence[int],
-        expand: Expand,
-        depths: Sequence[int],
-        ids: torch.Tensor | None,
-        device: torch.device | str,
-        drawn: bool = False,
-        budget: Budget | None = None,
-        draws: Sequence[Draws | None] = (),
-    ) -> list[TokenTree]:
+    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
         def overheard(level: Level) -> torch.Tensor:
-            logits = expand(level)
-            self.heard.extend((row, ids) for row in logits[:, 0])
+            logits = growth.expand(level)
+            self.heard.extend((row, growth.ids) for row in logits[:, 0])
             return logits
 
-        return super().grow(roots, overheard, depths, ids, device, drawn, budget)
+        return super().levels(replace(growth, expand=overheard), roots)
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bool) -> Foreseen:

@@ -29,7 +29,7 @@ class Drafter(ABC):
     """Whether it can propose without a forward of a draft."""
 
     samples: bool = False
-    """Whether it draws what it proposes where the target's tokens are drawn, for residual acceptance."""
+    """Whether it samples what it proposes where the target's tokens are sampled, for residual acceptance."""
 
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""

@@ -17,20 +17,20 @@ from weakref import WeakSet
 import torch
 
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
 from longdraft.drafters.retrieved import RetrievedWindow
+from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafters.window import Window
 from longdraft.events import Event, last_query
 from longdraft.kv import memory
 from longdraft.kv.store import KVShape, KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Level
 from longdraft.trees.budget import Budget
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.level import Level
+from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 
 # Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
@@ -41,7 +41,7 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(TreeDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
     Args:
@@ -85,15 +85,15 @@ class Eagle3Drafter(Drafter):
         recent: int = 128,
         layer: int | None = None,
     ) -> None:
-        self.plan = tree_plan("opt" if retrieval else "dynamic", widths, nodes, tree, depth, top_k, threshold)
+        self.tree = tree_kind("opt" if retrieval else "dynamic", widths, nodes, tree, depth, top_k, threshold)
         self.window = draft.window if window is None else window
-        if self.window is not None and (type(self.window) is not int or self.plan.depth >= self.window):
+        if self.window is not None and (type(self.window) is not int or self.tree.depth >= self.window):
             raise ValueError(
-                f"window must be more tokens than the tree has levels ({self.plan.depth}), got {self.window!r}"
+                f"window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window!r}"
             )
         if retrieval and window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
-        room = None if self.window is None else self.window - self.plan.depth
+        room = None if self.window is None else self.window - self.tree.depth
         self.retrieval = retrieval_options(
             retrieval,
             sink,
@@ -108,7 +108,6 @@ class Eagle3Drafter(Drafter):
         )
         if self.retrieval is not None:
             self.window, self._room = None, room or self.retrieval.most + self.retrieval.recent
-        self.max_nodes = self.plan.max_nodes
         self.draft = draft
         self._bound: BoundDraft | None = None
 
@@ -142,24 +141,19 @@ class Eagle3Drafter(Drafter):
         shape = self.draft.shape
         own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
         # Without a window, one that no text of this run outgrows.
-        rows = max(store.capacity, self.plan.depth + 1) if self.window is None else self.window
-        beside = self.plan.shown + (0 if self.retrieval is None else self._room + self.plan.depth)
+        rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
+        beside = self.tree.max_expanded + (0 if self.retrieval is None else self._room + self.tree.depth)
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
-            self.cache = Window(own, store.slots, rows, self.plan.shown, runner.device)
+            self.cache = Window(own, store.slots, rows, self.tree.max_expanded, runner.device)
         else:
             self.cache = RetrievedWindow(
-                own, store.slots, rows, self.plan.shown, runner.device,
-                self.retrieval, self._room, self.plan.depth, self._bound.rotary.turns,
+                own, store.slots, rows, self.tree.max_expanded, runner.device,
+                self.retrieval, self._room, self.tree.depth, self._bound.rotary.turns,
             )  # fmt: skip
         # For each slot, how many leading rows can no longer change.
         self._settled = [0] * store.slots
-
-    def follow_budget(self) -> None:
-        """Grows an OPT-Tree unless another tree was asked for."""
-        self.plan = self.plan.adaptive()
-        self.max_nodes = self.plan.max_nodes
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
@@ -185,16 +179,8 @@ class Eagle3Drafter(Drafter):
         for s in sequences:
             if last_row(s) - self.cache.end(s.slot) > CHUNK:
                 self._fill(s)
-        return self.plan.grow(
-            [s.output[-1] for s in sequences],
-            _Round(self, self._bound, sequences).expand,
-            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
-            [s.remaining - 1 for s in sequences],
-            self._bound.ids,
-            self._runner.device,
-            drawn=not sequences[0].greedy,
-            budget=budget,
-        )
+        expand = _Round(self, self._bound, sequences).expand
+        return self.grow(sequences, expand, self._bound.ids, self._runner.device, budget)
 
     def _rewind(self, sequence: Sequence) -> None:
         """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
@@ -236,7 +222,7 @@ class Eagle3Drafter(Drafter):
         reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
         what, remedy = "this one has", f"window={reach}"
         if self.retrieval is not None:
-            length = min(length, self._room + self.plan.depth)
+            length = min(length, self._room + self.tree.depth)
             what, remedy = "its working cache has", "fewer chunks"
         if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
             return

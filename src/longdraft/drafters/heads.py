@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
+from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Level
 from longdraft.trees.budget import Budget
-from longdraft.trees.plan import STATIC, TreePlan, tree_plan
+from longdraft.trees.kind import TreeKind
+from longdraft.trees.level import Level
+from longdraft.trees.options import tree_kind
+from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 
 
@@ -91,7 +93,7 @@ class VerifiedStates(StateSource):
         return States(torch.stack([features[s.slot, len(s.prompt) + len(s.output) - 2] for s in sequences]))
 
 
-class HeadsDrafter(Drafter):
+class HeadsDrafter(TreeDrafter):
     """Drafts trees with chained heads.
 
     Args:
@@ -102,8 +104,9 @@ class HeadsDrafter(Drafter):
             paper's; a planner is given the best nodes instead.
         nodes: verify only this many drafted nodes, the most probable; None: all of a static tree.
         tree: "static", "beam", "dynamic", "opt" or "chain".
-        depth, top_k, threshold: of the latter ones; see :func:`~longdraft.trees.plan.tree_plan`. Levels cost nothing.
-        acceptance: "residual": drawn text is drafted by chance and accepted by what it was drawn from.
+        depth, top_k, threshold: of the latter ones, as :func:`~longdraft.trees.options.tree_kind` takes them. Levels
+            cost nothing.
+        acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from.
 
     Raises:
         ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
@@ -129,11 +132,10 @@ class HeadsDrafter(Drafter):
         self.draft = draft
         self._source = _source or VerifiedStates()
         levels = self.heads + self._source.ahead
-        plan = tree_plan("static", widths, nodes, tree, depth, top_k, threshold, acceptance)
-        if plan.depth > levels and (widths is not None or depth is not None):
-            raise ValueError(f"a tree of {plan.depth} levels needs as many heads; there are {levels} to draft with")
-        self.plan = _fitted(plan, levels, self._source.ahead and widths is None)
-        self.max_nodes, self.samples = self.plan.max_nodes, self.plan.sampled
+        kind = tree_kind("static", widths, nodes, tree, depth, top_k, threshold, acceptance)
+        if kind.depth > levels and (widths is not None or depth is not None):
+            raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
+        self.tree = _fitted(kind, levels, self._source.ahead and widths is None)
         self._bound: BoundHeads | None = None
         self._rounds = 0
 
@@ -154,11 +156,6 @@ class HeadsDrafter(Drafter):
     @property
     def query_window(self) -> int:  # type: ignore[override]
         return self._source.query_window
-
-    def follow_budget(self) -> None:
-        """Grows an OPT-Tree unless another tree was asked for."""
-        self.plan = self.plan.adaptive()
-        self.max_nodes = self.plan.max_nodes
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The last one, unless the source brings states of its own."""
@@ -191,18 +188,9 @@ class HeadsDrafter(Drafter):
             # What a head says does not depend on the path before it.
             return said[list(level.rows), level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
-        return self.plan.grow(
-            [s.output[-1] for s in sequences],
-            expand,
-            # A path of depth k emits k + 1 tokens.
-            [s.remaining - 1 for s in sequences],
-            bound.ids,
-            said.device,
-            drawn=not sequences[0].greedy,
-            # All levels are there already: one more costs nothing.
-            budget=None if budget is None else replace(budget, price=0.0),
-            draws=[s.draws for s in sequences],
-        )
+        # All levels are there already: one more costs nothing.
+        budget = None if budget is None else replace(budget, price=0.0)
+        return self.grow(sequences, expand, bound.ids, said.device, budget)
 
     def observe(self, event: Event) -> None:
         self._source.observe(event)
@@ -211,15 +199,12 @@ class HeadsDrafter(Drafter):
         self._source.release(sequence)
 
 
-def _fitted(plan: TreePlan, levels: int, ahead: bool) -> TreePlan:
-    """A plan that is no deeper than there are levels.
+def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
+    """The kind, no deeper than there are levels.
 
     Args:
         ahead: a static tree that nobody asked for begins with the one token that the target itself says.
     """
-    if plan.static and not plan.sampled and not plan.asked:
-        widths = ((1,) if ahead else ()) + STATIC
-        return replace(plan, widths=widths[:levels], depth=min(levels, len(widths)))
-    if plan.widths is not None:
-        return replace(plan, widths=plan.widths[:levels], depth=min(plan.depth, levels))
-    return replace(plan, depth=min(plan.depth, levels))
+    if ahead and isinstance(tree, Static) and not tree.asked:
+        tree = replace(tree, widths=(1, *tree.widths))
+    return tree.limited(levels)

@@ -1,6 +1,6 @@
-"""Self-attention of a round's rows in the rings of a batch: what the drafters with a window share.
+"""Feeding a tree level by level: into a hosted model, and into the rings of the drafters with a window.
 
-Linear layers run over the rows of all sequences; attention goes sequence by sequence.
+In the latter, linear layers run over the rows of all sequences; attention goes sequence by sequence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,40 @@ import torch
 
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.window import Window
-from longdraft.trees.beam import Level
+from longdraft.kv.store import KVStore
+from longdraft.target.runner import TargetRunner
+from longdraft.trees.level import Level
+from longdraft.trees.masks import Ancestors
+
+
+def feed_level(
+    runner: TargetRunner,
+    store: KVStore,
+    slots: Sequence[int],
+    bases: Sequence[int],
+    level: Level,
+    ancestors: torch.Tensor,
+) -> torch.Tensor:
+    """Logits (B', W, vocabulary) of what follows each node; its KV lies behind that of the levels before, uncommitted.
+
+    Args:
+        bases: position of each sequence's root; a node's is its root's + its depth.
+        ancestors: (B', W, S) bool, as :class:`~longdraft.trees.masks.Ancestors` gives it: S nodes were fed, these W
+            the last of them.
+    """
+    batch, width = level.tokens.shape
+    out = runner.forward(
+        level.tokens,
+        store,
+        slots,
+        bases=bases,
+        depths=[[level.depth] * width] * batch,
+        mask=ancestors,
+        behind=ancestors.shape[2] - width,
+        check=False,
+    )
+    assert out.logits is not None
+    return out.logits
 
 
 class LevelAttention:
@@ -23,8 +56,7 @@ class LevelAttention:
 
     def __init__(self, window: Window, slots: Sequence[int]) -> None:
         self._window, self._slots = window, slots
-        # For each sequence, (W, S) bool: which of the S nodes fed so far the W of the last level descend from.
-        self._ancestors: dict[int, torch.Tensor] = {}
+        self._ancestors = Ancestors()
 
     def newest(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> SelfAttend:
         """The sequences' new tokens enter their rings; each one's last goes on, and sees the whole ring.
@@ -48,19 +80,14 @@ class LevelAttention:
     def nodes(self, level: Level) -> SelfAttend:
         """The nodes of the next level: each sees the ring, its ancestors and itself."""
         width = level.tokens.shape[1]
-        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device)
-        for i, row in enumerate(level.rows):
-            above = self._ancestors.get(row)
-            inherited = itself[:, :0] if above is None else above[level.parents[i]]
-            self._ancestors[row] = torch.cat([inherited, itself], dim=1)
+        seen = self._ancestors.add(level)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs = []
             for i, row in enumerate(level.rows):
                 own = slice(i * width, (i + 1) * width)
-                seen = self._ancestors[row]
-                out = self._window.attend_level(self._slots[row], q[:, own], k[:, own], v[:, own], seen, level.depth)
-                outputs.append(out)
+                new = q[:, own], k[:, own], v[:, own]
+                outputs.append(self._window.attend_level(self._slots[row], *new, seen[i], level.depth))
             return torch.cat(outputs, dim=1)
 
         return attend

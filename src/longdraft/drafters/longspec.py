@@ -15,29 +15,29 @@ import torch
 
 from longdraft.attention import dispatch
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
 from longdraft.drafters.retrieved import RetrievedKV
+from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafters.window import Window
 from longdraft.events import Event, last_query
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Level
 from longdraft.trees.budget import Budget
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.level import Level
+from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 
 
-class LongSpecDrafter(Drafter):
+class LongSpecDrafter(TreeDrafter):
     """Drafts trees with a LongSpec block.
 
     Args:
         draft: a trained draft.
-        widths: nodes of each level of a beam tree; by default the paper's, and wider, shallower ones for drawn text.
+        widths: nodes of each level of a beam tree; by default the paper's, and wider, shallower ones for sampled text.
         nodes: verify only this many of them, the most probable; None: all (59 of a dynamic tree).
         tree: "beam", "dynamic" as EAGLE-2 grows it, or "opt"; None: beam unless an option of another is given.
         depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each. Of an
@@ -70,9 +70,9 @@ class LongSpecDrafter(Drafter):
         recent: int = 128,
         layer: int | None = None,
     ) -> None:
-        self.plan = tree_plan("beam", widths, nodes, tree, depth, top_k, threshold)
-        if self.plan.depth >= draft.shape.window:
-            raise ValueError(f"{self.plan.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
+        self.tree = tree_kind("beam", widths, nodes, tree, depth, top_k, threshold)
+        if self.tree.depth >= draft.shape.window:
+            raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
         self.retrieval = retrieval_options(
             retrieval,
             sink,
@@ -84,7 +84,6 @@ class LongSpecDrafter(Drafter):
             adaptive=adaptive,
             layer=draft.retrieval_layer if layer is None and retrieval is True else layer,
         )
-        self.max_nodes = self.plan.max_nodes
         self.draft = draft
         self._bound: BoundDraft | None = None
 
@@ -111,16 +110,13 @@ class LongSpecDrafter(Drafter):
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
-        self.window = Window(runner.kv_shape, store.slots, self.draft.shape.window, self.plan.shown, runner.device)
+        self.window = Window(
+            runner.kv_shape, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device
+        )
         self.retrieved: RetrievedKV | None = None
         if self.retrieval is not None:
             transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
             self.retrieved = RetrievedKV(store, self.retrieval, transposed)
-
-    def follow_budget(self) -> None:
-        """Grows an OPT-Tree unless another tree was asked for."""
-        self.plan = self.plan.adaptive()
-        self.max_nodes = self.plan.max_nodes
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
@@ -155,16 +151,8 @@ class LongSpecDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        return self.plan.grow(
-            [s.output[-1] for s in sequences],
-            _Round(self, self._bound, sequences).expand,
-            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
-            [s.remaining - 1 for s in sequences],
-            self._bound.ids,
-            self._runner.device,
-            drawn=not sequences[0].greedy,
-            budget=budget,
-        )
+        expand = _Round(self, self._bound, sequences).expand
+        return self.grow(sequences, expand, self._bound.ids, self._runner.device, budget)
 
     def context(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (Hkv, n, d) that cross-attention sees: the target's last layer, all of the text or a part."""

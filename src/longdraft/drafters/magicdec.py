@@ -15,7 +15,7 @@ from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_cache import fresh_room
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.trees.chain import LONGEST
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.options import tree_kind
 
 VIEWS = ("streaming", "snapkv")
 
@@ -71,14 +71,14 @@ def magicdec_small_lm(
             draft, view=view, budget=budget, sink=sink, window=window, refresh=refresh, depth=depth,
             acceptance=acceptance,
         )  # fmt: skip
-    plan = tree_plan("chain", depth=depth, acceptance=acceptance)
-    longest = max(LONGEST, plan.depth)
+    chain = tree_kind("chain", depth=depth, acceptance=acceptance)
+    longest = max(LONGEST, chain.depth)
     if budget is None and window is None:
         budget = min(BUDGET, draft.trained_length - longest - fresh_room(longest))
     sizes = sparse_view(view, budget, sink, window, None)
     # Made for the longest chain that a planner may want.
     made = SmallLMDrafter(draft, tree="chain", depth=longest, view=view, sink=sizes.sink, recent=sizes.window)
-    made.plan, made.max_nodes, made.samples = plan, plan.max_nodes, plan.sampled
+    made.tree = chain
     return made
 
 

@@ -16,16 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.drafters.base import Drafter
+from longdraft.drafters.levels import feed_level
 from longdraft.drafters.self_cache import SparseCache
 from longdraft.drafters.self_views import sparse_view
+from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Level
 from longdraft.trees.budget import Budget
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.level import Level
+from longdraft.trees.masks import Ancestors
+from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
 
@@ -48,7 +50,7 @@ class Mark:
     unverified: int
 
 
-class SelfDrafter(Drafter):
+class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
@@ -63,8 +65,8 @@ class SelfDrafter(Drafter):
         adaptive: choose earlier when acceptance falls: when the last two verifications accepted less than half of what
             was usual since the last choice.
         widths, nodes, tree, depth, top_k, threshold, acceptance: of the tree, as
-            :func:`~longdraft.trees.plan.tree_plan` takes them; by default a chain of 4, and with a planner one as long
-            as pays.
+            :func:`~longdraft.trees.options.tree_kind` takes them; by default a chain of 4, and with a planner one as
+            long as pays.
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
@@ -98,19 +100,13 @@ class SelfDrafter(Drafter):
         if type(adaptive) is not bool:
             raise ValueError(f"adaptive must be True or False, got {adaptive!r}")
         self.refresh, self.adaptive = refresh, adaptive
-        self.plan = tree_plan("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
-        self.max_nodes, self.samples = self.plan.max_nodes, self.plan.sampled
+        self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
 
     @property
     def query_window(self) -> int:  # type: ignore[override]
         return max(1, self.view.looks)
-
-    def follow_budget(self) -> None:
-        """A chain ends where another token does not pay, unless a tree was asked for."""
-        self.plan = self.plan.adaptive()
-        self.max_nodes = self.plan.max_nodes
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """All, where rows are chosen: each layer for itself."""
@@ -141,22 +137,12 @@ class SelfDrafter(Drafter):
     @property
     def rows(self) -> int:
         """Rows behind a view that a round fills at most, the root's included."""
-        return max(self.plan.shown, self.judged) + 1
+        return max(self.tree.max_expanded, self.judged) + 1
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         self.follow(sequences)
-        return self.plan.grow(
-            [s.output[-1] for s in sequences],
-            _Round(self, sequences).expand,
-            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
-            [s.remaining - 1 for s in sequences],
-            self.ids,
-            self.runner.device,
-            drawn=not sequences[0].greedy,
-            budget=budget,
-            draws=[s.draws for s in sequences],
-        )
+        return self.grow(sequences, _Round(self, sequences).expand, self.ids, self.runner.device, budget)
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -257,32 +243,11 @@ class _Round:
 
     def __init__(self, drafter: SelfDrafter, sequences: list[Sequence]) -> None:
         self._drafter, self._sequences = drafter, sequences
-        # The sequences of the last level, and (B', W, nodes fed so far) which of these its nodes descend from.
-        self._rows: tuple[int, ...] = ()
-        self._ancestors = torch.empty(0)
+        self._ancestors = Ancestors()
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, vocabulary) of what follows each node; feeds them behind the levels before."""
         drafter, sequences = self._drafter, [self._sequences[row] for row in level.rows]
         drafter.forwards += 1
-        batch, width = level.tokens.shape
-        seen = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
-        if level.depth:
-            above = self._ancestors
-            if level.rows != self._rows:
-                above = torch.stack([above[self._rows.index(row)] for row in level.rows])
-            seen = torch.cat([above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])), seen], dim=2)
-        self._rows, self._ancestors = level.rows, seen
-        out = drafter.runner.forward(
-            level.tokens,
-            drafter.cache.store,
-            [s.slot for s in sequences],
-            bases=[_root(s) for s in sequences],
-            depths=[[level.depth] * width] * batch,
-            mask=seen,
-            behind=seen.shape[2] - width,
-            logits="all",
-            check=False,
-        )
-        assert out.logits is not None
-        return out.logits
+        slots, bases = [s.slot for s in sequences], [_root(s) for s in sequences]
+        return feed_level(drafter.runner, drafter.cache.store, slots, bases, level, self._ancestors.add(level))

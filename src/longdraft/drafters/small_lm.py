@@ -20,10 +20,11 @@ from weakref import WeakSet
 
 import torch
 
-from longdraft.drafters.base import Drafter
+from longdraft.drafters.levels import feed_level
 from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming, TextCache, fresh_room
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
+from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.errors import CapabilityError
 from longdraft.events import Event, last_query
 from longdraft.kv.prompt_cache import common_prefix
@@ -31,9 +32,10 @@ from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.parts import rotary_module
 from longdraft.target.runner import TargetRunner
-from longdraft.trees.beam import Level
 from longdraft.trees.budget import Budget
-from longdraft.trees.plan import tree_plan
+from longdraft.trees.level import Level
+from longdraft.trees.masks import Ancestors
+from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 
 VIEWS = ("full", "streaming", "retrieval")
@@ -47,7 +49,7 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
-class SmallLMDrafter(Drafter):
+class SmallLMDrafter(TreeDrafter):
     """Drafts trees with a small language model.
 
     Args:
@@ -65,8 +67,8 @@ class SmallLMDrafter(Drafter):
         chunk, chunks, every, adaptive: of the retrieval: tokens that are retrieved together, and how many times so
             many; verifications from one choice to the next; whether to choose earlier when acceptance falls. None: 32,
             32 or as many as the draft was trained for, 4, False.
-        acceptance: "residual": drawn text is drafted by chance and accepted by what it was drawn from; see
-            :func:`~longdraft.trees.plan.tree_plan`.
+        acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from; see
+            :func:`~longdraft.trees.options.tree_kind`.
 
     Raises:
         ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
@@ -98,19 +100,18 @@ class SmallLMDrafter(Drafter):
         if given and view != "retrieval":
             raise ValueError(f"{', '.join(given)} shape the retrieval of chunks: give view=retrieval too")
         default = "opt" if view == "retrieval" else "dynamic"
-        self.plan = tree_plan(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
-        self.max_nodes, self.samples = self.plan.max_nodes, self.plan.sampled
+        self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
         self.draft, self.view = draft, view
         # sink and recent mean nothing in full view: schedules have options of these names too.
         self.retrieval: ChunkRetrieval | None = None
         self.layout: CompactLayout | None = None
-        room = draft.trained_length - self.plan.depth - fresh_room(self.plan.depth)
+        room = draft.trained_length - self.tree.depth - fresh_room(self.tree.depth)
         if view == "streaming":
-            self.layout = _streaming(sink, recent, room, self.plan.depth, draft.trained_length)
+            self.layout = _streaming(sink, recent, room, self.tree.depth, draft.trained_length)
         elif view == "retrieval":
             self.retrieval = _retrieval(sink, recent, room, {"layer": draft.retrieval_layer, **given})
             self.layout = CompactLayout(
-                sink, self.retrieval.recent, self.retrieval.most, self.plan.depth, draft.trained_length
+                sink, self.retrieval.recent, self.retrieval.most, self.tree.depth, draft.trained_length
             )
         self._bound: BoundLM | None = None
 
@@ -139,19 +140,14 @@ class SmallLMDrafter(Drafter):
         self._store = store
         # A text has no more tokens than the target's store has rows.
         if self.layout is None:
-            self.cache: TextCache = FullCache(bound.runner, store.slots, store.capacity, self.plan.shown)
+            self.cache: TextCache = FullCache(bound.runner, store.slots, store.capacity, self.tree.max_expanded)
         else:
             selection = self.retrieval or Streaming(self.layout.sink, self.layout.recent)
             self.cache = CompactCache(
-                bound.runner, store.slots, store.capacity, self.plan.shown, selection, self.layout
+                bound.runner, store.slots, store.capacity, self.tree.max_expanded, selection, self.layout
             )
         # What was fed of each slot's text, token by token.
         self._fed: list[list[int]] = [[] for _ in range(store.slots)]
-
-    def follow_budget(self) -> None:
-        """Grows an OPT-Tree unless another tree was asked for."""
-        self.plan = self.plan.adaptive()
-        self.max_nodes = self.plan.max_nodes
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
@@ -175,17 +171,8 @@ class SmallLMDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        return self.plan.grow(
-            [s.output[-1] for s in sequences],
-            _Round(self, self._bound.runner, sequences).expand,
-            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
-            [s.remaining - 1 for s in sequences],
-            self._bound.ids,
-            self._bound.runner.device,
-            drawn=not sequences[0].greedy,
-            budget=budget,
-            draws=[s.draws for s in sequences],
-        )
+        expand = _Round(self, self._bound.runner, sequences).expand
+        return self.grow(sequences, expand, self._bound.ids, self._bound.runner.device, budget)
 
     def release(self, sequence: Sequence) -> None:
         self._begin(sequence.slot)
@@ -280,9 +267,7 @@ class _Round:
     def __init__(self, drafter: SmallLMDrafter, runner: TargetRunner, sequences: list[Sequence]) -> None:
         self._drafter, self._runner, self._sequences = drafter, runner, sequences
         self._store = drafter.cache.store
-        # The sequences of the last level, and (B', W, behind) which of the nodes fed so far its nodes descend from.
-        self._rows: tuple[int, ...] = ()
-        self._ancestors = torch.empty(0)
+        self._ancestors = Ancestors()
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
@@ -314,26 +299,5 @@ class _Round:
 
     def _nodes(self, level: Level, slots: list[int]) -> torch.Tensor:
         """Feeds one level of the tree, behind the levels before; a node's position is its root's + its depth."""
-        batch, width = level.tokens.shape
-        itself = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
-        seen = itself
-        if level.depth > 1:
-            above = self._ancestors
-            if level.rows != self._rows:
-                above = torch.stack([above[self._rows.index(row)] for row in level.rows])
-            inherited = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
-            seen = torch.cat([inherited, itself], dim=2)
-        self._rows, self._ancestors = level.rows, seen
-        out = self._runner.forward(
-            level.tokens,
-            self._store,
-            slots,
-            bases=[self._store.lengths[slot] - 1 for slot in slots],
-            depths=[[level.depth] * width] * batch,
-            mask=seen,
-            behind=seen.shape[2] - width,
-            logits="all",
-            check=False,
-        )
-        assert out.logits is not None
-        return out.logits
+        bases = [self._store.lengths[slot] - 1 for slot in slots]
+        return feed_level(self._runner, self._store, slots, bases, level, self._ancestors.add(level))

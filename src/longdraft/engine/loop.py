@@ -64,7 +64,7 @@ class Engine:
                 self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
         if self.drafter.samples and not self.sequences[0].greedy:
             for s in self.sequences:
-                s.draws = s.sampler.draws(s.ids, self.runner.vocab_size, s.index)
+                s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
 
     def open(self) -> KVStore:
         """Checks that everything fits and takes the memory, before any work.

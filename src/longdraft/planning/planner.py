@@ -23,7 +23,6 @@ from longdraft.planning.calibration import Calibration
 from longdraft.planning.costs import Costs, CostTable
 from longdraft.planning.gate import Gate
 from longdraft.sequence import Sequence
-from longdraft.trees.beam import best_nodes
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 
@@ -118,7 +117,7 @@ class Plan:
             if here > value:
                 best, value = n, here
         self._planner.chosen += _FOLLOW * (best - self._planner.chosen)
-        return [_roots_only(tree) if not best else best_nodes(tree, best) for tree in trees]
+        return [tree.best(best) for tree in trees]
 
     def _chances(self, tree: TokenTree) -> list[float]:
         """Of each node's path, the root's first. A path is never likelier than a part of it."""
@@ -199,7 +198,3 @@ class Ends:
 def _promises(tree: TokenTree) -> list[tuple[float, int]]:
     """(probability, grade) of each node's path, as its drafter says."""
     return [(exp(score), Calibration.grade(score)) for score in tree.path_log_probs]
-
-
-def _roots_only(tree: TokenTree) -> TokenTree:
-    return TokenTree(tree.tokens[:1], (-1,), tree.log_probs[:1])

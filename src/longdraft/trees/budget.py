@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -18,3 +19,7 @@ class Budget:
     nodes: int
     price: float
     paid: bool = True
+
+
+# Fitted to it, a kind is as large as a planner may ever want it: what memory is taken for.
+LARGEST = Budget(nodes=sys.maxsize, price=0.0)

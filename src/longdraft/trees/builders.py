@@ -67,14 +67,14 @@ def union(
 def merged(first: TokenTree, second: TokenTree) -> TokenTree:
     """Two trees on the same root in one; of a node that both have, the larger probability counts.
 
-    What one of them drew by chance stays drawn: a child that the other adds is taken when the target's token is it.
+    What one of them sampled stays sampled: a child that the other adds is taken when the target's token is it.
     """
     if not second.drafted or not first.drafted:
         return first if first.drafted else second
     tokens, parents = list(first.tokens), list(first.parents)
     log_probs = list(first.log_probs or (0.0,) * first.size)
     known = {(parents[i], tokens[i]): i for i in reversed(range(1, first.size))}
-    drawn = dict(first.drawn)
+    sampled = dict(first.sampled)
     place = [0]  # of the second tree's nodes in the whole
     for node in range(1, second.size):
         key = (place[second.parents[node]], second.tokens[node])
@@ -87,5 +87,5 @@ def merged(first: TokenTree, second: TokenTree) -> TokenTree:
             parents.append(key[0])
             log_probs.append(log_prob)
         place.append(known[key])
-    drawn |= {place[node]: law for node, law in second.drawn.items()}
-    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), drawn)
+    sampled |= {place[node]: children for node, children in second.sampled.items()}
+    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), sampled)

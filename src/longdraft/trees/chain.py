@@ -7,46 +7,52 @@ and a row of the verification. With one rate `a` of acceptance for all tokens th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import log
 
-import torch
-
-from longdraft.trees.beam import Expand, Scored, children, root_level, trees
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.budget import Budget
+from longdraft.trees.kind import TreeKind
+from longdraft.trees.level import Growth, Scored
 
 # Tokens of a chain where nobody says otherwise (MagicDec's gamma), and where a planner ends it, at most.
 LENGTH, LONGEST = 4, 12
 
 
-def chain_of(
-    roots: Sequence[int],
-    expand: Expand,
-    depths: Sequence[int],
-    price: float = 0.0,
-    *,
-    ids: torch.Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> list[TokenTree]:
-    """The draft's first choices, a chain for each sequence of a batch; none depends on the others.
+@dataclass(frozen=True, kw_only=True)
+class Chain(TreeKind):
+    """The draft's first choice, and what it says follows that, and so on.
 
-    Args:
-        roots: token id of each root.
-        expand: the draft. Called with the roots, then with the last token of each chain that goes on.
-        depths: tokens of each sequence's chain at most, 0 for a root alone.
-        price: a chain ends with the first token whose path is no likelier than this.
-        ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        device: where the draft's logits are.
+    Attributes:
+        depth: its length.
+        price: it ends with the first token whose path is no likelier than this.
     """
-    last = root_level(roots, device)
-    levels: list[Scored] = []
-    going = [row for row, depth in enumerate(depths) if depth > 0]
-    while going:
-        last = last.kept(going)
-        last = children(last, expand(last.level), 1, ids)
-        levels.append(last)
-        going = [row for row in last.level.rows if depths[row] > last.level.depth]
-        if price > 0 and going:
-            likely = dict(zip(last.level.rows, last.scores[:, 0].tolist(), strict=True))
-            going = [row for row in going if likely[row] > log(price)]
-    return trees(roots, levels)
+
+    depth: int = LENGTH
+    price: float = 0.0
+
+    @property
+    def candidates(self) -> int:
+        return self.depth
+
+    @property
+    def max_expanded(self) -> int:
+        return self.depth - 1
+
+    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
+        last, levels = roots, []
+        going = growth.deeper(last.level)
+        while going:
+            last = growth.children(last.kept(going), 1)
+            levels.append(last)
+            going = growth.deeper(last.level)
+            if self.price > 0 and going:
+                likely = dict(zip(last.level.rows, last.scores[:, 0].tolist(), strict=True))
+                going = [row for row in going if likely[row] > log(self.price)]
+        return levels
+
+    def limited(self, depth: int) -> Chain:
+        return replace(self, depth=min(self.depth, depth))
+
+    def _fit(self, budget: Budget) -> Chain:
+        """As long as it pays to go on."""
+        return replace(self, depth=max(1, min(LONGEST, budget.nodes)), price=budget.price)

@@ -7,17 +7,18 @@ the best N so far grows with each level: drafting goes on for as long as it grow
 a draft forward in tokens. So a tree is wide where the draft hesitates, and deep where it is sure.
 
 A node that the N best candidates so far leave behind, or that only ties with the last of them, has no descendant among
-the best: it is not shown to the draft. The host waits for the device once a level, to know who goes on.
+the best: it is not expanded. The host waits for the device once a level, to know who goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.trees.beam import Expand, Level, Scored, best_nodes, best_of, children, root_level, trees
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.budget import Budget
+from longdraft.trees.kind import TreeKind
+from longdraft.trees.level import Growth, Scored
 
 # SpecExtend, appendix D.
 NODES, DEPTH, THRESHOLD = 50, 10, 0.7
@@ -25,66 +26,67 @@ NODES, DEPTH, THRESHOLD = 50, 10, 0.7
 TOP_K = 10
 
 
-def opt(
-    roots: Sequence[int],
-    expand: Expand,
-    nodes: int = NODES,
-    depth: int = DEPTH,
-    threshold: float = THRESHOLD,
-    top_k: int = TOP_K,
-    depths: Sequence[int] | None = None,
-    *,
-    ids: torch.Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> list[TokenTree]:
-    """An OPT-Tree for each sequence of a batch; none depends on the others.
+@dataclass(frozen=True, kw_only=True)
+class Opt(TreeKind):
+    """An OPT-Tree.
 
-    Args:
-        roots: token id of each root.
-        expand: the draft. Called with the roots, then with the nodes of each level but the last that go on.
-        nodes: drafted nodes of a tree, the root not counted.
-        depth: levels at most, and so calls of the draft.
+    Attributes:
+        nodes: drafted nodes of a tree.
+        depth: levels at most.
         threshold: another level only where the last one made the tree's expected accepted length longer by more.
-        top_k: nodes of a level that go on at most; ``nodes`` of them, the paper's number, look at everything.
-        depths: levels of each sequence's tree, at most ``depth``, 0 for a root alone; None: all.
-        ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        device: where the draft's logits are.
+        top_k: nodes of a level that are expanded at most; ``nodes`` of them, the paper's number, look at everything.
     """
-    depths = [depth] * len(roots) if depths is None else depths
-    shown = root_level(roots, device)
-    # (B', up to N) scores of the best candidates so far, the best first.
-    best = shown.scores[:, :0]
-    expected = [0.0] * len(roots)
-    going = [row for row, own in enumerate(depths) if own > 0]
-    pool: list[Scored] = []
-    while going:
-        best = torch.stack([best[shown.level.rows.index(row)] for row in going])
-        shown = shown.kept(going)
-        level, _ = best_of(children(shown, expand(shown.level), nodes, ids), nodes)
-        pool.append(level)
-        deeper = [row for row in going if depths[row] > level.level.depth]
-        if not deeper:
-            break
-        best = torch.cat([best, level.scores], dim=1)
-        best = best.topk(min(nodes, best.shape[1]), dim=-1).values
-        # Where there are fewer candidates than nodes, all of them may have children that get in.
-        hopeful = level.scores > (best[:, -1:] if best.shape[1] == nodes else float("-inf"))
-        lengths, counts = torch.stack([best.exp().sum(1), hopeful.float().sum(1)]).tolist()
-        width = 0
-        grown = dict(zip(going, zip(lengths, counts, strict=True), strict=True))
-        going = []
-        for row in deeper:
-            length, count = grown[row]
-            if count and length - expected[row] > threshold:
-                going.append(row)
-                width = max(width, min(top_k, int(count)))
-            expected[row] = length
-        shown = _first(level, width)
-    return [best_nodes(tree, nodes) for tree in trees(roots, pool)]
 
+    nodes: int = NODES
+    depth: int = DEPTH
+    threshold: float = THRESHOLD
+    top_k: int = TOP_K
 
-def _first(scored: Scored, width: int) -> Scored:
-    """The first nodes of each row. They keep their places, so that their children know them by these."""
-    level = scored.level
-    fewer = Level(level.rows, level.depth, level.tokens[:, :width], level.parents[:, :width])
-    return Scored(fewer, scored.log_probs[:, :width], scored.scores[:, :width])
+    @classmethod
+    def instead_of(cls, tree: TreeKind, budget: Budget) -> Opt:
+        """The one that a planner grows for another tree: no deeper, and of no more nodes."""
+        return cls(depth=tree.depth, nodes=min(tree.max_nodes, NODES))._fit(budget)
+
+    @property
+    def candidates(self) -> int:
+        return self.nodes * self.depth
+
+    @property
+    def max_expanded(self) -> int:
+        return (self.depth - 1) * min(self.top_k, self.nodes)  # no level has more than the tree
+
+    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
+        expanded, levels = roots, []
+        # (B', up to N) scores of the best candidates so far, the best first.
+        best = roots.scores[:, :0]
+        expected = [0.0] * len(roots.level.rows)
+        going = growth.deeper(roots.level)
+        while going:
+            best = expanded.level.of(going, best)
+            level, _ = growth.children(expanded.kept(going), self.nodes).best(self.nodes)
+            levels.append(level)
+            if not (deeper := growth.deeper(level.level)):
+                break
+            best = torch.cat([best, level.scores], dim=1)
+            best = best.topk(min(self.nodes, best.shape[1]), dim=-1).values
+            # Where there are fewer candidates than nodes, all of them may have children that get in.
+            hopeful = level.scores > (best[:, -1:] if best.shape[1] == self.nodes else float("-inf"))
+            lengths, counts = torch.stack([best.exp().sum(1), hopeful.float().sum(1)]).tolist()
+            width = 0
+            grown = dict(zip(going, zip(lengths, counts, strict=True), strict=True))
+            going = []
+            for row in deeper:
+                length, count = grown[row]
+                if count and length - expected[row] > self.threshold:
+                    going.append(row)
+                    width = max(width, min(self.top_k, int(count)))
+                expected[row] = length
+            expanded = level.first(width)
+        return levels
+
+    def limited(self, depth: int) -> Opt:
+        return replace(self, depth=min(self.depth, depth))
+
+    def _fit(self, budget: Budget) -> Opt:
+        """As large as the budget allows, and as deep as pays."""
+        return replace(self, nodes=max(1, min(self.nodes, budget.nodes)), threshold=budget.price)

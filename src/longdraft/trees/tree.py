@@ -11,15 +11,15 @@ import torch
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Children of a node that a drafter drew by chance, one after the other, none twice.
+class SampledChildren:
+    """Children of a node that a drafter sampled, one after the other, none twice.
 
     Attributes:
-        law: (vocabulary,) the probabilities that the first was drawn with; each later one was with those of the rest.
-        tokens: in the order in which they were drawn.
+        q: (vocabulary,) the draft distribution that the first was sampled from; each later one was from what is left.
+        tokens: in the order in which they were sampled.
     """
 
-    law: torch.Tensor
+    q: torch.Tensor
     tokens: tuple[int, ...]
 
 
@@ -35,15 +35,15 @@ class TokenTree:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root, and for it alone.
         log_probs: the drafter's log-probability of each node given its path, 0.0 where it has none to offer.
-        drawn: which nodes' children were drawn by chance, and how; what they are then accepted by. Such a tree is
-            verified as it was drawn, or cut at a depth that nothing drawn decides: to leave nodes out for being
-            unlikely would be to draw them otherwise than ``drawn`` says.
+        sampled: which nodes' children were sampled, and from what; they are then accepted by it. Such a tree is
+            verified as it was sampled, or cut at a depth that nothing sampled decides: to leave nodes out for being
+            unlikely would be to sample them otherwise than ``sampled`` says.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
-    drawn: Mapping[int, Drawn] = field(default_factory=dict, compare=False, repr=False)
+    sampled: Mapping[int, SampledChildren] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
@@ -120,15 +120,6 @@ class TokenTree:
             nodes.append(node)
         return nodes[::-1]
 
-    def ancestor_mask(self) -> torch.Tensor:
-        """(size, size) bool on the host: True where the column is the row itself or an ancestor of it."""
-        mask = torch.zeros(self.size, self.size, dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] = mask[parent]
-            mask[node, node] = True
-        return mask
-
     def prepended(self, tokens: Sequence[int]) -> TokenTree:
         """The tree with a chain of tokens before its root, the first of them the new root."""
         if not tokens:
@@ -145,18 +136,22 @@ class TokenTree:
         if not self.drafted or max(self.depths) <= max_depth:
             return self
         kept = [i for i, depth in enumerate(self.depths) if depth <= max_depth]
+        return self._only(kept, {i: children for i, children in self.sampled.items() if self.depths[i] < max_depth})
+
+    def best(self, nodes: int) -> TokenTree:
+        """The tree's best drafted nodes by cumulative log-probability; with a node always its ancestors."""
+        if self.drafted <= nodes:
+            return self
+        scores = self.path_log_probs
+        # A child never scores above its parent; of equal ones the parent comes first, for sorting keeps their order.
+        return self._only([0, *sorted(sorted(range(1, self.size), key=lambda i: -scores[i])[:nodes])], {})
+
+    def _only(self, kept: Sequence[int], sampled: Mapping[int, SampledChildren]) -> TokenTree:
+        """The tree of these nodes, in order and closed under parents."""
         new = {old: i for i, old in enumerate(kept)} | {-1: -1}
         return TokenTree(
             tuple(self.tokens[i] for i in kept),
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.log_probs[i] for i in kept) if self.log_probs else (),
-            {new[i]: law for i, law in self.drawn.items() if self.depths[i] < max_depth},
+            {new[i]: children for i, children in sampled.items()},
         )
-
-
-def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
-    """(B, size, size) ancestor masks of a batch; rows of padding see themselves alone."""
-    mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
-    for b, tree in enumerate(trees):
-        mask[b, : tree.size, : tree.size] = tree.ancestor_mask()
-    return mask

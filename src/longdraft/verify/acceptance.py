@@ -6,8 +6,8 @@ all the same and the walk ends. Every emitted token is thus a pick from p(. | it
 target's distribution for any tree, whoever drafted it and however well: the tree only decides how many picks one
 forward can serve.
 
-Where a drafter drew a node's children by chance and says from what, the token is found by residual acceptance instead
-(:mod:`longdraft.verify.residual`): distributed alike, and more often one of theirs.
+Where a drafter sampled a node's children and says from what distribution, the token is found by residual acceptance
+instead (:mod:`longdraft.verify.residual`): distributed alike, and more often one of theirs.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def accept(
             token = best[node]
         else:
             upto = empty if prefix is None else torch.cat([prefix, prefix.new_tensor(tokens)])
-            drawn = None if picker.greedy else tree.drawn.get(node)
-            if drawn is None:
+            sampled = None if picker.greedy else tree.sampled.get(node)
+            if sampled is None:
                 token = picker.pick(upto, logits[node])
             else:
-                token = residual.draw(picker.distribution(upto, logits[node]), drawn, picker.generator)
+                token = residual.sample(picker.distribution(upto, logits[node]), sampled, picker.generator)
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longdraft.trees.full import Draws
+from longdraft.trees.draft_sampler import DraftSampler
 from longdraft.verify import processors as row_processors
 from longdraft.verify.step_draws import RowDraws
 
@@ -142,8 +142,8 @@ class Picker:
         row = None if self.row is None else self.row.rehearsal()
         return Picker(False, row_processors.copies(self.processors), twin, row)
 
-    def draws(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> Draws:
-        """What a drafter draws with, for residual acceptance: processed as the target's tokens are, other numbers.
+    def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
+        """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
 
         The numbers follow from this picker's coming draws, which it leaves as they are: a seed fixes both.
 
@@ -156,7 +156,7 @@ class Picker:
         seed = int(torch.randint(2**62, (), generator=twin.generator, device=twin.generator.device))
         own = torch.Generator(text().device)
         own.manual_seed(seed + number)
-        return Draws(twin.processors if len(twin.processors) else None, own, text, vocabulary)
+        return DraftSampler(twin.processors if len(twin.processors) else None, own, text, vocabulary)
 
     def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         """Args:

@@ -1,0 +1,61 @@
+"""What drafters share that grow a tree of any kind from a draft's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from longdraft.drafters.base import Drafter
+from longdraft.sequence import Sequence
+from longdraft.trees.budget import LARGEST, Budget
+from longdraft.trees.kind import TreeKind
+from longdraft.trees.level import Expand
+from longdraft.trees.tree import TokenTree
+
+
+class TreeDrafter(Drafter):
+    """Drafts trees of one kind.
+
+    Attributes:
+        tree: the kind, and its sizes.
+    """
+
+    tree: TreeKind
+
+    @property
+    def max_nodes(self) -> int:  # type: ignore[override]
+        return self.tree.max_nodes
+
+    @property
+    def samples(self) -> bool:  # type: ignore[override]
+        return self.tree.samples
+
+    def follow_budget(self) -> None:
+        """Grows what a planner can size, a chain or an OPT-Tree, unless another tree was asked for."""
+        self.tree = self.tree.fit(LARGEST)
+
+    def grow(
+        self,
+        sequences: SequenceOf[Sequence],
+        expand: Expand,
+        ids: torch.Tensor | None,
+        device: torch.device | str,
+        budget: Budget | None,
+    ) -> list[TokenTree]:
+        """A tree for each sequence, rooted at its last token.
+
+        Args:
+            expand, ids, device: the draft, as :meth:`TreeKind.grow` takes them.
+            budget: what the trees may be; None: as the drafter was made.
+        """
+        return self.tree.fit(budget).grow(
+            [s.output[-1] for s in sequences],
+            expand,
+            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
+            [s.remaining - 1 for s in sequences],
+            ids,
+            device,
+            sampled=not sequences[0].greedy,
+            samplers=[s.draft_sampler for s in sequences],
+        )

@@ -1,0 +1,47 @@
+"""Ancestor masks: which nodes of its tree each node may see. Whole trees, batches of them, and trees as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from longdraft.trees.level import Level
+from longdraft.trees.tree import TokenTree
+
+
+def ancestor_mask(tree: TokenTree) -> torch.Tensor:
+    """(size, size) bool on the host: True where the column is the row itself or an ancestor of it."""
+    mask = torch.eye(tree.size, dtype=torch.bool)
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        mask[node] |= mask[parent]
+    return mask
+
+
+def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
+    """(B, size, size) ancestor masks of a batch; rows of padding see themselves alone."""
+    mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    for b, tree in enumerate(trees):
+        mask[b, : tree.size, : tree.size] = ancestor_mask(tree)
+    return mask
+
+
+class Ancestors:
+    """Masks of trees that are fed to a draft level by level, in one round of a batch."""
+
+    def __init__(self) -> None:
+        self._level: Level | None = None
+        self._mask = torch.empty(0)
+
+    def add(self, level: Level) -> torch.Tensor:
+        """Takes the next level; (B', W, S) bool on its device: which of the S nodes so far each of its W may see.
+
+        The first level's nodes see themselves alone: a root may come first, or lie before the trees' rows.
+        """
+        batch, width = level.tokens.shape
+        mask = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
+        if self._level is not None:
+            above = self._level.of(level.rows, self._mask)
+            mask = torch.cat([above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])), mask], dim=2)
+        self._level, self._mask = level, mask
+        return mask
