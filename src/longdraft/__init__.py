@@ -1,7 +1,7 @@
 """longdraft: speculative decoding for long contexts, on Hugging Face models as they are."""
 
 from longdraft import errors
-from longdraft.composing import compose
+from longdraft.composing import compose, register
 from longdraft.errors import LongdraftError
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import methods
@@ -25,4 +25,5 @@ __all__ = [
     "errors",
     "load",
     "methods",
+    "register",
 ]

@@ -21,6 +21,7 @@ import torch
 
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
+from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.target.runner import TargetRunner
@@ -253,3 +254,19 @@ def _fitted(plan: TreePlan, levels: int, ahead: bool) -> TreePlan:
     if plan.widths is not None:
         return replace(plan, widths=plan.widths[:levels], depth=min(plan.depth, levels))
     return replace(plan, depth=min(plan.depth, levels))
+
+
+register(
+    Kind(
+        "heads",
+        HeadsDraft.load,
+        HeadsDrafter,
+        "a few trained heads say the next tokens from one hidden state of the model, at next to no cost",
+        "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
+        Training(
+            "longdraft.training.config:HeadsConfig",
+            "longdraft.training.heads_recipe:train_heads",
+            "Train chained heads (TokenSwift)",
+        ),
+    )
+)

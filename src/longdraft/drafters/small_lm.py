@@ -22,6 +22,8 @@ from weakref import WeakSet
 import torch
 
 from longdraft.drafters.base import Drafter
+from longdraft.drafters.draft_folder import is_language_model
+from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming, TextCache, fresh_room
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
@@ -344,3 +346,21 @@ class _Round:
         )
         assert out.logits is not None
         return out.logits
+
+
+register(
+    Kind(
+        "small-lm",
+        SmallLMDraft.load,
+        SmallLMDrafter,
+        "a small language model with the model's vocabulary, on all of the text or on a part of it",
+        "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
+        Training(
+            "longdraft.training.config:LmConfig",
+            "longdraft.training.lm_recipe:train_lm",
+            "Train a small language model to draft",
+            "lm",
+        ),
+        claims=is_language_model,
+    )
+)
