@@ -1,7 +1,7 @@
 """longdraft: speculative decoding for long contexts, on Hugging Face models as they are."""
 
 from longdraft import errors
-from longdraft.composing import compose
+from longdraft.composing import compose, register
 from longdraft.engine import Result, Step
 from longdraft.errors import LongdraftError
 from longdraft.kv.prompt_cache import PromptCache
@@ -25,4 +25,5 @@ __all__ = [
     "errors",
     "load",
     "methods",
+    "register",
 ]

@@ -9,23 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longdraft import drafts
-from longdraft.drafters import draft_folder
-from longdraft.drafters.base import Draft, Drafter, NoDrafter
+from longdraft.drafters import heads, longspec  # noqa: F401 - they register their kinds
+from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.heads import HeadsDrafter
-from longdraft.drafters.heads_draft import HeadsDraft
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.kinds import KINDS, Kind, kind_of
 from longdraft.drafters.magicdec import magicdec_self, magicdec_small_lm
 from longdraft.drafters.nested import nested, triforce
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.drafters.tokenswift import tokenswift
-from longdraft.errors import CheckpointError, UnknownMethodError
+from longdraft.errors import UnknownMethodError
 from longdraft.kv.partial import PartialLayout
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
@@ -45,8 +39,7 @@ class Method:
             takes another one's, which the option ``drafter`` names.
         drafters: of these, the first by default; none: of the methods in ``DRAFTING``.
         wraps: builds its drafter around that one, from options of its own; None: takes it as it is.
-        load_draft: reads a draft folder; None where none is needed.
-        draft_kind: which folders it reads, as they name their drafter; several methods may read the same.
+        draft_kind: of :data:`longdraft.drafters.kinds.KINDS`, which drafts it takes; several methods may take the same.
         schedule: builds what verifies, from keyword options of its own.
     """
 
@@ -56,7 +49,6 @@ class Method:
     paper: str
     summary: str
     drafter: Callable[..., Drafter] | None
-    load_draft: Callable[[Path | str], Draft] | None = None
     draft_kind: str | None = None
     schedule: Callable[..., Schedule] = Schedule
     drafters: tuple[Method, ...] = ()
@@ -65,7 +57,8 @@ class Method:
     @property
     def choices(self) -> dict[str, Method]:
         """Whose drafter the option ``drafter`` may name."""
-        return {m.name: m for m in self.drafters or map(METHODS.__getitem__, DRAFTING)}
+        names = dict.fromkeys([*DRAFTING, *KINDS])
+        return {m.name: m for m in self.drafters or [METHODS[name] for name in names if name in METHODS]}
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -112,6 +105,11 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(factory).parameters.items() if not name.startswith("_")}
 
 
+def of_kind(kind: Kind) -> Method:
+    """The method that a kind of draft comes with."""
+    return Method(kind.name, True, True, kind.paper, kind.summary, kind.drafter, kind.name)
+
+
 def _specpv(
     kind: type[SpecPV], budget: int = 1024, selector: str = "minmax", reduction: str = "mean", margin: int = 20,
     sink: int = 32, recent: int = 128, block: int = 16,
@@ -127,6 +125,12 @@ _MAGICDEC = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"
 _TRIFORCE = "Sun et al. 2024, TriForce, arXiv:2404.11912"
 _SPECPV = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
 
+# What decodes where nobody names a method: the first that has the given options and whose draft, if it needs one,
+# comes with the package for this target.
+DEFAULTS = ("longspec", "prompt-lookup")
+# Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
+DRAFTING = ("eagle3", "longspec", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
+
 METHODS = {
     m.name: m
     for m in (
@@ -139,36 +143,7 @@ METHODS = {
             "drafts what followed the same words before, in prompt or output",
             NGramDrafter,
         ),
-        Method(
-            "longspec",
-            True,
-            True,
-            "Yang et al. 2025, LongSpec, arXiv:2502.17421",
-            "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
-            LongSpecDrafter,
-            LongSpecDraft.load,
-            "longspec",
-        ),
-        Method(
-            "eagle3",
-            True,
-            True,
-            "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
-            "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
-            Eagle3Drafter,
-            Eagle3Draft.load,
-            "eagle3",
-        ),
-        Method(
-            "small-lm",
-            True,
-            True,
-            "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
-            "a small language model with the model's vocabulary, on all of the text or on a part of it",
-            SmallLMDrafter,
-            SmallLMDraft.load,
-            "small-lm",
-        ),
+        *map(of_kind, sorted(KINDS.values(), key=lambda kind: kind.name not in DEFAULTS)),
         Method(
             "specextend",
             True,
@@ -176,7 +151,6 @@ METHODS = {
             "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
             "a small language model that sees the chunks of a long text which the model attends to",
             partial(SmallLMDrafter, view="retrieval"),  # and so an OPT-Tree
-            SmallLMDraft.load,
             "small-lm",
         ),
         Method(
@@ -186,7 +160,6 @@ METHODS = {
             "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
             "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
             partial(Eagle3Drafter, retrieval=True),  # and so an OPT-Tree
-            Eagle3Draft.load,
             "eagle3",
         ),
         Method(
@@ -207,7 +180,7 @@ METHODS = {
             draft_kind="small-lm",
             drafters=(
                 Method("self", True, False, _MAGICDEC, "", magicdec_self),
-                Method("small-lm", True, True, _MAGICDEC, "", magicdec_small_lm, SmallLMDraft.load, "small-lm"),
+                Method("small-lm", True, True, _MAGICDEC, "", magicdec_small_lm, "small-lm"),
             ),
         ),
         Method(
@@ -217,7 +190,6 @@ METHODS = {
             _TRIFORCE,
             "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
             triforce,
-            SmallLMDraft.load,
             "small-lm",
         ),
         Method(
@@ -230,23 +202,12 @@ METHODS = {
             wraps=nested,
         ),
         Method(
-            "heads",
-            True,
-            True,
-            "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
-            "a few trained heads say the next tokens from one hidden state of the model, at next to no cost",
-            HeadsDrafter,
-            HeadsDraft.load,
-            "heads",
-        ),
-        Method(
             "tokenswift",
             True,
             True,
             "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
             "the same heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
             tokenswift,
-            HeadsDraft.load,
             "heads",
         ),
         Method(
@@ -269,11 +230,6 @@ METHODS = {
         ),
     )
 }
-# What decodes where nobody names a method: the first that has the given options and whose draft, if it needs one,
-# comes with the package for this target.
-DEFAULTS = ("longspec", "prompt-lookup")
-# Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
-DRAFTING = ("eagle3", "longspec", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
 
 
 def method(name: str) -> Method:
@@ -296,12 +252,7 @@ def method_of(folder: Path | str) -> Method:
     Raises:
         CheckpointError: not a draft folder, or one for a method that this version does not have.
     """
-    # Drafts as LongSpec's authors published them do not say.
-    kind = draft_folder.kind(folder) or ("small-lm" if draft_folder.is_language_model(folder) else "longspec")
-    found = METHODS.get(kind)
-    if found is None or not found.needs_draft:
-        raise CheckpointError(f"{folder} holds a draft for {kind!r}, which this version of longdraft does not know.")
-    return found
+    return method(kind_of(folder).name)
 
 
 def methods() -> list[dict[str, Any]]:
@@ -315,7 +266,7 @@ def methods() -> list[dict[str, Any]]:
             "exact": m.exact,
             "needs_draft": m.needs_draft,
             "paper": m.paper,
-            "available": not m.needs_draft or any(draft_folder.kind(f) == m.draft_kind for f in drafts.folders()),
+            "available": not m.needs_draft or KINDS[m.draft_kind or ""].shipped,
         }
         for m in METHODS.values()
     ]

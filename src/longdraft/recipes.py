@@ -9,6 +9,7 @@ from typing import Any
 
 from longdraft import drafts
 from longdraft.drafters.base import Drafter, NoDrafter
+from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
@@ -78,13 +79,12 @@ def asked_for(name: str | Path | Method | None, options: Mapping[str, Any]) -> t
     else:
         given = options.get("draft")
         # A draft that has been read knows whose it is.
-        found = method_of(given) if isinstance(given, str | Path) else METHODS[given.kind] if given else None
+        found = method_of(given) if isinstance(given, str | Path) else method(given.kind) if given else None
     if found is not None:
         found.check_names(options)
         if found.takes_draft and isinstance(options.get("draft"), str | Path):
-            load = found.load_draft or method_of(options["draft"]).load_draft
-            assert load is not None
-            options["draft"] = load(options["draft"])
+            kind = KINDS[found.draft_kind] if found.draft_kind else kind_of(options["draft"])
+            options["draft"] = kind.load(options["draft"])
         draft = options.get("draft")
         if draft is not None and found.draft_kind not in (None, draft.kind):
             raise CheckpointError(f"{draft.folder} holds a draft for {draft.kind}, not for {found.draft_kind}.")
@@ -114,10 +114,10 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
             options = {"lookup": True, **options}
     named.check_names(options)
     drafting = _drafting(named, options, runner)
-    if drafting.load_draft is not None:
+    if drafting.needs_draft:
         draft = options.get("draft")
         if draft is None:
-            draft = drafting.load_draft(_needed(drafting, runner))
+            draft = KINDS[drafting.draft_kind or ""].load(_needed(drafting, runner))
         draft.bound(runner)  # a draft for another target is refused now
         options = {**options, "draft": draft}
     return _checked(named, drafting, options)  # and so is a wrong value
@@ -166,7 +166,7 @@ def _drafting(named: Method, options: Mapping[str, Any], runner: TargetRunner | 
     if named.drafters:
         return named.drafters[0]
     own = set(options) - set(named.schedule_options) - set(named.wrap_options) - {"drafter"}
-    able = [m for m in (METHODS[each] for each in DRAFTING) if own <= set(m.drafter_options)]
+    able = [m for m in choices.values() if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))
     return next(ready, METHODS[DRAFTING[-1]])
 

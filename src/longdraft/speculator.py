@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longdraft import integration
-from longdraft.drafters.base import Draft
+from longdraft.drafters.draft import Draft
 from longdraft.engine import Engine, Result, Step, Steps, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError, PromptError, RequestError
 from longdraft.kv import memory
@@ -246,9 +246,9 @@ class Speculator:
         """Whether text that it draws is not plain decoding's with the same seed: with ``acceptance="residual"``."""
         return self.options.get("acceptance") == "residual"
 
-    def draft(self) -> Draft | None:
+    def draft(self) -> Draft[Any] | None:
         """The draft that it decodes its target with; None for a method that needs none."""
-        found: Draft | None = self._recipe(self.runner()).options.get("draft")
+        found: Draft[Any] | None = self._recipe(self.runner()).options.get("draft")
         return found
 
     def decode(self, tokens: list[int]) -> str:

@@ -126,7 +126,7 @@ def test_rounds_are_the_blocks_plain_definition(tmp_path, rounds, family, heads,
     prompts = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)]]
     results = spec.generate(prompts, max_new_tokens=16)
     assert sum(r.accepted for r in results) > 0
-    exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft._state.items()}
+    exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft.weights.items()}
     checked, deepest = 0, 0
     for text, tree in rounds[:9] + rounds[-9:]:
         assert tree.tokens[0] == text[-1]
@@ -149,7 +149,7 @@ def test_a_smaller_vocabulary_takes_the_rows_of_the_head_that_it_needs(tmp_path,
     draft = LongSpecDraft.load(random_draft(tmp_path, model, kept=kept))
     spec = Speculator("longspec", target=model, draft=draft, widths=(2, 3))
     spec.generate([[1, 2, 3]], max_new_tokens=8)
-    exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft._state.items()}
+    exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft.weights.items()}
     for text, tree in rounds:
         assert set(tree.tokens[1:]) <= set(kept)
         if tree.drafted:
@@ -163,7 +163,7 @@ def test_a_smaller_vocabulary_takes_the_rows_of_the_head_that_it_needs(tmp_path,
 def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
     model, options = tiny_model(family, vocab=11), {"chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
     draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW))
-    exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft._state.items()}
+    exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft.weights.items()}
     drafter = LongSpecDrafter(draft, widths=(2, 3), retrieval=True, **options)
     runner, s = TargetRunner(model), Sequence(0, [t % 11 for t in range(0, 100, 2)], 60)
     store = runner.new_store(1, 120)

@@ -8,7 +8,6 @@ import lzma
 from itertools import islice
 
 import pytest
-import torch
 
 from longdraft.errors import ContextError, PromptError
 from longdraft.speculator import Speculator
@@ -16,7 +15,7 @@ from longdraft.training import corpus
 from longdraft.training.documents import Document, Skipped, documents, write
 from longdraft.training.generations import generate
 from longdraft.training.prompts import asks
-from longdraft.training.vocabulary import most_frequent, offsets, to_draft
+from longdraft.training.vocabulary import most_frequent, to_draft
 from longdraft.verify.sampling import Sampling
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -101,7 +100,6 @@ def test_the_end_of_what_is_too_long():
 def test_the_vocabulary():
     found = most_frequent([Document([5, 5, 5, 9, 9, 2], 1), Document([7, 7, 7, 1], 3)], 20, 4, always=[19])
     assert found.tolist() == [1, 5, 9, 19] or found.tolist() == [2, 5, 9, 19]
-    assert (offsets(found) + torch.arange(4)).tolist() == found.tolist()
     assert to_draft(found, 20)[found].tolist() == [0, 1, 2, 3]
     assert (to_draft(found, 20) >= 0).sum() == 4
 

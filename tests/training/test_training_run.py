@@ -63,7 +63,7 @@ def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, manner
     assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
     for name in ("last", "best"):
-        there, here = (LongSpecDraft.load(tmp_path / run / name)._state for run in ("whole", "cut"))
+        there, here = (LongSpecDraft.load(tmp_path / run / name).weights for run in ("whole", "cut"))
         assert same(there, here)
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
 
@@ -106,7 +106,7 @@ def test_sharded_weights_are_whole_ones(config, tmp_path):
         done = run_elsewhere(sharded, *arguments, processes=2)
         assert done.returncode == 0, done.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
-    one, two = (LongSpecDraft.load(tmp_path / name / "last")._state for name in ("one", "two"))
+    one, two = (LongSpecDraft.load(tmp_path / name / "last").weights for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-2, atol=1e-4)  # a bfloat16's last bit
 

@@ -18,7 +18,8 @@ import torch
 
 from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
 from longdraft.bench.self_draft import Heard, SelfDrafter
-from longdraft.drafters.base import Draft, Drafter, NoDrafter
+from longdraft.drafters.base import Drafter, NoDrafter
+from longdraft.drafters.draft import Draft
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.engine import Engine
 from longdraft.errors import ContextError
@@ -126,7 +127,7 @@ class NeedleDrafts:
         ValueError: a value that a drafter cannot use.
     """
 
-    def __init__(self, loaded: LoadedModel, views: Sequence[View], drafts: Mapping[str, Draft]) -> None:
+    def __init__(self, loaded: LoadedModel, views: Sequence[View], drafts: Mapping[str, Draft[Any]]) -> None:
         self.runner = TargetRunner(loaded.model)
         self._tokenizer = loaded.tokenizer
         self._views = {each.name: each for each in (View(TARGET, None, {}), *views)}

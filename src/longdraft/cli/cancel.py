@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+import typer
+
+from longdraft.cli import console
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 
@@ -47,3 +53,17 @@ class Cancel:
             raise KeyboardInterrupt
         # Nothing is printed here: a handler may run in the middle of a write.
         self._asked = number
+
+
+def interruptible(verb: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C ends a verb the same way with every version of typer, whose own ways differ."""
+
+    @functools.wraps(verb)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        try:
+            verb(*arguments, **options)
+        except KeyboardInterrupt:
+            console.note("Aborted.")
+            raise typer.Exit(EXIT_CODE) from None
+
+    return wrapped

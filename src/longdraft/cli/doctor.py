@@ -30,6 +30,7 @@ def doctor(
     device: options.Device = None,
     rope_factor: options.RopeFactor = None,
     draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder too.")] = None,
+    composed: options.Load = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_remarks import remarks
+from longdraft.drafters.kinds import kind_of
 from longdraft.errors import LongdraftError
-from longdraft.methods import method_of
 from longdraft.target.runner import TargetRunner
 
 
@@ -28,13 +26,11 @@ def examined(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[s
         "vocabulary": None, "trained_length": None, "fits": None, "reason": None, "remarks": [],
     }  # fmt: skip
     try:
-        method = method_of(folder)
-        assert method.load_draft is not None
-        draft = method.load_draft(folder)
+        draft = kind_of(folder).load(folder)
     except LongdraftError as error:
         return found | {"fits": False, "reason": str(error)}
     found |= {
-        "method": method.name,
+        "method": draft.kind,
         "parameters": draft.parameters,
         "vocabulary": draft.vocabulary,
         "trained_length": draft.trained_length,
@@ -45,4 +41,4 @@ def examined(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[s
         draft.check(runner)
     except LongdraftError as error:
         return found | {"fits": False, "reason": None if shipped else str(error)}
-    return found | {"fits": True, "remarks": remarks(draft, runner) if isinstance(draft, Eagle3Draft) else []}
+    return found | {"fits": True, "remarks": draft.remarks(runner)}

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from longdraft.cli import console, options
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS, to_speculators
+from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
+from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.errors import CapabilityError
-from longdraft.methods import method_of
 from longdraft.target.parts import architecture
 
 
@@ -37,15 +36,21 @@ def export(
     speculative_tokens: Annotated[
         int, typer.Option("--speculative-tokens", help="Drafted tokens of a round that the folder proposes.")
     ] = SPECULATIVE_TOKENS,
+    composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
     """Write a draft for another program to serve."""
-    if (kind := method_of(draft).draft_kind) != "eagle3":
-        raise CapabilityError(f"{draft} holds a draft for {kind}; only eagle3 drafts have a layout that others read.")
-    loaded = Eagle3Draft.load(draft)
-    model_type = loaded.contents.target.get("model_type")
+    kind = kind_of(draft)
+    write = kind.layouts.get(to.value)
+    if write is None:
+        able = ", ".join(each.name for each in KINDS.values() if to.value in each.layouts)
+        raise CapabilityError(
+            f"{draft} holds a draft for {kind.name}; only {able} drafts have a layout that others read."
+        )
+    loaded = kind.load(draft)
+    model_type = loaded.made_for.get("model_type")
     with options.settings_checked():
-        lost = to_speculators(
+        lost = write(
             loaded, out, verifier, architecture(model_type) if model_type else None, max_position, speculative_tokens
         )
     for sentence in lost:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,14 +14,14 @@ from typer.core import TyperGroup
 from longdraft.cli import console, options
 from longdraft.cli.bench import bench
 from longdraft.cli.bench_report import bench_report
-from longdraft.cli.cancel import EXIT_CODE
+from longdraft.cli.cancel import interruptible
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
-from longdraft.cli.train import data, eagle3, heads, lm, longspec
+from longdraft.cli.train import Trainers, data, loaded_first
 from longdraft.errors import CapabilityError, LongdraftError
 
 
@@ -48,29 +47,15 @@ app = typer.Typer(
 )
 
 
-def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C ends a verb the same way with every version of typer, whose own ways differ."""
-
-    @functools.wraps(verb)
-    def wrapped(*arguments: Any, **options: Any) -> None:
-        try:
-            verb(*arguments, **options)
-        except KeyboardInterrupt:
-            console.note("Aborted.")
-            raise typer.Exit(EXIT_CODE) from None
-
-    return wrapped
-
-
 for verb in (generate, bench, methods, doctor, export):
-    app.command()(_interruptible(verb))
-app.command("bench quality")(_interruptible(quality))
-app.command("bench needle")(_interruptible(needle))
-app.command("bench report")(_interruptible(bench_report))
+    app.command()(interruptible(verb))
+app.command("bench quality")(interruptible(quality))
+app.command("bench needle")(interruptible(needle))
+app.command("bench report")(interruptible(bench_report))
 
-training = typer.Typer(help="Train a draft for a model, and prepare what it learns from.", no_args_is_help=True)
-for trainer in (longspec, eagle3, lm, heads, data):
-    training.command()(_interruptible(trainer))
+training = typer.Typer(cls=Trainers, no_args_is_help=True)
+training.callback()(loaded_first)
+training.command()(interruptible(data))
 app.add_typer(training, name="train")
 
 BAD_SETTING, FAILED = 2, 1

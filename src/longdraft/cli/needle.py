@@ -17,8 +17,9 @@ from longdraft.bench import needle_report
 from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
 from longdraft.cli import console, options
 from longdraft.cli.runs import Runs
-from longdraft.drafters.base import Draft
-from longdraft.methods import METHODS, method_of
+from longdraft.drafters.draft import Draft
+from longdraft.drafters.kinds import KINDS, kind_of
+from longdraft.methods import METHODS
 from longdraft.target.loading import load
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
@@ -110,21 +111,19 @@ def _said_once() -> Iterator[None]:
         logger.removeFilter(new)
 
 
-def _drafts(folders: list[Path]) -> dict[str, Draft]:
+def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
     """Drafts by kind, read before the model is."""
-    found: dict[str, Draft] = {}
+    found: dict[str, Draft[Any]] = {}
     for folder in folders:
         # What is no folder may be a model's name on the hub.
-        method = method_of(folder) if folder.is_dir() else METHODS[SMALL["full"][0]]
-        assert method.load_draft is not None
-        draft = method.load_draft(folder)
+        draft = (kind_of(folder) if folder.is_dir() else KINDS[SMALL["full"][0]]).load(folder)
         if draft.kind in found:
             raise ValueError(f"{folder} and {found[draft.kind].folder} are both drafts for {draft.kind}: give one")
         found[draft.kind] = draft
     return found
 
 
-def _default(drafts: dict[str, Draft]) -> list[View]:
+def _default(drafts: dict[str, Draft[Any]]) -> list[View]:
     """Every view of the drafts that are given, of a small language model where none is."""
     views = []
     for kind in list(drafts) or [SMALL["full"][0]]:

@@ -44,7 +44,7 @@ def reset_debug() -> None:
 
 
 def load_file(paths: list[Path] | None) -> None:
-    """Runs the user's own Python files, whose ``longdraft.compose`` makes methods.
+    """Runs the user's own Python files, which make methods (``longdraft.compose``) and kinds (``longdraft.register``).
 
     Raises:
         SettingError: one that is not there or fails.
@@ -64,7 +64,8 @@ Load = Annotated[
         "--load",
         callback=load_file,
         is_eager=True,
-        help="Run a Python file first, which makes methods with longdraft.compose; repeatable.",
+        help="Run a Python file first, which makes methods with longdraft.compose or kinds of drafts with "
+        "longdraft.register; repeatable.",
         show_default="none",
     ),
 ]

@@ -4,141 +4,78 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from longdraft.cli import console, options
-from longdraft.cli.cancel import Cancel
+from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.training_display import Counter, TrainingDisplay
+from longdraft.drafters.kinds import KINDS, Training
 from longdraft.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
-    from longdraft.training.run_log import Report
-
-Config = TypeVar("Config", bound="RunConfig")
-# settings, progress (what, done, total), stop -> a report a step
-Recipe: TypeAlias = "Callable[[Config, Callable[[str, int, int], None], Callable[[], bool]], Iterator[Report]]"
 
 
-def longspec(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="YAML file of settings, such as configs/longspec/1-short.yaml."),
-    ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Train a LongSpec draft; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
+class Trainers(TyperGroup):
+    """A command for each kind of draft that says how it is trained, those of ``--load`` among them, and ``data``."""
 
-    Settings: docs/training.md, or any wrong one: the error lists them.
-    """
-    from longdraft.training.config import TrainConfig
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_trained(), *super().list_commands(ctx)]
 
-    def recipe() -> Recipe[TrainConfig]:
-        from longdraft.training.recipes import train_longspec
-
-        return train_longspec
-
-    _train(config, settings or [], TrainConfig, recipe, as_json)
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = _trained().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if found is None else _command(cmd_name, found)
 
 
-def eagle3(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="YAML file of settings, such as configs/eagle3/1-answers.yaml."),
-    ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Train an EAGLE-3 draft; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
-
-    Settings: docs/training.md, or any wrong one: the error lists them.
-    """
-    from longdraft.training.config import Eagle3Config
-
-    def recipe() -> Recipe[Eagle3Config]:
-        from longdraft.training.eagle3_recipe import train_eagle3
-
-        return train_eagle3
-
-    _train(config, settings or [], Eagle3Config, recipe, as_json)
+def _trained() -> dict[str, Training]:
+    """How drafts are trained, by the name of the command."""
+    return {kind.training.command or kind.name: kind.training for kind in KINDS.values() if kind.training is not None}
 
 
-def lm(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="YAML file of settings, such as configs/lm/1-text.yaml."),
-    ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Train a small language model to draft; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
-
-    Settings: docs/training.md, or any wrong one: the error lists them.
-    """
-    from longdraft.training.config import LmConfig
-
-    def recipe() -> Recipe[LmConfig]:
-        from longdraft.training.lm_recipe import train_lm
-
-        return train_lm
-
-    _train(config, settings or [], LmConfig, recipe, as_json)
+def loaded_first(composed: options.Load = None) -> None:
+    """Train a draft for a model, and prepare what it learns from."""
 
 
-def heads(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="YAML file of settings, such as configs/heads/1-answers.yaml."),
-    ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Train chained heads (TokenSwift); goes on where its folder holds a run. Ctrl-C writes a checkpoint first.
+def _command(name: str, training: Training) -> Any:
+    def train(
+        settings: Annotated[
+            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+        ] = None,
+        config: Annotated[
+            Path | None, typer.Option("--config", "-c", help="YAML file of settings, such as those in configs/.")
+        ] = None,
+        as_json: options.Json = False,
+        debug: options.Debug = False,
+    ) -> None:
+        _train(config, settings or [], training, as_json)
 
-    Settings: docs/training.md, or any wrong one: the error lists them.
-    """
-    from longdraft.training.config import HeadsConfig
+    alone = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    alone.command(
+        name,
+        help=f"{training.summary}; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.\n\n"
+        "Settings: docs/training.md, or any wrong one: the error lists them.",
+    )(interruptible(train))
+    return typer.main.get_command(alone)
 
-    def recipe() -> Recipe[HeadsConfig]:
-        from longdraft.training.heads_recipe import train_heads
 
-        return train_heads
-
-    _train(config, settings or [], HeadsConfig, recipe, as_json)
-
-
-def _train(
-    path: Path | None, words: list[str], kind: type[Config], recipe: Callable[[], Recipe[Config]], as_json: bool
-) -> None:
-    """Runs a recipe on its settings, shows how it goes, and says where the draft is.
-
-    Args:
-        kind: of the settings. recipe: loads the recipe, which takes seconds: settings are checked before.
-    """
+def _train(path: Path | None, words: list[str], training: Training, as_json: bool) -> None:
+    """Runs a recipe on its settings, shows how it goes, and says where the draft is."""
     from longdraft.training.config import read_config
 
     # One of several processes (torchrun, accelerate launch) speaks for all.
     main = int(os.environ.get("RANK", "0")) == 0
     try:
-        settings_ = read_config(path, words, kind)
+        settings_: RunConfig = read_config(path, words, training.load_settings())
         if not settings_.data:
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
     except ConfigError:
@@ -147,8 +84,9 @@ def _train(
         raise typer.Exit(2) from None
     _need_accelerate()
     with TrainingDisplay(silent=not main) as display:
+        # Settings are checked before: this takes seconds.
         display.prepare("Loading what training needs", 0, 0)
-        run = recipe()
+        run = training.load_run()
         report = None
         with Cancel(terminate=True) as cancel:
             for report in run(settings_, display.prepare, cancel):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Protocol
 
 from longdraft.events import Event
 from longdraft.kv.store import KVStore
@@ -66,36 +64,6 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Told when a sequence has finished."""
-
-
-class Draft(Protocol):
-    """Trained weights of a drafter, read from a folder and fit for one kind of target.
-
-    Attributes:
-        kind: the drafter that takes it, by the name of its method.
-        folder: where it was read from.
-        trained_length: tokens of the longest text it was trained on; None where the folder does not say.
-    """
-
-    kind: str
-    folder: Path
-
-    @property
-    def trained_length(self) -> int | None: ...
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in its own tensors; what it shares with the target does not count."""
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Tokens it can propose; None: all of the target's."""
-
-    def check(self, runner: TargetRunner) -> None:
-        """Raises CheckpointError or UnsupportedModelError for a target that it does not fit."""
-
-    def bound(self, runner: TargetRunner) -> object:
-        """Its weights in the target's dtype and on its device, checked; made once a target."""
 
 
 class NoDrafter(Drafter):

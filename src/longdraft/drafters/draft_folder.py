@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,10 +17,13 @@ from longdraft.errors import CheckpointError
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# The table of a draft's own vocabulary: target id - draft id, for each draft id.
+OFFSETS = "d2t"
 # Names that an error spells out before it only counts.
 _SHOWN = 6
 
 logger = logging.getLogger("longdraft")
+Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,26 @@ class DraftFolder:
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     target: dict[str, Any] = field(default_factory=dict)
+
+
+def trained(
+    kind: str,
+    config: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    kept: torch.Tensor | None,
+    target: Mapping[str, Any],
+) -> DraftFolder:
+    """A draft that has just been trained, as its folder holds it: in bfloat16, with the table of its vocabulary.
+
+    Args:
+        kept: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
+        target: its description.
+    """
+    tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
+    if kept is not None:
+        tensors[OFFSETS] = kept - torch.arange(len(kept))
+    described = {"draft_vocab_size": None if kept is None else len(kept), **config}
+    return DraftFolder(kind, described, tensors, dict(target))
 
 
 def save(folder: Path | str, draft: DraftFolder) -> None:
@@ -167,6 +190,33 @@ def read_tensors(folder: Path | str) -> dict[str, torch.Tensor]:
         ) from error
 
 
+def shape_of(
+    kind: type[Shape], config: Mapping[str, Any], folder: Path | str, label: str, names: Mapping[str, str] | None = None
+) -> Shape:
+    """A module's sizes, a dataclass of positive numbers and flags, from a config.json.
+
+    Args:
+        label: of the kind of draft, for messages: "LongSpec". names: how config.json calls what ours calls otherwise.
+
+    Raises:
+        CheckpointError: naming what is missing, or has no value that could be right.
+    """
+    given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
+    known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
+    if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
+        article = "an" if label[0] in "AEIOUaeiou" else "a"
+        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it {article} {label} draft?")
+    flags = {f: bool(x) for f, x in known.items() if f.type in ("bool", bool)}
+    wrong = [
+        given[f]
+        for f, x in known.items()
+        if f not in flags and (not isinstance(x, int | float) or x <= 0 or (f.type in ("int", int) and x % 1))
+    ]
+    if wrong:
+        raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
+    return kind(**{f.name: x for f, x in {**known, **flags}.items()})
+
+
 def check_tensors(
     tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size], folder: Path | str, kind: str
 ) -> None:
@@ -198,7 +248,7 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def check_target(draft: DraftFolder, target: Mapping[str, Any], folder: Path | str) -> None:
+def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
     """Refuses a draft that was made for another target.
 
     A target of the same shape and vocabulary with other weights (another fine-tune, another quantisation) is
@@ -208,16 +258,16 @@ def check_target(draft: DraftFolder, target: Mapping[str, Any], folder: Path | s
         CheckpointError: saying what differs.
     """
     differing = [
-        f"{key} {draft.target[key]} (this target: {target.get(key)})"
-        for key in draft.target
-        if key != "weights" and draft.target[key] != target.get(key)
+        f"{key} {made_for[key]} (this target: {target.get(key)})"
+        for key in made_for
+        if key != "weights" and made_for[key] != target.get(key)
     ]
     if differing:
         raise CheckpointError(
             f"The draft in {folder} was made for another target: {', '.join(differing)}. "
             "Load the target it was trained with, or train one for this target: longdraft train."
         )
-    if "weights" in draft.target and draft.target["weights"] != target.get("weights"):
+    if "weights" in made_for and made_for["weights"] != target.get("weights"):
         logger.warning(
             "The draft in %s was trained with other weights of this architecture: output stays exact, acceptance may "
             "be lower.",

@@ -18,6 +18,8 @@ import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
+from longdraft.drafters.eagle3_export import to_speculators
+from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
 from longdraft.drafters.retrieved import RetrievedWindow
@@ -292,3 +294,20 @@ class _Round:
         positions = torch.cat([self._rows[row] for row in level.rows]) + level.depth
         cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.rotary(positions))
         return self._bound.block(x, g, cos, sin, self._attention.nodes(level))
+
+
+register(
+    Kind(
+        "eagle3",
+        Eagle3Draft.load,
+        Eagle3Drafter,
+        "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
+        "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
+        Training(
+            "longdraft.training.config:Eagle3Config",
+            "longdraft.training.eagle3_recipe:train_eagle3",
+            "Train an EAGLE-3 draft",
+        ),
+        layouts={"speculators": to_speculators},
+    )
+)

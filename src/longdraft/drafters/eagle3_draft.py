@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from longdraft.drafters import draft_folder, eagle3_formats
-from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters import eagle3_formats, eagle3_remarks
+from longdraft.drafters.draft import TrainedDraft
+from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
-from longdraft.drafters.eagle3_formats import KIND, OFFSETS, Eagle3Contents, usual_layers
-from longdraft.errors import CheckpointError
+from longdraft.drafters.eagle3_formats import KIND, Eagle3Contents, usual_layers
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.few_rows import FewRowsModule
 from longdraft.target.rotary import Rotary
 from longdraft.target.runner import TargetRunner
@@ -35,35 +36,28 @@ class BoundDraft:
     few_rows: FewRowsModule
 
 
-class Eagle3Draft:
-    """A trained draft, as its folder holds it. Runs on the same target share what :meth:`bound` makes of it.
+class Eagle3Draft(TrainedDraft[BoundDraft]):
+    """A trained draft of any layout.
 
     Attributes:
         contents: what the folder says.
-        trained_length: tokens of the longest text it was trained on; None where the folder does not say.
-        ids: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
     """
 
-    kind = KIND
+    kind, label = KIND, "EAGLE-3"
 
     def __init__(self, folder: Path | str, contents: Eagle3Contents) -> None:
-        self.folder = Path(folder)
         self.contents = contents
-        self.trained_length = contents.trained_length
-        draft_folder.check_tensors(
-            contents.tensors, {n: t.shape for n, t in _empty_block(self.shape).state_dict().items()}, folder, "EAGLE-3"
-        )
-        for name, number in (("window", contents.window), ("trained_length", contents.trained_length)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise CheckpointError(f"config.json of {folder} has no number that could be right for {name}.")
-        offsets = contents.offsets
-        if offsets is not None and offsets.shape != (self.shape.vocabulary,):
+        table = {} if contents.offsets is None else {OFFSETS: contents.offsets}
+        vocabulary = contents.shape.vocabulary if table else None
+        if any(offsets.shape != (vocabulary,) for offsets in table.values()):
             raise CheckpointError(
-                f"{OFFSETS} of {folder} has the shape {tuple(offsets.shape)} where {self.shape.vocabulary} tokens need "
-                "one offset each: the draft is damaged; copy it again."
+                f"{OFFSETS} of {folder} has the shape {tuple(table[OFFSETS].shape)} where {vocabulary} tokens need one "
+                "offset each: the draft is damaged; copy it again."
             )
-        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-        self._bound: weakref.WeakKeyDictionary[TargetRunner, BoundDraft] = weakref.WeakKeyDictionary()
+        config = contents.config | {"trained_length": contents.trained_length, "draft_vocab_size": vocabulary}
+        super().__init__(folder, DraftFolder(KIND, config, contents.tensors | table, contents.target))
+        if contents.window is not None and (type(contents.window) is not int or contents.window < 1):
+            raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for window.")
 
     @classmethod
     def load(
@@ -101,19 +95,6 @@ class Eagle3Draft:
         """Keys that a query sees, its own included; None: all."""
         return self.contents.window
 
-    @property
-    def vocabulary(self) -> int | None:
-        return None if self.ids is None else len(self.ids)
-
-    @property
-    def retrieval_layer(self) -> int | None:
-        """The target's layer by whose attention chunks are best retrieved; None where the folder names none."""
-        return draft_folder.retrieval_layer(Path(self.folder))
-
-    @property
-    def parameters(self) -> int:
-        return sum(t.numel() for t in self.contents.tensors.values())
-
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Decoder layers of the target whose outputs it reads, low to high.
 
@@ -130,59 +111,41 @@ class Eagle3Draft:
             )
         return layers
 
-    def check(self, runner: TargetRunner) -> None:
-        """Refuses a target that the draft was not made for.
+    def module(self) -> Eagle3Block:
+        return Eagle3Block(self.shape)
 
-        Raises:
-            CheckpointError: saying what differs.
-            UnsupportedModelError: the target has nothing that a draft could share.
-        """
-        parts, shape = runner.parts, self.shape
-        made_for = {"hidden_size": shape.hidden_size} | self.contents.target
-        draft_folder.check_target(DraftFolder(KIND, {}, {}, made_for), parts.description, self.folder)
+    def needs(self) -> dict[str, Any]:
+        return {"hidden_size": self.shape.hidden_size}
+
+    def save(self, folder: Path | str) -> None:
+        if self.contents.layout != "longdraft":
+            raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
+        super().save(folder)
+
+    def check(self, runner: TargetRunner) -> None:
+        super().check(runner)
+        hidden, shape = runner.parts.hidden_size, self.shape
         layers = self.feature_layers(runner)
-        if shape.feature_size != len(layers) * parts.hidden_size:
+        if shape.feature_size != len(layers) * hidden:
             raise CheckpointError(
                 f"The draft in {self.folder} reads {shape.feature_size} numbers of a token; {len(layers)} layers of "
-                f"this target have {len(layers) * parts.hidden_size}. Load the target it was trained with."
+                f"this target have {len(layers) * hidden}. Load the target it was trained with."
             )
-        size = parts.head.shape[0]
+        size = runner.parts.head.shape[0]
         if self.ids is None and shape.vocabulary != size:
             raise CheckpointError(
                 f"The draft in {self.folder} knows {shape.vocabulary} tokens, this target {size}, and its weights hold "
                 f"no {OFFSETS}, which would say which: copy the draft again."
             )
-        if self.ids is not None and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < size:
-            raise CheckpointError(
-                f"{OFFSETS} of {self.folder} names tokens outside the target's vocabulary of {size}: the draft is "
-                "damaged; copy it again."
-            )
         self._rotary(torch.float32, "cpu")
 
-    def bound(self, runner: TargetRunner) -> BoundDraft:
-        """The draft on a target; made once a target, and given up with it.
+    def remarks(self, runner: TargetRunner) -> list[str]:
+        return eagle3_remarks.remarks(self, runner)
 
-        Raises:
-            CheckpointError, UnsupportedModelError: as :meth:`check` does.
-        """
-        found = self._bound.get(runner)
-        if found is None:
-            self.check(runner)
-            device, dtype = runner.device, runner.kv_shape.dtype
-            block = _empty_block(self.shape)
-            block.load_state_dict({n: t.to(device, dtype) for n, t in self.contents.tensors.items()}, assign=True)
-            ids = None if self.ids is None else self.ids.to(device)
-            block.requires_grad_(False).eval()
-            rotary = self._rotary(dtype, device)
-            found = BoundDraft(block, runner.parts.embedding, rotary, ids, FewRowsModule(block))
-            self._bound[runner] = found
-        return found
+    def make(self, runner: TargetRunner) -> BoundDraft:
+        block, rotary = self.placed(runner), self._rotary(runner.kv_shape.dtype, runner.device)
+        ids = None if self.ids is None else self.ids.to(runner.device)
+        return BoundDraft(block, runner.parts.embedding, rotary, ids, FewRowsModule(block))
 
     def _rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
         return Rotary(self.shape.head_dim, self.contents.rope, dtype, device)
-
-
-def _empty_block(shape: Eagle3Shape) -> Eagle3Block:
-    """A block without memory."""
-    with torch.device("meta"):
-        return Eagle3Block(shape)

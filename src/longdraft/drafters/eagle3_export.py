@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from longdraft.drafters import draft_folder
+from longdraft.drafters.draft_folder import OFFSETS
 from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_formats import MEMBERS, OFFSETS
+from longdraft.drafters.eagle3_formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 
 # vLLM drafts nothing past this position, so it has to cover what will be served.

@@ -16,23 +16,17 @@ from typing import Any
 import torch
 
 from longdraft.drafters import draft_folder
+from longdraft.drafters.draft_folder import OFFSETS
 from longdraft.drafters.eagle3_block import Eagle3Shape
 from longdraft.errors import CheckpointError
 from longdraft.target.rotary import yarn
 
 KIND = "eagle3"
 PICKLED = "pytorch_model.bin"
-OFFSETS, MEMBERS = "d2t", "t2d"
+MEMBERS = "t2d"
 THETA = 10000.0
 # How transformers' configurations name our sizes.
-_SIZES = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "rms_norm_eps",
-}
+_SIZES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 # Flags of `speculators` whose norms the module does not have.
 _FOREIGN_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 # Where a tensor's own name begins; what stands before is the name of the model around it.
@@ -52,6 +46,7 @@ class Eagle3Contents:
         rope: RoPE parameters as transformers names them.
         trained_length: tokens of the longest text it was trained on; None: unknown.
         target: what must be the same of a target.
+        config: of a folder of ours, as it stands there.
     """
 
     layout: str
@@ -63,6 +58,7 @@ class Eagle3Contents:
     rope: dict[str, Any]
     trained_length: int | None
     target: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def usual_layers(layers: int) -> tuple[int, int, int]:
@@ -102,7 +98,7 @@ def read(
 
 
 def _ours(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str) -> Eagle3Contents:
-    shape = _shape(config, {f.name: f.name for f in fields(Eagle3Shape)}, folder)
+    shape = _shape(config, {}, folder)
     layers = config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
@@ -112,8 +108,9 @@ def _ours(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path
     )
     offsets, _ = tensors.pop(OFFSETS, None), tensors.pop(MEMBERS, None)
     window = config.get("window")
+    own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
     target = dict(config.get("target") or {})
-    return Eagle3Contents("longdraft", shape, tensors, offsets, tuple(layers), window, rope, length, target)
+    return Eagle3Contents("longdraft", shape, tensors, offsets, tuple(layers), window, rope, length, target, own)
 
 
 def _foreign(
@@ -141,8 +138,7 @@ def _foreign(
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "attention_bias": "midlayer.self_attn.q_proj.bias" in tensors,
     }
-    same = ("feature_size", "vocabulary", "norm_before_residual", "attention_bias")
-    shape = _shape(known, _SIZES | {name: name for name in same}, folder)
+    shape = _shape(known, _SIZES, folder)
     ids = config.get("eagle_aux_hidden_state_layer_ids") or _layers_of(config)
     vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
     target = {"hidden_size": shape.hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
@@ -193,21 +189,10 @@ def _with_rope(found: Eagle3Contents, theta: float | None, factor: float | None,
 
 def _shape(config: Mapping[str, Any], names: Mapping[str, str], folder: Path | str) -> Eagle3Shape:
     """Sizes from a config.json whose names for ours are given."""
-    known = {ours: config[theirs] for ours, theirs in names.items() if config.get(theirs) is not None}
-    optional = {"rms_norm_eps", "norm_before_residual", "attention_bias"}
-    if missing := [names[f.name] for f in fields(Eagle3Shape) if f.name not in known and f.name not in optional]:
-        raise CheckpointError(f"config.json of {folder} lacks {', '.join(missing)}: is it an EAGLE-3 draft?")
-    flags = {name: bool(known.pop(name, False)) for name in ("norm_before_residual", "attention_bias")}
-    wrong = [
-        names[name]
-        for name, x in known.items()
-        if not isinstance(x, int | float) or x <= 0 or (name != "rms_norm_eps" and x % 1)
-    ]
-    if wrong:
-        raise CheckpointError(f"config.json of {folder} has no number that could be right for {', '.join(wrong)}.")
-    if known["heads"] % known["kv_heads"]:
-        raise CheckpointError(f"{folder}: {known['heads']} heads are no multiple of {known['kv_heads']} KV heads.")
-    return Eagle3Shape(**known, **flags)
+    shape = draft_folder.shape_of(Eagle3Shape, config, folder, "EAGLE-3", names)
+    if shape.heads % shape.kv_heads:
+        raise CheckpointError(f"{folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
+    return shape
 
 
 def _foreign_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -5,9 +5,13 @@ All of it costs acceptance and none of it correctness, so nothing here is refuse
 
 from __future__ import annotations
 
-from longdraft.drafters.eagle3_draft import Eagle3Draft
+from typing import TYPE_CHECKING
+
 from longdraft.drafters.eagle3_formats import usual_layers
 from longdraft.target.runner import TargetRunner
+
+if TYPE_CHECKING:
+    from longdraft.drafters.eagle3_draft import Eagle3Draft
 
 
 def remarks(draft: Eagle3Draft, runner: TargetRunner) -> list[str]:

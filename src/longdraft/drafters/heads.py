@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
+from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
 from longdraft.kv.store import KVStore
@@ -208,3 +209,19 @@ def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
     if ahead and isinstance(tree, Static) and not tree.asked:
         tree = replace(tree, widths=(1, *tree.widths))
     return tree.limited(levels)
+
+
+register(
+    Kind(
+        "heads",
+        HeadsDraft.load,
+        HeadsDrafter,
+        "a few trained heads say the next tokens from one hidden state of the model, at next to no cost",
+        "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
+        Training(
+            "longdraft.training.config:HeadsConfig",
+            "longdraft.training.heads_recipe:train_heads",
+            "Train chained heads (TokenSwift)",
+        ),
+    )
+)

@@ -15,9 +15,10 @@ import torch
 
 from longdraft.attention import dispatch
 from longdraft.attention.transfer import on_device
+from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
-from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
+from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft, claims
 from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
 from longdraft.drafters.retrieved import RetrievedKV
 from longdraft.drafters.tree_drafter import TreeDrafter
@@ -224,3 +225,20 @@ class _Round:
             return torch.cat(outputs, dim=1)
 
         return cross_attend
+
+
+register(
+    Kind(
+        "longspec",
+        LongSpecDraft.load,
+        LongSpecDrafter,
+        "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
+        "Yang et al. 2025, LongSpec, arXiv:2502.17421",
+        Training(
+            "longdraft.training.config:TrainConfig",
+            "longdraft.training.recipes:train_longspec",
+            "Train a LongSpec draft",
+        ),
+        claims=claims,
+    )
+)

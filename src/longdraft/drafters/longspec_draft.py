@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.draft import TrainedDraft
+from longdraft.drafters.draft_folder import DraftFolder, is_language_model, shape_of
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
-from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.errors import UnsupportedModelError
 from longdraft.few_rows import FewRowsLinear, FewRowsModule
 from longdraft.target.parts import SharedParts
 from longdraft.target.runner import TargetRunner
 
 KIND = "longspec"
-OFFSETS = "d2t"
 # Published drafts carry these; the block never uses what they compute.
 _DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
 # How transformers' configurations name what we name otherwise.
@@ -52,130 +49,53 @@ class BoundDraft:
         return self._head(hidden)
 
 
-class LongSpecDraft:
-    """A trained draft, as its folder holds it. Runs on the same target share what :meth:`bound` makes of it.
+class LongSpecDraft(TrainedDraft[BoundDraft]):
+    """A trained draft, ours or one as LongSpec's authors published them."""
 
-    Attributes:
-        trained_length: tokens of the longest text it was trained on; None where the folder does not say.
-        ids: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
-    """
-
-    kind = KIND
+    kind, label = KIND, "LongSpec"
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
-        self.folder = Path(folder)
-        published = not contents.kind
-        if contents.kind not in ("", KIND):
-            raise CheckpointError(f"{folder} holds a draft for {contents.kind}, not for {KIND}.")
-        self.shape = _shape(contents.config, published, folder)
-        self.trained_length: int | None = contents.config.get("trained_length")
-        tensors = {n: t for n, t in contents.tensors.items() if n not in _DEAD}
-        sizes = {n: t.shape for n, t in _empty_block(self.shape).state_dict().items()}
-        trimmed = contents.config.get("draft_vocab_size")
-        if trimmed is not None:
-            sizes[OFFSETS] = torch.Size([trimmed])
-        draft_folder.check_tensors(tensors, sizes, folder, "LongSpec")
-        offsets = tensors.pop(OFFSETS, None)
-        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-        self._state = tensors
-        self._contents = DraftFolder(KIND, {}, {}, self._made_for(contents, published))
-        self._bound: weakref.WeakKeyDictionary[TargetRunner, BoundDraft] = weakref.WeakKeyDictionary()
+        super().__init__(folder, contents if contents.kind else _as_ours(folder, contents))
 
-    @classmethod
-    def load(cls, folder: Path | str) -> LongSpecDraft:
-        """Reads a draft folder, ours or one as LongSpec's authors published them.
+    @cached_property
+    def shape(self) -> LongSpecShape:
+        return shape_of(LongSpecShape, self.config, self.folder, self.label)
 
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
-        """
-        return cls(folder, draft_folder.load(folder))
+    def module(self) -> LongSpecBlock:
+        return LongSpecBlock(self.shape)
 
-    def _made_for(self, contents: DraftFolder, published: bool) -> dict[str, Any]:
-        """What has to be the same of a target: its KV is read with the draft's heads."""
-        shape = self.shape
-        sizes = {n: getattr(shape, n) for n in ("hidden_size", "heads", "kv_heads", "head_dim")}
-        if published and contents.config.get("vocab_size") is not None:
-            sizes["vocab_size"] = contents.config["vocab_size"]
-        return sizes | contents.target
-
-    @property
-    def vocabulary(self) -> int | None:
-        return None if self.ids is None else len(self.ids)
-
-    @property
-    def retrieval_layer(self) -> int | None:
-        """The target's layer by whose attention chunks are best retrieved; None where the folder names none."""
-        return draft_folder.retrieval_layer(Path(self.folder))
-
-    @property
-    def parameters(self) -> int:
-        return sum(t.numel() for t in self._state.values())
+    def needs(self) -> dict[str, Any]:
+        """The target's KV is read with the draft's heads."""
+        return {n: getattr(self.shape, n) for n in ("hidden_size", "heads", "kv_heads", "head_dim")}
 
     def check(self, runner: TargetRunner) -> None:
-        """Refuses a target that the draft was not made for.
-
-        Raises:
-            CheckpointError: saying what differs.
-            UnsupportedModelError: the target has nothing that a draft could share.
-        """
-        parts = runner.parts
-        draft_folder.check_target(self._contents, parts.description, self.folder)
-        cos, _ = parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
+        super().check(runner)
+        cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
         if cos.shape[-1] != self.shape.head_dim:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {self.shape.head_dim} dimensions of a head; "
                 "LongSpec drafts share rotary embeddings of whole heads only. Use another method: prompt-lookup."
             )
-        if self.ids is not None and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < parts.head.shape[0]:
-            raise CheckpointError(
-                f"{OFFSETS} of {self.folder} names tokens outside the target's vocabulary of {parts.head.shape[0]}: "
-                "the draft is damaged; copy it again."
-            )
 
-    def bound(self, runner: TargetRunner) -> BoundDraft:
-        """The draft on a target; made once a target, and given up with it.
-
-        Raises:
-            CheckpointError, UnsupportedModelError: as :meth:`check` does.
-        """
-        found = self._bound.get(runner)
-        if found is None:
-            self.check(runner)
-            parts, device, dtype = runner.parts, runner.device, runner.kv_shape.dtype
-            block = _empty_block(self.shape)
-            block.load_state_dict({n: t.to(device, dtype) for n, t in self._state.items()}, assign=True)
-            ids = None if self.ids is None else self.ids.to(device)
-            head = parts.head if ids is None else parts.head[ids]
-            found = BoundDraft(block.requires_grad_(False).eval(), parts, head, ids, FewRowsModule(block))
-            self._bound[runner] = found
-        return found
+    def make(self, runner: TargetRunner) -> BoundDraft:
+        block = self.placed(runner)
+        return BoundDraft(block, runner.parts, *self.head(runner), FewRowsModule(block))
 
 
-def _shape(config: Mapping[str, Any], published: bool, folder: Path | str) -> LongSpecShape:
-    """Sizes from a config.json, by our names or by those of transformers."""
-    given = dict(config)
-    if published:
-        given |= {ours: config[theirs] for ours, theirs in _PUBLISHED.items() if config.get(theirs) is not None}
-        # As transformers fills them in.
-        given.setdefault("kv_heads", given.get("heads"))
-        if not given.get("head_dim") and given.get("hidden_size") and given.get("heads"):
-            given["head_dim"] = given["hidden_size"] // given["heads"]
-    known = {f.name: given[f.name] for f in fields(LongSpecShape) if given.get(f.name) is not None}
-    missing = [n for n in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim") if n not in known]
-    if missing:
-        names = [_PUBLISHED.get(n, n) if published else n for n in missing]
-        raise CheckpointError(f"config.json of {folder} lacks {', '.join(names)}: is it a LongSpec draft?")
-    known["final_norm"] = bool(known.get("final_norm", False))
-    numbers = {n: x for n, x in known.items() if n != "final_norm"}
-    wrong = [
-        n for n, x in numbers.items() if not isinstance(x, int | float) or x <= 0 or (n != "rms_norm_eps" and x % 1)
-    ]
-    if wrong:
-        raise CheckpointError(f"config.json of {folder} has no number that could be right for {', '.join(wrong)}.")
-    return LongSpecShape(**known)
+def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
+    """A published draft by our names: transformers calls its sizes otherwise, and leaves some out."""
+    config = dict(published.config)
+    if config.get("num_attention_heads") is not None and not config.get("num_key_value_heads"):
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if not config.get("head_dim") and config.get("hidden_size") and config.get("num_attention_heads"):
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    shape = shape_of(LongSpecShape, config, folder, "LongSpec", _PUBLISHED)
+    ours = shape.as_dict() | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
+    target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
+    tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}
+    return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
-def _empty_block(shape: LongSpecShape) -> LongSpecBlock:
-    """A block without memory."""
-    with torch.device("meta"):
-        return LongSpecBlock(shape)
+def claims(folder: Path | str) -> bool:
+    """Published drafts do not say what they are."""
+    return not is_language_model(folder)

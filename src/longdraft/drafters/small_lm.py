@@ -20,6 +20,8 @@ from weakref import WeakSet
 
 import torch
 
+from longdraft.drafters.draft_folder import is_language_model
+from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import feed_level
 from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming, TextCache, fresh_room
@@ -301,3 +303,21 @@ class _Round:
         """Feeds one level of the tree, behind the levels before; a node's position is its root's + its depth."""
         bases = [self._store.lengths[slot] - 1 for slot in slots]
         return feed_level(self._runner, self._store, slots, bases, level, self._ancestors.add(level))
+
+
+register(
+    Kind(
+        "small-lm",
+        SmallLMDraft.load,
+        SmallLMDrafter,
+        "a small language model with the model's vocabulary, on all of the text or on a part of it",
+        "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
+        Training(
+            "longdraft.training.config:LmConfig",
+            "longdraft.training.lm_recipe:train_lm",
+            "Train a small language model to draft",
+            "lm",
+        ),
+        claims=is_language_model,
+    )
+)

@@ -7,14 +7,15 @@ target; any other is a causal language model of transformers, with the target's 
 from __future__ import annotations
 
 import os
-import weakref
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from longdraft.drafters import draft_folder
+from longdraft.drafters.draft import Draft, TrainedDraft
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError
 from longdraft.target import companions, small_models
@@ -22,7 +23,6 @@ from longdraft.target.loading import load_weights
 from longdraft.target.runner import TargetRunner
 
 KIND = "small-lm"
-OFFSETS = "d2t"
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,11 @@ class BoundLM:
     trained_length: int
 
 
-class SmallLMDraft(ABC):
-    """A language model that drafts. Runs on the same target share what :meth:`bound` makes of it.
-
-    Attributes:
-        folder: of the model; a hub id stands as it was given.
-        trained_length: tokens of the longest text it was trained on.
-    """
+class SmallLMDraft(Draft[BoundLM]):
+    """A language model that drafts."""
 
     kind = KIND
-    folder: Path
     trained_length: int
-
-    def __init__(self) -> None:
-        self._bound: weakref.WeakKeyDictionary[TargetRunner, BoundLM] = weakref.WeakKeyDictionary()
 
     @classmethod
     def load(cls, folder: Path | str) -> SmallLMDraft:
@@ -68,102 +59,36 @@ class SmallLMDraft(ABC):
             return TrainedLM(path, draft_folder.load(path))
         return PublishedLM(str(path) if path.is_dir() else name)
 
-    @property
-    @abstractmethod
-    def parameters(self) -> int:
-        """Numbers in its own tensors."""
 
-    @property
-    def retrieval_layer(self) -> int | None:
-        """The target's layer by whose attention chunks are best retrieved; None where the folder names none."""
-        return draft_folder.retrieval_layer(Path(self.folder))
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Tokens it can propose; None: all of the target's."""
-        return None
-
-    @abstractmethod
-    def check(self, runner: TargetRunner) -> None:
-        """Refuses a target that the draft does not fit.
-
-        Raises:
-            CheckpointError: saying what differs.
-            UnsupportedModelError: the target has nothing that a draft could share.
-        """
-
-    def bound(self, runner: TargetRunner) -> BoundLM:
-        """The draft for a target; made once a target, and given up with it.
-
-        Raises:
-            CheckpointError, UnsupportedModelError: as :meth:`check` does, or weights that cannot be read, or a model
-                that cannot be hosted.
-        """
-        found = self._bound.get(runner)
-        if found is None:
-            self.check(runner)
-            self._bound[runner] = found = self._make(runner)
-        return found
-
-    @abstractmethod
-    def _make(self, runner: TargetRunner) -> BoundLM:
-        """The draft for a target that it was checked against."""
-
-
-class TrainedLM(SmallLMDraft):
+class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
     """One of ours: decoder layers and a final norm, between a target's embedding and rows of its head.
 
     Attributes:
         sizes: of the decoder, as transformers names them.
-        ids: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
     """
 
+    trained_length: int
+
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
-        super().__init__()
-        self.folder = Path(folder)
-        if contents.kind != KIND:
-            raise CheckpointError(f"{folder} holds a draft for {contents.kind or 'another method'}, not for {KIND}.")
-        given, length = contents.config.get("model"), contents.config.get("trained_length")
-        if not isinstance(given, dict) or not isinstance(length, int) or length < 1:
+        self.sizes: dict[str, Any] = contents.config.get("model") or {}
+        named = isinstance(self.sizes, dict) and self.sizes and contents.config.get("trained_length")
+        if contents.kind == KIND and not named:
             raise CheckpointError(
                 f"{draft_folder.CONFIG} of {folder} lacks model or trained_length, or they are wrong: copy the draft "
                 "again."
             )
-        self.sizes, self.trained_length = given, length
-        sizes = {n: t.shape for n, t in small_models.decoder(given).state_dict().items()}
-        trimmed = contents.config.get("draft_vocab_size")
-        if trimmed is not None:
-            sizes[OFFSETS] = torch.Size([trimmed])
-        tensors = dict(contents.tensors)
-        draft_folder.check_tensors(tensors, sizes, folder, KIND)
-        offsets = tensors.pop(OFFSETS, None)
-        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-        self.weights = tensors
-        self._made_for = DraftFolder(KIND, {}, {}, {"hidden_size": given.get("hidden_size")} | contents.target)
+        super().__init__(folder, contents)
 
-    @property
-    def vocabulary(self) -> int | None:
-        return None if self.ids is None else len(self.ids)
+    def module(self) -> nn.Module:
+        return small_models.decoder(self.sizes)
 
-    @property
-    def parameters(self) -> int:
-        return sum(t.numel() for t in self.weights.values())
+    def needs(self) -> dict[str, Any]:
+        return {"hidden_size": self.sizes.get("hidden_size")}
 
-    def check(self, runner: TargetRunner) -> None:
-        parts = runner.parts
-        draft_folder.check_target(self._made_for, parts.description, self.folder)
-        if self.ids is not None and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < parts.head.shape[0]:
-            raise CheckpointError(
-                f"{OFFSETS} of {self.folder} names tokens outside the target's vocabulary of {parts.head.shape[0]}: "
-                "the draft is damaged; copy it again."
-            )
-
-    def _make(self, runner: TargetRunner) -> BoundLM:
-        parts, device, dtype = runner.parts, runner.device, runner.kv_shape.dtype
-        ids = None if self.ids is None else self.ids.to(device)
-        head = parts.head if ids is None else parts.head[ids]
-        weights = {n: t.to(device, dtype) for n, t in self.weights.items()}
-        model = small_models.around(self.sizes, weights, parts.embedding, head)
+    def make(self, runner: TargetRunner) -> BoundLM:
+        head, ids = self.head(runner)
+        weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
+        model = small_models.around(self.sizes, weights, runner.parts.embedding, head)
         return BoundLM(TargetRunner(model), ids, self.trained_length)
 
 
@@ -175,8 +100,8 @@ class PublishedLM(SmallLMDraft):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__()
-        self.folder, self._name = Path(name), name
+        super().__init__(name)
+        self._name = name
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
 
@@ -194,7 +119,7 @@ class PublishedLM(SmallLMDraft):
                 "of the target's family, or train a draft: longdraft train lm."
             )
 
-    def _make(self, runner: TargetRunner) -> BoundLM:
+    def make(self, runner: TargetRunner) -> BoundLM:
         model = load_weights(self._name, runner.kv_shape.dtype, runner.device)
         model = companions.fit_vocabulary(model, runner.vocab_size)
         return BoundLM(TargetRunner(model), None, self.trained_length)

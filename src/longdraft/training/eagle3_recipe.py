@@ -8,31 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.target.rotary import Rotary, yarn
 from longdraft.target.runner import TargetRunner
-from longdraft.training import corpus
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features
-from longdraft.training.longspec import StepOutput
-from longdraft.training.measure import Simulated, by_step, simulate
 from longdraft.training.run_log import Report
 from longdraft.training.session import Progress, Session, begin
-from longdraft.training.trainer import Trainer
-from longdraft.training.vocabulary import offsets
 
 # Base of the rotary embedding where the target names none.
 THETA = 10000.0
-OFFSETS = "d2t"
 # Size of a fresh fc's random part, against what passes through.
 REST = 0.3
 
@@ -62,11 +55,9 @@ def train_eagle3(
 ) -> Iterator[Report]:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, section 4.1); resumes where ``config.out`` holds a run.
 
-    The draft with the best simulated acceptance is in ``out/best``, the last one in ``out/last``. Started by torchrun
-    or ``accelerate launch``, every process calls this.
+    See :meth:`longdraft.training.session.Session.train`.
 
     Args:
-        progress: told what is being prepared, how much is done, and of how much (0: not known).
         stop: asked after each step, and while the target reads; True writes a checkpoint and ends.
 
     Raises:
@@ -75,13 +66,12 @@ def train_eagle3(
     """
     # A row for every step, the steps of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
-    runner, data = session.runner, session.data
+    runner = session.runner
     plan = _plan(config, session)
     reader = session.reader(plan.layers)
     source = session.source(reader)
     if source is None:
         return
-    held_out = session.held_out(reader)
     if config.init is None:
         fit(plan.block, source[0], len(plan.layers))
     trainee = Eagle3Trainee(
@@ -94,41 +84,18 @@ def train_eagle3(
         plan.window,
         config.distill,
         session.product_dtype,
-    ).to(runner.device)
-
-    def count(i: int, shift: int) -> int:
-        return len(data.learned[i].tokens) - 1 - data.learned[i].start
-
-    def measure(module: Callable[..., StepOutput]) -> Simulated:
-        return simulate(module, held_out, ranks_of=by_step)
-
-    def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
-        own = {n.removeprefix("block."): t for n, t in weights.items()}
-        draft_folder.save(Path(config.out) / name, as_folder(own, plan, runner.parts.description, config))
-
-    trainer = Trainer(
-        config,
-        session.accelerator,
-        trainee,
-        source,
-        [count(i, 1) for i in range(len(data.learned))],
-        count,
-        corpus.digest(data.learned),
-        measure if held_out else None,
-        save_draft,
-        shifts=1,
-        levels=config.ttt,
     )
-    yield from trainer.run(stop)
+
+    def made(weights: Mapping[str, torch.Tensor]) -> DraftFolder:
+        return as_folder(weights, plan, runner.parts.description, config)
+
+    yield from session.train(trainee, reader, source, made, levels=config.ttt)
 
 
 def as_folder(
     weights: Mapping[str, torch.Tensor], plan: Plan, target: dict[str, Any], config: Eagle3Config
 ) -> DraftFolder:
-    """The draft as its folder holds it: bfloat16 weights, and the table of its vocabulary."""
-    tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
-    if plan.kept is not None:
-        tensors[OFFSETS] = offsets(plan.kept)
+    """The draft as its folder holds it."""
     described = plan.block.shape.as_dict() | {
         "feature_layers": list(plan.layers),
         "draft_vocab_size": plan.block.shape.vocabulary,
@@ -139,7 +106,7 @@ def as_folder(
         "rope_original_length": plan.rope_length,
         "trained_length": config.max_length,
     }
-    return DraftFolder("eagle3", described, tensors, target)
+    return draft_folder.trained("eagle3", described, weights, plan.kept, target)
 
 
 def fit(block: Eagle3Block, document: Features, layers: int) -> None:
@@ -208,7 +175,7 @@ def _further(config: Eagle3Config, runner: TargetRunner) -> Plan:
     contents = draft_folder.load(config.init or "")
     if contents.kind != "eagle3":
         raise CheckpointError(f"{config.init} holds a draft of {contents.kind or 'another kind'}, not of eagle3.")
-    draft_folder.check_target(contents, runner.parts.description, config.init or "")
+    draft_folder.check_target(contents.target, runner.parts.description, config.init or "")
     given = contents.config
     tensors = dict(contents.tensors)
     table = tensors.pop(OFFSETS, None)

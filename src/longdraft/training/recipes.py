@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.draft_folder import DraftFolder, trained
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
-from longdraft.drafters.longspec_draft import OFFSETS, LongSpecDraft
+from longdraft.drafters.longspec_draft import KIND, LongSpecDraft
 from longdraft.errors import UnsupportedModelError
 from longdraft.target.runner import TargetRunner
-from longdraft.training import corpus
 from longdraft.training.config import TrainConfig
-from longdraft.training.longspec import LongSpecTrainee, StepOutput
-from longdraft.training.measure import Simulated, simulate
+from longdraft.training.longspec import LongSpecTrainee
+from longdraft.training.measure import by_shift
 from longdraft.training.run_log import Report
 from longdraft.training.session import Progress, Session, begin
-from longdraft.training.trainer import Trainer
-from longdraft.training.vocabulary import offsets
 
 
 def train_longspec(
@@ -31,11 +25,9 @@ def train_longspec(
 ) -> Iterator[Report]:
     """Trains a LongSpec draft (LongSpec, section 3.2 and appendix E); resumes where ``config.out`` holds a run.
 
-    The draft with the best simulated acceptance is in ``out/best``, the last one in ``out/last``. Started by torchrun
-    or ``accelerate launch``, every process calls this.
+    See :meth:`longdraft.training.session.Session.train`.
 
     Args:
-        progress: told what is being prepared, how much is done, and of how much (0: not known).
         stop: asked after each step, and while the target reads; True writes a checkpoint and ends.
 
     Raises:
@@ -43,61 +35,33 @@ def train_longspec(
             drafts.
     """
     session = begin(config, config.noise, progress, stop)
-    runner, data = session.runner, session.data
+    runner = session.runner
     _check_rotary(runner)
     block, kept = _draft(config, session)
-    trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype).to(runner.device)
+    trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
     reader = session.reader()
     source = session.source(reader)
     if source is None:
         return
-    held_out = session.held_out(reader)
 
-    def count(i: int, shift: int) -> int:
-        document = data.learned[i]
-        return len(document.tokens) - 1 - max(document.start - 1, shift)
+    def made(weights: Mapping[str, torch.Tensor]) -> DraftFolder:
+        lengths = {
+            "trained_length": config.max_length,
+            "trained_positions": config.max_length + config.anchor_offset,
+        }
+        return trained(KIND, block.shape.as_dict() | lengths, weights, kept, runner.parts.description)
 
-    def measure(module: Callable[..., StepOutput]) -> Simulated:
-        return simulate(module, held_out)
-
-    def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
-        own = {n.removeprefix("block."): t for n, t in weights.items()}
-        draft = as_folder(own, block.shape, kept, runner.parts.description, config)
-        draft_folder.save(Path(config.out) / name, draft)
-
-    trainer = Trainer(
-        config,
-        session.accelerator,
+    yield from session.train(
         trainee,
+        reader,
         source,
-        [len(d.tokens) - d.start for d in data.learned],
-        count,
-        corpus.digest(data.learned),
-        measure if held_out else None,
-        save_draft,
-        shifts=config.noise,
+        made,
         levels=config.noise,
+        shifts=config.noise,
+        ranks_of=by_shift,
+        rows=lambda document: len(document.tokens) - document.start,
+        count=lambda document, shift: len(document.tokens) - 1 - max(document.start - 1, shift),
     )
-    yield from trainer.run(stop)
-
-
-def as_folder(
-    weights: Mapping[str, torch.Tensor],
-    shape: LongSpecShape,
-    kept: torch.Tensor | None,
-    target: dict[str, Any],
-    config: TrainConfig,
-) -> DraftFolder:
-    """The draft as its folder holds it: bfloat16 weights, and the table of its vocabulary."""
-    tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
-    if kept is not None:
-        tensors[OFFSETS] = offsets(kept)
-    described = shape.as_dict() | {
-        "draft_vocab_size": None if kept is None else len(kept),
-        "trained_length": config.max_length,
-        "trained_positions": config.max_length + config.anchor_offset,
-    }
-    return DraftFolder("longspec", described, tensors, target)
 
 
 def _check_rotary(runner: TargetRunner) -> None:
@@ -132,10 +96,9 @@ def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.
         block = LongSpecBlock(shape)
         block.initialise(config.seed)
         return block, session.vocabulary()
-    contents = draft_folder.load(config.init)
-    init = LongSpecDraft(config.init, contents)
+    init = LongSpecDraft.load(config.init)
     init.check(runner)
     window = config.window if "window" in config.fields_set else init.shape.window
     block = LongSpecBlock(LongSpecShape(**init.shape.as_dict() | {"window": window}))
-    block.load_state_dict({name: contents.tensors[name].float() for name in block.state_dict()})
+    block.load_state_dict({name: t.float() for name, t in init.weights.items()})
     return block, init.ids

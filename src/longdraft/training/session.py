@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from torch import nn
 
+from longdraft.drafters import draft_folder
+from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.target.loading import load
 from longdraft.target.runner import TargetRunner
 from longdraft.training import corpus
-from longdraft.training.config import RunConfig
+from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features
-from longdraft.training.trainer import FeatureSource
+from longdraft.training.longspec import StepOutput
+from longdraft.training.measure import Ranks, Simulated, by_step, simulate
+from longdraft.training.run_log import Report
+from longdraft.training.trainer import FeatureSource, Trainer
 from longdraft.training.vocabulary import most_frequent
 
 # Held-out documents that a measurement takes: enough to compare, few enough to be quick.
@@ -30,6 +36,7 @@ PATIENCE = timedelta(days=7)
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# what is being prepared, how much is done, and of how much (0: not known)
 Progress = Callable[[str, int, int], None]
 
 
@@ -45,6 +52,11 @@ class LiveFeatures:
     def __getitem__(self, i: int) -> Features:
         self.reader.forget()
         return self.reader.read(self.texts[i], self.offsets[i])
+
+
+def follow_root(document: Document) -> int:
+    """Learned tokens but the first, which the target itself says from what the draft reads."""
+    return len(document.tokens) - 1 - document.start
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,59 @@ class Session:
         held_out = self.data.held_out
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
         return [reader.read(d).on_host() for d in chosen]
+
+    def train(
+        self,
+        trainee: nn.Module,
+        reader: FeatureReader,
+        source: FeatureSource,
+        made: Callable[[Mapping[str, torch.Tensor]], DraftFolder],
+        *,
+        levels: int,
+        measured: int = DEPTH,
+        ranks_of: Ranks = by_step,
+        rows: Callable[[Document], int] = follow_root,
+        count: Callable[[Document, int], int] = lambda document, shift: follow_root(document),
+        shifts: int = 1,
+    ) -> Iterator[Report]:
+        """Trains a module, a report a step; resumes where ``config.out`` holds a run.
+
+        The draft with the best simulated acceptance is in ``out/best``, the last one in ``out/last``. Started by
+        torchrun or ``accelerate launch``, every process calls this.
+
+        Args:
+            trainee: called with (documents, shifts); returns a :class:`~longdraft.training.longspec.StepOutput`. One
+                part of it is what is trained.
+            made: that part's weights -> the draft as its folder holds it.
+            levels: depths that the trainee tells rows of. measured: depths that simulated acceptance drafts.
+            ranks_of: how the trainee is asked for that.
+            rows: learned tokens of a document. count: its learned rows at a shift. shifts: the largest shift.
+
+        Raises:
+            LongdraftError: no room on disk, or a checkpoint of something else.
+        """
+        learned, held_out = self.data.learned, self.held_out(reader)
+
+        def measure(module: Callable[..., StepOutput]) -> Simulated:
+            return simulate(module, held_out, measured, ranks_of=ranks_of)
+
+        def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
+            own = {n.partition(".")[2]: t for n, t in weights.items()}
+            draft_folder.save(Path(self.config.out) / name, made(own))
+
+        yield from Trainer(
+            self.config,
+            self.accelerator,
+            trainee.to(self.runner.device),
+            source,
+            [rows(document) for document in learned],
+            lambda i, shift: count(learned[i], shift),
+            corpus.digest(learned),
+            measure if held_out else None,
+            save_draft,
+            shifts,
+            levels,
+        ).run(self.stop)
 
 
 def begin(

@@ -35,11 +35,6 @@ def most_frequent(
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def offsets(kept: torch.Tensor) -> torch.Tensor:
-    """The d2t table: target id minus draft id, for each draft id."""
-    return kept - torch.arange(len(kept))
-
-
 def to_draft(kept: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """(vocab_size,) draft id of each target id, -1 for those outside."""
     table = torch.full((vocab_size,), -1, dtype=torch.long)

@@ -1,0 +1,216 @@
+"""A trained drafter of one's own, in one file: a recurrent cell on the target's last hidden state.
+
+    python examples/recurrent_drafter.py                      # trains it on a few answers of the embedded model
+    longdraft generate --load examples/recurrent_drafter.py --draft recurrent-draft/best -p "Why is the sky blue?"
+    longdraft train --load examples/recurrent_drafter.py recurrent data=answers.jsonl rows=2048
+
+The state h_t of the target's last layer says token t+1, the root of the next round. A GRU cell goes on from there:
+
+    s_0 = norm(h_t)    s_i = GRU(norm(embedding(token t+i)), s_{i-1})    p(token t+i+1) = softmax(head(norm(s_i)))
+
+Embedding and head are the target's. The file has the five parts that any kind of draft has: its module, its draft (what
+lies in the folder), its drafter (what it proposes), its training, and the line that makes it known to longdraft.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import longdraft
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.draft import TrainedDraft
+from longdraft.drafters.draft_folder import DraftFolder, trained
+from longdraft.drafters.kinds import Kind, Training
+from longdraft.kv.store import KVStore
+from longdraft.sequence import Sequence as Text
+from longdraft.target.runner import TargetRunner
+from longdraft.training.longspec import StepOutput
+from longdraft.training.losses import soft_cross_entropy
+from longdraft.training.vocabulary import to_draft
+from longdraft.trees.budget import Budget
+from longdraft.trees.tree import TokenTree
+
+NAME, LEVELS = "recurrent", 4
+
+
+# 1. The module: the same in training and in decoding.
+class Cell(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.begin = nn.RMSNorm(hidden_size)  # of the target's state
+        self.read = nn.RMSNorm(hidden_size)  # of a token's embedding
+        self.cell = nn.GRUCell(hidden_size, hidden_size)
+        self.norm = nn.RMSNorm(hidden_size)  # before the target's head
+
+    def step(self, embedded: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """embedded, state (rows, hidden) -> the next state (rows, hidden)."""
+        return self.cell(self.read(embedded), state)
+
+
+# 2. The draft: what lies in a folder, and what drafts with it. The base reads, checks, refuses, binds and saves it.
+@dataclass(frozen=True)
+class Bound:
+    """The module on a target: embedding (ids -> rows), head (vocabulary, hidden), ids of the head's rows or None."""
+
+    cell: Cell
+    embedding: nn.Module
+    head: torch.Tensor
+    ids: torch.Tensor | None
+
+
+class RecurrentDraft(TrainedDraft[Bound]):
+    kind = NAME
+
+    def module(self) -> Cell:
+        return Cell(self.config["hidden_size"])
+
+    def needs(self) -> dict[str, Any]:
+        return {"hidden_size": self.config["hidden_size"]}
+
+    def make(self, runner: TargetRunner) -> Bound:
+        return Bound(self.placed(runner), runner.parts.embedding, *self.head(runner))
+
+
+# 3. The drafter: proposes a chain. Whatever it proposes, the output stays the target's.
+class RecurrentDrafter(Drafter):
+    """Its keyword parameters are the method's options: ``-o depth=6``."""
+
+    def __init__(self, draft: RecurrentDraft, depth: int = LEVELS) -> None:
+        if type(depth) is not int or depth < 1:
+            raise ValueError(f"depth must be a whole number of at least 1, got {depth!r}")
+        self.draft, self.max_nodes = draft, depth
+
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return (runner.kv_shape.layers - 1,)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        self._bound, self._store = self.draft.bound(runner), store
+
+    @torch.inference_mode()
+    def propose(self, sequences: list[Text], budget: Budget | None = None) -> list[TokenTree]:
+        bound, features = self._bound, self._store.features
+        assert features is not None
+        # The root has no state yet: the row before it says it.
+        state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
+        last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
+        tokens, scores = [last], [torch.zeros(len(sequences), device=state.device)]
+        for _ in range(self.max_nodes if budget is None else min(self.max_nodes, budget.nodes)):
+            self.forwards += 1
+            state = bound.cell.step(bound.embedding(last), state)
+            logits = bound.cell.norm(state) @ bound.head.T
+            best, chosen = logits.float().log_softmax(-1).max(-1)
+            last = chosen if bound.ids is None else bound.ids[chosen]
+            tokens.append(last)
+            scores.append(best)
+        chains = zip(torch.stack(tokens, 1).tolist(), torch.stack(scores, 1).tolist(), sequences, strict=True)
+        return [_chain(chain[: s.remaining], score[: s.remaining]) for chain, score, s in chains]
+
+
+def _chain(tokens: Sequence[int], log_probs: Sequence[float]) -> TokenTree:
+    return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(log_probs))
+
+
+# 4. The training: one step, from documents' features to a loss; the project's session does the rest. What needs the
+#    extra `train` is imported when a run begins.
+class Trainee(nn.Module):
+    """The cell, reading the text's tokens from every learned state on, as deep as it will draft."""
+
+    def __init__(self, cell: Cell, runner: TargetRunner, kept: torch.Tensor | None) -> None:
+        super().__init__()
+        self.cell = cell
+        self._embedding = [runner.parts.embedding]  # in a list: nothing of the target is trained or saved
+        ids = torch.arange(runner.vocab_size) if kept is None else kept
+        self._head = runner.parts.head.detach()[ids.to(runner.device)].float()
+        self._to_draft = to_draft(ids, runner.vocab_size).to(runner.device)
+
+    def forward(self, documents: Sequence[Any], shifts: Sequence[int] = (), levels: int = LEVELS) -> StepOutput:
+        device = self._head.device
+        said: list[list[torch.Tensor]] = [[] for _ in range(levels)]
+        truth: list[list[torch.Tensor]] = [[] for _ in range(levels)]
+        for document in documents:
+            tokens, first = document.tokens.to(device), document.start - 1
+            with torch.no_grad():
+                embedded = self._embedding[0](tokens).float()
+            state = self.cell.begin(document.hidden[first : len(tokens) - 2].to(device).float())
+            for level in range(levels):
+                rows = len(tokens) - 2 - first - level  # those that have a token so far behind them
+                state = self.cell.step(embedded[first + 1 + level :][:rows], state[:rows])
+                said[level].append(self.cell.norm(state))
+                truth[level].append(self._to_draft[tokens[first + 2 + level :]])
+        depths = [torch.full((sum(map(len, each)),), i + 1) for i, each in enumerate(truth)]
+        wanted = torch.cat([t for each in truth for t in each])
+        hidden = torch.cat([h for each in said for h in each])
+        known = (wanted >= 0)[:, None]  # the draft's vocabulary may lack a token
+        loss, ranks = soft_cross_entropy(hidden, self._head, wanted.clamp_min(0)[:, None], known.float())
+        return StepOutput(loss, torch.where(known[:, 0], ranks, len(self._head)), torch.cat(depths).to(device))
+
+
+def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):
+    """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
+    from longdraft.training.session import begin
+
+    session = begin(config, LEVELS, progress, stop)
+    runner, kept = session.runner, session.vocabulary()
+    reader = session.reader((runner.kv_shape.layers - 1,))
+    if (source := session.source(reader)) is None:
+        return
+    torch.manual_seed(config.seed)
+    cell = Cell(runner.parts.hidden_size)
+    # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
+    nn.init.constant_(cell.norm.weight, 1 / float(runner.parts.head.float().norm(dim=-1).median()))
+
+    def made(weights: Mapping[str, torch.Tensor]) -> DraftFolder:
+        sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
+        return trained(NAME, sizes, weights, kept, runner.parts.description)
+
+    trainee = Trainee(cell, runner, kept)
+    yield from session.train(trainee, reader, source, made, levels=LEVELS, measured=LEVELS)
+
+
+# 5. From here on it is a method like any other, with or without --draft, under specpv and nested, on the command line.
+longdraft.register(
+    Kind(
+        NAME,
+        RecurrentDraft.load,
+        RecurrentDrafter,
+        "a recurrent cell that goes on from the model's last hidden state; examples/recurrent_drafter.py",
+        training=Training("longdraft.training.config:RunConfig", train, "Train a recurrent drafter"),
+    )
+)
+
+QUESTIONS = ("Why is the sky blue?", "How do I boil an egg?", "What is a prime number?", "Why do cats purr?")
+
+
+def main() -> None:
+    from longdraft.target.chat import chat_prompt
+    from longdraft.training.config import RunConfig
+
+    model, tokenizer = longdraft.load()
+    prompts = [chat_prompt(tokenizer, question) for question in QUESTIONS]
+    answers = longdraft.Speculator("ar", target=model).generate(prompts, max_new_tokens=128)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "answers.jsonl")
+        rows = [{"tokens": p + a.token_ids, "start": len(p)} for p, a in zip(prompts, answers, strict=True)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        config = RunConfig(
+            data=(str(data),), out="recurrent-draft", rows=256, held_out=0.0, vocabulary=1024, epochs=30.0, lr=2e-3
+        )
+        for report in train(config):
+            print(f"step {report.step} of {report.steps}: loss {report.loss:.0f}, right: {report.agreement}")
+    spec = longdraft.Speculator("recurrent-draft/best", target=model, tokenizer=tokenizer)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = spec.generate([prompt], max_new_tokens=128)[0]
+        same = "the same tokens" if found.token_ids == answer.token_ids else "other tokens"
+        print(f"{found.mean_accepted_length:.2f} tokens a verification, {same} as without a draft")
+
+
+if __name__ == "__main__":
+    main()
