@@ -91,4 +91,5 @@ class TreeKind(ABC):
         return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
 
     def _depths(self, roots: Sequence[int], depths: Sequence[int] | None) -> list[int]:
-        return [self.depth if depths is None else min(self.depth, depths[i]) for i in range(len(roots))]
+        most = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to keep
+        return [most if depths is None else min(most, depths[i]) for i in range(len(roots))]
