@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.planning import choice
 from longdraft.planning.costs import CostTable
 from tests.exactness.cases import METHODS, Case
 from tests.exactness.workshop import DRAWN, GREEDY, PROMPTS, generate, target, tokens
+from tests.planned import use_costs
 
 TABLES = {
     "free": CostTable((0,), (1, 64), ((1e-2, 1.01e-2),)),  # rows cost nothing
@@ -43,11 +43,7 @@ PLANNED = {
 @pytest.fixture
 def costs(monkeypatch):
     """Says what verifications cost."""
-
-    def use(table: CostTable | None) -> None:
-        monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
-
-    return use
+    return lambda table: use_costs(monkeypatch, table)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ def test_the_output_is_plain_decodings(workshop, costs, name, table, sampling, n
     if table == "dear":
         assert drafted == 0 and all(r.rounds == n - 1 for r in together)
     elif table == "free" and sampling is GREEDY:
-        assert drafted > 15
+        assert drafted > 10
     if table == "some":
         (alone,) = generate(spec, PROMPTS[:1], n, sampling)
         assert alone.token_ids == together[0].token_ids

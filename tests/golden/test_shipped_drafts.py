@@ -16,9 +16,9 @@ import pytest
 import longdraft
 from longdraft import PromptCache, Speculator
 from longdraft.engine import Result
-from longdraft.planning import choice
 from longdraft.planning.costs import CostTable
 from longdraft.target.chat import chat_prompt
+from tests.planned import use_costs
 
 pytestmark = [
     pytest.mark.model,
@@ -107,7 +107,7 @@ def test_fixed_trees(desk, method):
 
 @pytest.mark.parametrize("method", PLANNED)
 def test_planned_trees(desk, method, monkeypatch):
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: TABLE)
+    use_costs(monkeypatch, TABLE)
     results = desk.decode(method, 12, plan="auto", **GOLDEN[method].options)
     assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
     assert sum(r.drafted for r in results) > 0
@@ -116,7 +116,7 @@ def test_planned_trees(desk, method, monkeypatch):
 def test_where_nobody_names_a_method(desk, monkeypatch):
     """LongSpec's shipped draft with lookups beside it, planned."""
     monkeypatch.setenv("LONGDRAFT_PLAN", "auto")
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: TABLE)
+    use_costs(monkeypatch, TABLE)
     results = desk.decode(None, 12)
     assert results[0].method == "longspec" and sum(r.accepted for r in results) > 0
     assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
