@@ -190,6 +190,7 @@ QUESTIONS = ("Why is the sky blue?", "How do I boil an egg?", "What is a prime n
 
 
 def main() -> None:
+    """Learns four answers by heart and drafts them: a demonstration. A draft to use takes more text."""
     from longdraft.target.chat import chat_prompt
     from longdraft.training.config import RunConfig
 
@@ -201,10 +202,11 @@ def main() -> None:
         rows = [{"tokens": p + a.token_ids, "start": len(p)} for p, a in zip(prompts, answers, strict=True)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         config = RunConfig(
-            data=(str(data),), out="recurrent-draft", rows=256, held_out=0.0, vocabulary=1024, epochs=30.0, lr=2e-3
-        )
+            data=(str(data),), out="recurrent-draft", cache=str(Path(folder, "features")), precision="no", rows=256,
+            held_out=0.0, vocabulary=1024, epochs=10.0, lr=2e-3,
+        )  # fmt: skip
         for report in train(config):
-            print(f"step {report.step} of {report.steps}: loss {report.loss:.0f}, right: {report.agreement}")
+            print(f"step {report.step} of {report.steps}: loss {report.loss:.2f}, right: {report.agreement}")
     spec = longdraft.Speculator("recurrent-draft/best", target=model, tokenizer=tokenizer)
     for prompt, answer in zip(prompts, answers, strict=True):
         found = spec.generate([prompt], max_new_tokens=128)[0]
