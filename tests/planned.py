@@ -1,0 +1,31 @@
+"""Planned runs that do not hang on how busy the machine is: verifications take what a table says, drafting no time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from longdraft.planning import choice
+from longdraft.planning.costs import CostTable
+from longdraft.verify.schedule import Schedule
+
+
+def use_costs(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> None:
+    """Planners take this table for measured, and a clock agrees with it.
+
+    Args:
+        table: of one length of text; None: nothing could be measured, so nothing is planned.
+    """
+    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
+    if table is None:
+        return
+    now, forward = [0.0], Schedule.forward
+
+    def timed(self: Schedule, trees: list[Any], *arguments: Any, **options: Any) -> Any:
+        now[0] += table.at(max(tree.size for tree in trees) * len(trees), 0)
+        return forward(self, trees, *arguments, **options)
+
+    monkeypatch.setattr(Schedule, "forward", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
