@@ -23,7 +23,7 @@ prompt = st.builds(
 SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_p=0.1, repetition_penalty=1.2)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(list(CASES)),
     family=st.sampled_from(FAMILIES),

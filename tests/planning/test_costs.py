@@ -122,13 +122,13 @@ def test_a_context_shorter_than_every_length(runner):
     assert table is not None and table.lengths == (248,)
 
 
-def test_without_memory_there_is_no_table(runner, monkeypatch):
+def test_without_memory_there_is_no_table(runner, tmp_path, monkeypatch):
     def full(*_, **__):
         raise MemoryBudgetError("full")
 
     monkeypatch.setattr(runner, "new_store", full)
     assert measure(runner) is None
-    assert table_for(runner) is None
+    assert table_for(runner, tmp_path) is None
 
 
 def test_it_is_measured_once(runner, tmp_path, monkeypatch):
