@@ -143,7 +143,7 @@ METHODS = {
             "drafts what followed the same words before, in prompt or output",
             NGramDrafter,
         ),
-        *map(of_kind, sorted(KINDS.values(), key=lambda kind: kind.name not in DEFAULTS)),
+        *map(of_kind, sorted(KINDS.values(), key=lambda kind: (kind.name not in DEFAULTS, DRAFTING.index(kind.name)))),
         Method(
             "specextend",
             True,

@@ -87,8 +87,9 @@ class UnitedDrafter(Drafter):
         """Tells each how far its own proposal went, of what was verified."""
         s = event.sequence
         roots = (TokenTree(event.tree.tokens[:1], (-1,)),) * 2
-        proposed = self._proposed.pop(s.index, roots) if event.tree.drafted else roots
-        self._proposed.pop(s.index, None)
+        proposed = self._proposed.pop(s.index, roots)
+        if not event.tree.drafted:
+            proposed = roots
         came = s.output[len(s.output) - event.accepted - 1 :][: event.accepted]
         for drafter, own in zip((self.unpaid, self.paid), proposed, strict=True):
             drafter.observe(replace(event, tree=own, accepted=own.follows(came)))

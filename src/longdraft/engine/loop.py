@@ -57,7 +57,7 @@ class Engine:
     def __post_init__(self) -> None:
         self._plan: Plan | None = None
         self._opened = 0
-        self.stats = [Stats(s) for s in self.sequences]
+        self.stats = [Stats() for _ in self.sequences]
         if self.planner is not None:
             self.drafter.follow_budget()
             with self.runner.lock:  # runs on one target share what is known of it
@@ -122,7 +122,12 @@ class Engine:
                 events = self._round(batch)
                 if self._plan is not None:
                     self._plan.observe(events, self.drafter.forwards - forwards)
-                yield from self._count(batch, events, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                for stats, event in zip((self.stats[s.index] for s in batch), events, strict=True):
+                    stats.count(event)
+                # The first of a round's steps carries its seconds.
+                for i, (s, event) in enumerate(zip(batch, events, strict=True)):
+                    yield step_of(s, event, 0.0 if i else seconds)
                 self._check_cache()
         finally:
             for s in self.sequences:
@@ -202,12 +207,6 @@ class Engine:
             seconds = time.perf_counter() - start
             yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
             self._check_cache()
-
-    def _count(self, batch: list[Sequence], events: list[Event], seconds: float) -> Iterator[Step]:
-        """What a round did to each sequence. The first of its steps carries the seconds."""
-        for i, (s, event) in enumerate(zip(batch, events, strict=True)):
-            self.stats[s.index].count(event)
-            yield step_of(s, event, 0.0 if i else seconds)
 
     def _emitter(self, s: Sequence) -> Callable[[int], bool]:
         """Appends each emitted token and says whether it was the last."""

@@ -86,8 +86,7 @@ class Result:
 class Stats:
     """Counts the rounds of one sequence."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
+    def __init__(self) -> None:
         self.drafted = self.accepted = self.unconfirmed = self.taken_back = 0
         self.rounds_by_mode: Counter[Mode] = Counter()
 
