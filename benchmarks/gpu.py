@@ -46,9 +46,9 @@ from longdraft import drafts
 from longdraft.bench import machine, report, tasks
 from longdraft.bench.run import Bench, Settings, grid, prepare
 from longdraft.errors import LongdraftError
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.runner import TargetRunner
 from longdraft.methods import METHODS
-from longdraft.target.loading import LoadedModel
-from longdraft.target.runner import TargetRunner
 
 FORMAT = 1
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from longdraft.attention import dispatch, reference
 from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
+from longdraft.host import graphs
+from longdraft.host.runner import Taps, TargetRunner
 from longdraft.kv.partial import PartialCache, PartialLayout
-from longdraft.target import graphs
-from longdraft.target.runner import Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
 

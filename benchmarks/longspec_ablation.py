@@ -23,8 +23,8 @@ import longdraft
 from longdraft.drafters import draft_folder
 from longdraft.drafters.longspec_block import LongSpecBlock
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.target.parts import SharedParts, shared_parts
-from longdraft.target.runner import TargetRunner
+from longdraft.host.parts import SharedParts, shared_parts
+from longdraft.host.runner import TargetRunner
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.longspec import LongSpecTrainee

@@ -25,9 +25,9 @@ from rich.table import Table
 
 import longdraft
 from longdraft.bench import machine
+from longdraft.host.runner import Taps, TargetRunner
 from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
-from longdraft.target.runner import Taps, TargetRunner
 
 MARGIN = 20
 

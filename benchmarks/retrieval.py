@@ -35,9 +35,9 @@ from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.events import Event
+from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 
 Retrieving = Eagle3Drafter | LongSpecDrafter | SmallLMDrafter

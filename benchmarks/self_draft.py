@@ -19,7 +19,7 @@ from statistics import median
 import longdraft
 from longdraft.bench.data import fitted, read
 from longdraft.cli.options import method_options
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 
 class Watched:

@@ -25,9 +25,9 @@ from rich.table import Table
 import longdraft
 from longdraft import native
 from longdraft.bench import machine
+from longdraft.host.runner import TargetRunner
 from longdraft.native.library import SWITCH
 from longdraft.planning.costs import CostTable, measure
-from longdraft.target.runner import TargetRunner
 
 
 def bandwidth() -> float:

@@ -29,9 +29,9 @@ from longdraft.drafters.base import Drafter
 from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import DraftFolder, trained
 from longdraft.drafters.kinds import Kind, Training
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence as Text
-from longdraft.target.runner import TargetRunner
 from longdraft.training.longspec import StepOutput
 from longdraft.training.losses import soft_cross_entropy
 from longdraft.training.vocabulary import to_draft
@@ -191,7 +191,7 @@ QUESTIONS = ("Why is the sky blue?", "How do I boil an egg?", "What is a prime n
 
 def main() -> None:
     """Learns four answers by heart and drafts them: a demonstration. A draft to use takes more text."""
-    from longdraft.target.chat import chat_prompt
+    from longdraft.host.chat import chat_prompt
     from longdraft.training.config import RunConfig
 
     model, tokenizer = longdraft.load()

@@ -15,7 +15,7 @@ from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
-from longdraft.target.parts import describe
+from longdraft.host.parts import describe
 from tests.tiny import Family, tiny_model
 
 

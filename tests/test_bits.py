@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longdraft import native
+from longdraft.host.runner import TargetRunner
 from longdraft.native import library
-from longdraft.target.runner import TargetRunner
 from tests.native.levels import LEVELS, kernels_of
 from tests.native.test_bits import random_tree
 from tests.tiny import FAMILIES, tiny_model

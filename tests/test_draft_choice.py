@@ -12,7 +12,7 @@ from longdraft import Speculator, drafts
 from longdraft.drafters.draft_folder import kind
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
-from longdraft.target.parts import describe
+from longdraft.host.parts import describe
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model
 

@@ -183,7 +183,7 @@ def test_a_snapshot_carries_the_prompt_to_another_run(tmp_path):
 def test_bad_requests_are_refused_before_any_work(monkeypatch):
     model = tiny_model(context=64)
     spec = Speculator("ar", target=model)
-    monkeypatch.setattr("longdraft.target.runner.TargetRunner.forward", lambda *a, **k: pytest.fail("work was done"))
+    monkeypatch.setattr("longdraft.host.runner.TargetRunner.forward", lambda *a, **k: pytest.fail("work was done"))
     with pytest.raises(PromptError, match="empty"):
         spec.generate([[]], max_new_tokens=4)
     with pytest.raises(ContextError, match=r"60 tokens; with 5 new ones that is 65, and the model's context holds 64"):

@@ -17,9 +17,9 @@ from longdraft.drafters.kinds import KINDS, Kind
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.errors import CheckpointError
+from longdraft.host.loading import load
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
-from longdraft.target.loading import load
 from longdraft.training.config import RunConfig
 from tests.drafts import random_heads
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -8,8 +8,8 @@ from torch import nn
 
 from longdraft import packing
 from longdraft.few_rows import FewRowsModule
+from longdraft.host.runner import TargetRunner
 from longdraft.packing import PackedLinear
-from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
 
 

@@ -4,10 +4,11 @@ from longdraft import errors
 from longdraft.composing import compose, register
 from longdraft.engine import Result, Step
 from longdraft.errors import LongdraftError
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import methods
 from longdraft.speculator import Generation, Speculator
-from longdraft.target.loading import LoadedModel, load
 from longdraft.verify.sampling import Sampling
 
 __version__ = "0.1.0"

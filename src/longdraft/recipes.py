@@ -13,8 +13,8 @@ from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
+from longdraft.host.runner import TargetRunner
 from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method, method_of
-from longdraft.target.runner import TargetRunner
 from longdraft.verify.schedule import Schedule
 
 

@@ -10,7 +10,7 @@ import torch
 from longdraft.trees.draft_sampler import DraftSampler
 
 if TYPE_CHECKING:
-    from longdraft.verify.sampling import Picker
+    from longdraft.verify.sampling import Sampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
@@ -33,7 +33,7 @@ class Sequence:
         draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are picked.
     """
 
-    sampler: Picker
+    sampler: Sampler
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Sequence:
         device: torch.device | str = "cpu",
         shown: list[int] | None = None,
         greedy: bool = True,
-        sampler: Picker | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.index = index
         self.slot = index

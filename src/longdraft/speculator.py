@@ -15,6 +15,10 @@ from longdraft import integration
 from longdraft.drafters.draft import Draft
 from longdraft.engine import Engine, Result, Step, Steps, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError, PromptError, RequestError
+from longdraft.host import support
+from longdraft.host.chat import chat_prompt, encode
+from longdraft.host.lock import lock_of
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
@@ -23,11 +27,7 @@ from longdraft.planning.choice import checked, planned, planner_for
 from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Sequence, StopRule
-from longdraft.target import support
-from longdraft.target.chat import chat_prompt, encode
-from longdraft.target.lock import lock_of
-from longdraft.target.runner import TargetRunner
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -316,7 +316,7 @@ class Speculator:
             if not sampling.greedy:
                 generator = torch.Generator(runner.device)
                 generator.manual_seed(seed + i) if seed is not None else generator.seed()
-            sampler = Picker(sampling.greedy, sampling.processors(), generator)
+            sampler = Sampler(sampling.greedy, sampling.processors(), generator)
             sequences.append(Sequence(i, ids, max_new_tokens, runner.device, greedy=sampling.greedy, sampler=sampler))
         eos = self._model_eos(runner) if eos_token_ids is None else frozenset(eos_token_ids)
         rules: list[StopRule] = [eos_rule(eos)] if eos else []

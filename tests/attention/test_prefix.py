@@ -9,7 +9,7 @@ import torch
 from test_attention import TOLERANCE, flash_attn  # noqa: F401  (a fixture)
 
 from longdraft.attention import cpu, dispatch, prefix
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 from tests.tiny import tiny_model
 
 GQA = [(4, 4), (6, 2), (4, 1)]

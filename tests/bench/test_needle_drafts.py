@@ -20,7 +20,7 @@ from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import ContextError, UnknownMethodError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -18,7 +18,7 @@ from longdraft.bench.llama_peer import LlamaCpp
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.run import Bench, Settings, grid, prepare
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 from tests.drafters.test_small_lm_draft import KEPT, trained
 from tests.drafts import small_lm
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -23,12 +23,12 @@ from longdraft.cli.main import main
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.host.chat import chat_prompt
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.sequence import Sequence
-from longdraft.target.chat import chat_prompt
-from longdraft.target.runner import TargetRunner
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -75,7 +75,7 @@ class Eager(RecordedSpecPV):
 def drifts(model, layout, kind=RecordedSpecPV):
     listener, cache = Listener(TargetRunner(model)), PromptCache()
     schedule = kind(layout, listener)
-    s = Sequence(0, list(PROMPT), 40, sampler=Picker(True, Sampling().processors()))
+    s = Sequence(0, list(PROMPT), 40, sampler=Sampler(True, Sampling().processors()))
     engine = Engine(listener, NGramDrafter(), [s], [], cache, schedule)
     steps = list(engine.steps(engine.open()))
     found = drift(listener, cache, PROMPT, s.output, schedule.computed)

@@ -13,9 +13,9 @@ from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.data import Sample
 from longdraft.bench.run import Bench, Settings, batches, grid, prepare
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.host.runner import TargetRunner
 from longdraft.planning import choice
 from longdraft.planning.costs import CostTable
-from longdraft.target.runner import TargetRunner
 from tests.drafts import random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from longdraft.cli import generate as verb
 from longdraft.cli.streaming import TextStream
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 KEYS = [
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",

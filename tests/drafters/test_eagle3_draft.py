@@ -15,8 +15,8 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.eagle3_remarks import remarks
 from longdraft.errors import CheckpointError
+from longdraft.host.runner import TargetRunner
 from longdraft.methods import method_of
-from longdraft.target.runner import TargetRunner
 from tests.drafts import published_eagle3, random_draft, random_eagle3
 from tests.tiny import tiny_model
 

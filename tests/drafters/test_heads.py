@@ -20,10 +20,10 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.tokenswift import tokenswift
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from tests.drafts import random_heads
 from tests.events import begun, decoded, taken_back
 from tests.tiny import tiny_model
@@ -51,7 +51,7 @@ def proposals(model, drafter, n=12, budget=None, prompts=(PROMPT,)):
         return trees
 
     drafter.propose = listening
-    sequences = [Sequence(i, list(p), n, sampler=Picker(True, Sampling().processors())) for i, p in enumerate(prompts)]
+    sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
     decoded(Engine(TargetRunner(model), drafter, sequences))
     return found
 

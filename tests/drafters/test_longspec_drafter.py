@@ -14,9 +14,9 @@ from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.window import Window
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVShape
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from tests.drafts import random_draft
 from tests.events import attended, begun, replaced, taken_back
 from tests.tiny import tiny_model

@@ -15,9 +15,9 @@ from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.engine import Engine
+from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
-from longdraft.verify.sampling import Picker
+from longdraft.verify.sampling import Sampler
 from tests import chi_square
 from tests.drafts import small_lm
 from tests.events import decoded
@@ -52,9 +52,9 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
-    for s, picker in zip(sequences, pickers, strict=True):
-        s.sampler = picker
+    samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
+    for s, sampler in zip(sequences, samplers, strict=True):
+        s.sampler = sampler
     decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache()))
     return sequences
 

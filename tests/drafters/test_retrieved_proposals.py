@@ -12,10 +12,10 @@ from longdraft import Sampling, Speculator
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.engine import Engine
+from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.opt import Opt
-from longdraft.verify.sampling import Picker
+from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
 from tests.tiny import tiny_model
@@ -59,9 +59,9 @@ def proposals(drafter, model, prompts, n=24, sampling=None):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
-    for s, picker in zip(sequences, pickers, strict=True):
-        s.sampler = picker
+    samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
+    for s, sampler in zip(sequences, samplers, strict=True):
+        s.sampler = sampler
     decoded(Engine(TargetRunner(model), drafter, sequences))
     return found
 

@@ -15,10 +15,10 @@ from longdraft.drafters import self_drafter, small_lm_cache
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
-from longdraft.verify.sampling import Picker
+from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
 from tests.tiny import tiny_model
@@ -58,7 +58,7 @@ def test_a_view_of_everything_is_always_right(view):
 
 
 def run(drafter, model, prompts, n=30, cache=None, **engine):
-    sequences = [Sequence(i, list(p), n, sampler=Picker(True, Sampling().processors())) for i, p in enumerate(prompts)]
+    sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
     decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache(), **engine))
     return sequences
 

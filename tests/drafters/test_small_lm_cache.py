@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from longdraft.drafters import small_lm_cache
 from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming
-from longdraft.target.rotation import KeyRotation
-from longdraft.target.runner import TargetRunner
+from longdraft.host.rotation import KeyRotation
+from longdraft.host.runner import TargetRunner
 from tests.tiny import tiny_model
 
 TRAINED, SLOTS = 60, 2

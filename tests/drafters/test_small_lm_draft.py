@@ -12,9 +12,9 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.target import small_models
-from longdraft.target.loading import load
-from longdraft.target.runner import TargetRunner
+from longdraft.host import small_models
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
 from tests.tiny import tiny_model, tiny_tokenizer
 
 KEPT = [0, 3, 7, 20, 41, 60]

@@ -13,8 +13,8 @@ from longdraft.drafters import small_lm_cache
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from tests.drafts import small_lm
 from tests.events import begun, taken_back
 from tests.tiny import FAMILIES, tiny_model

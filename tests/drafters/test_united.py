@@ -16,7 +16,7 @@ from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import chain, merged, union
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.sampling import Picker
+from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, random_eagle3, small_lm
 from tests.events import begun, decoded, verified
 from tests.tiny import tiny_model
@@ -47,7 +47,7 @@ def test_it_proposes_what_either_does(tmp_path, method):
         part = getattr(drafter, name)
         part.propose = lambda s, b=None, f=part.propose, n=name: own[n].append(f(s, b)) or own[n][-1]
     drafter.propose = lambda s, b=None: trees.append(propose(s, b)) or trees[-1]
-    s = Sequence(0, PROMPTS[0], 24, sampler=Picker(True, Sampling().processors()))
+    s = Sequence(0, PROMPTS[0], 24, sampler=Sampler(True, Sampling().processors()))
     decoded(Engine(spec.runner(), drafter, [s]))
     assert len(trees) > 3
     for (whole,), (free,), (paid,) in zip(trees, own["unpaid"], own["paid"], strict=True):

@@ -16,8 +16,8 @@ import pytest
 import longdraft
 from longdraft import PromptCache, Speculator
 from longdraft.engine import Result
+from longdraft.host.chat import chat_prompt
 from longdraft.planning.costs import CostTable
-from longdraft.target.chat import chat_prompt
 from tests.planned import use_costs
 
 pytestmark = [

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import disk_store, memory, offload
 from longdraft.kv.disk_store import DiskStore
 from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVShape, KVStore
-from longdraft.target.runner import TargetRunner
 from tests import elsewhere
 from tests.drafts import random_draft
 from tests.tiny import tiny_model

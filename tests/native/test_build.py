@@ -17,8 +17,8 @@ from torch import nn
 
 from longdraft import folders, native
 from longdraft.few_rows import FewRowsModule
+from longdraft.host.runner import TargetRunner
 from longdraft.native import build, library
-from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
 
 compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")

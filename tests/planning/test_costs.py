@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.errors import MemoryBudgetError
+from longdraft.host.runner import TargetRunner
 from longdraft.planning import costs
 from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
-from longdraft.target.runner import TargetRunner
 from tests.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
+from longdraft.host.rotary import Rotary, yarn
+from longdraft.host.runner import TargetRunner
 from longdraft.speculator import Speculator
-from longdraft.target.rotary import Rotary, yarn
-from longdraft.target.runner import TargetRunner
 from longdraft.training.config import Eagle3Config
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Eagle3Trainee

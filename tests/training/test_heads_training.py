@@ -17,9 +17,9 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.heads_draft import HeadsDraft
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
-from longdraft.target.loading import load
-from longdraft.target.parts import final_norm
-from longdraft.target.runner import TargetRunner
+from longdraft.host.loading import load
+from longdraft.host.parts import final_norm
+from longdraft.host.runner import TargetRunner
 from longdraft.training.config import HeadsConfig, read_config
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader

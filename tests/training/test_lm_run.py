@@ -15,8 +15,8 @@ from longdraft.cli.main import main
 from longdraft.drafters import draft_folder
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.target.loading import load
-from longdraft.target.runner import TargetRunner
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
 from longdraft.training.config import LmConfig
 from longdraft.training.lm_recipe import train_lm
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -7,8 +7,8 @@ import torch
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.host.runner import TargetRunner
 from longdraft.speculator import Speculator
-from longdraft.target.runner import TargetRunner
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.longspec import LongSpecTrainee

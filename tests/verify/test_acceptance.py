@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted, accept
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 
 VOCABULARY = 5
 PREFIX = [1, 4, 4]
@@ -29,12 +29,12 @@ def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def picker(sampling: Sampling | None = None, seed: int = 0) -> Picker:
+def sampler(sampling: Sampling | None = None, seed: int = 0) -> Sampler:
     sampling = sampling or Sampling()
-    return Picker(sampling.greedy, sampling.processors(), torch.Generator().manual_seed(seed))
+    return Sampler(sampling.greedy, sampling.processors(), torch.Generator().manual_seed(seed))
 
 
-def decode(tree_for, picker: Picker, n: int) -> list[int]:
+def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
     """Plain rounds of propose, verify, accept, until n tokens are out."""
     text = list(PREFIX)
     while len(text) - len(PREFIX) < n:
@@ -46,7 +46,7 @@ def decode(tree_for, picker: Picker, n: int) -> list[int]:
             said.append(token)
             return len(said) == left
 
-        text += accept(tree, verified(tree, text), picker, lambda text=text: torch.tensor(text), full).tokens
+        text += accept(tree, verified(tree, text), sampler, lambda text=text: torch.tensor(text), full).tokens
     return text[len(PREFIX) :]
 
 
@@ -80,11 +80,11 @@ def walk(tree: TokenTree, following: list[int]) -> Accepted:
 @pytest.mark.parametrize("penalty", [None, 1.8], ids=["plain", "repetition penalty"])
 def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty):
     sampling = Sampling(repetition_penalty=penalty)
-    following = decode(autoregressive, picker(sampling), 21)
+    following = decode(autoregressive, sampler(sampling), 21)
 
     @given(trees())
     def check(tree):
-        got = accept(tree, verified(tree, PREFIX), picker(sampling), lambda: torch.tensor(PREFIX))
+        got = accept(tree, verified(tree, PREFIX), sampler(sampling), lambda: torch.tensor(PREFIX))
         assert got == walk(tree, following)
 
     check()
@@ -92,28 +92,30 @@ def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty
 
 def test_the_penalty_changes_the_greedy_text():
     """Else the test above would prove nothing about it."""
-    assert decode(autoregressive, picker(Sampling(repetition_penalty=1.8)), 20) != decode(autoregressive, picker(), 20)
+    assert decode(autoregressive, sampler(Sampling(repetition_penalty=1.8)), 20) != decode(
+        autoregressive, sampler(), 20
+    )
 
 
 def test_a_right_chain_is_accepted_whole_with_a_bonus_token():
-    following = decode(autoregressive, picker(), 5)
+    following = decode(autoregressive, sampler(), 5)
     tree = chain(PREFIX[-1], following[:4])
-    got = accept(tree, verified(tree, PREFIX), picker(), lambda: torch.tensor(PREFIX))
+    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX))
     assert got == Accepted((0, 1, 2, 3, 4), tuple(following))
     assert got.from_draft == 4
 
 
 def test_a_wrong_chain_still_gives_one_token():
-    (right,) = decode(autoregressive, picker(), 1)
+    (right,) = decode(autoregressive, sampler(), 1)
     tree = chain(PREFIX[-1], [(right + 1) % VOCABULARY, right])
-    got = accept(tree, verified(tree, PREFIX), picker(), lambda: torch.tensor(PREFIX))
+    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX))
     assert got == Accepted((0,), (right,)) and got.from_draft == 0
 
 
 def test_rows_of_padding_behind_the_tree_are_not_read():
     tree = chain(PREFIX[-1], [])
     padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
-    assert accept(tree, padded, picker(), lambda: torch.tensor(PREFIX)).path == (0,)
+    assert accept(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).path == (0,)
 
 
 def test_plain_greedy_never_asks_for_the_text():
@@ -121,7 +123,7 @@ def test_plain_greedy_never_asks_for_the_text():
         raise AssertionError("asked")
 
     tree = chain(PREFIX[-1], [1, 2])
-    accept(tree, verified(tree, PREFIX), picker(), refuse)
+    accept(tree, verified(tree, PREFIX), sampler(), refuse)
 
 
 # --- sampled ---
@@ -141,12 +143,12 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted(sampling, seed):
         parents = [-1] + [int(torch.randint(i, (), generator=draft)) for i in range(1, size)]
         return TokenTree((text[-1], *tokens), tuple(parents))
 
-    alone = decode(autoregressive, picker(sampling, seed), 25)
-    assert decode(random_tree, picker(sampling, seed), 25) == alone
+    alone = decode(autoregressive, sampler(sampling, seed), 25)
+    assert decode(random_tree, sampler(sampling, seed), 25) == alone
 
 
 def test_another_seed_gives_another_text():
-    texts = {tuple(decode(autoregressive, picker(Sampling(1.0), seed), 25)) for seed in range(5)}
+    texts = {tuple(decode(autoregressive, sampler(Sampling(1.0), seed), 25)) for seed in range(5)}
     assert len(texts) == 5
 
 
@@ -155,7 +157,7 @@ def test_another_seed_gives_another_text():
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
-    following = decode(autoregressive, picker(), 4)
+    following = decode(autoregressive, sampler(), 4)
     tree = chain(PREFIX[-1], following)
     told: list[int] = []
 
@@ -163,7 +165,7 @@ def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
         told.append(token)
         return len(told) == stop_after
 
-    got = accept(tree, verified(tree, PREFIX), picker(), lambda: torch.tensor(PREFIX), stop)
+    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX), stop)
     assert told == following[:stop_after] == list(got.tokens)
     assert got.path == tuple(range(stop_after))
 
@@ -183,7 +185,7 @@ class Recorder:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
     recorder = Recorder()
-    who = Picker(greedy, LogitsProcessorList([recorder]), torch.Generator().manual_seed(3))
+    who = Sampler(greedy, LogitsProcessorList([recorder]), torch.Generator().manual_seed(3))
     bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
     out = decode(lambda text: union(text[-1], bushy), who, 12)
     assert recorder.texts == [PREFIX + out[:i] for i in range(12)]
@@ -195,5 +197,5 @@ def test_a_processor_that_writes_in_place_does_not_spoil_the_logits():
 
     logits = verified(autoregressive(PREFIX), PREFIX)
     before = logits.clone()
-    Picker(True, LogitsProcessorList([ban])).pick(torch.tensor(PREFIX), logits[0])
+    Sampler(True, LogitsProcessorList([ban])).sample(torch.tensor(PREFIX), logits[0])
     assert torch.equal(logits, before)

@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList
 from longdraft.trees.builders import chain, static, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted, accept
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from tests import chi_square
 from tests.verify.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
 
@@ -57,14 +57,14 @@ class NotSaid(Exception):
         self.law = law
 
 
-class Scripted(Picker):
+class Scripted(Sampler):
     """Picks what a script says, and knows how likely that is."""
 
     def __init__(self, sampling: Sampling, script: tuple[int, ...]) -> None:
         super().__init__(sampling.greedy, sampling.processors())
         self.script, self.chance, self.said = script, 1.0, 0
 
-    def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+    def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         law = self.distribution(text, logits).double()
         if self.said == len(self.script):
             raise NotSaid(law)
@@ -74,7 +74,7 @@ class Scripted(Picker):
         return token
 
 
-def written(tree: TokenTree, logits: torch.Tensor, picker: Picker, walk, count: int) -> list[int]:
+def written(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, walk, count: int) -> list[int]:
     """Text of so many tokens: plain decoding goes on where a walk ends."""
     said: list[int] = []
 
@@ -82,10 +82,10 @@ def written(tree: TokenTree, logits: torch.Tensor, picker: Picker, walk, count: 
         said.append(token)
         return len(said) == count
 
-    emitted = list(walk(tree, logits, picker, lambda: torch.tensor(PROMPT), enough).tokens)
+    emitted = list(walk(tree, logits, sampler, lambda: torch.tensor(PROMPT), enough).tokens)
     while len(emitted) < count:
         text = [*PROMPT, *emitted]
-        emitted.append(picker.pick(torch.tensor(text), logits_after(text)))
+        emitted.append(sampler.sample(torch.tensor(text), logits_after(text)))
     return emitted
 
 
@@ -93,13 +93,13 @@ def accepted_law(tree: TokenTree, sampling: Sampling, walk=accept) -> torch.Tens
     """(vocabulary,) * WRITTEN: how likely each text comes out."""
     logits, found, scripts = tree_logits(tree), torch.zeros([VOCABULARY] * WRITTEN, dtype=torch.double), [()]
     while scripts:
-        picker = Scripted(sampling, scripts.pop())
+        sampler = Scripted(sampling, scripts.pop())
         try:
-            text = written(tree, logits, picker, walk, WRITTEN)
+            text = written(tree, logits, sampler, walk, WRITTEN)
         except NotSaid as more:
-            scripts += [(*picker.script, token) for token in more.law.nonzero().flatten().tolist()]
+            scripts += [(*sampler.script, token) for token in more.law.nonzero().flatten().tolist()]
         else:
-            found[tuple(text)] += picker.chance
+            found[tuple(text)] += sampler.chance
     return found
 
 
@@ -121,11 +121,11 @@ def test_accepted_text_has_the_targets_law(shape, setting):
 def drawn_p_value(shape: str, setting: str, walk=accept, seed: int = 0) -> float:
     """Of the draws, the trees of a shape taken in turn."""
     sampling = SETTINGS[setting]
-    picker = Picker(sampling.greedy, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
+    sampler = Sampler(sampling.greedy, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
     cases = [(tree, tree_logits(tree)) for tree in TREES[shape]]
     counts = torch.zeros([VOCABULARY] * DRAWN)
     for draw in range(DRAWS):
-        counts[tuple(written(*cases[draw % len(cases)], picker, walk, DRAWN))] += 1
+        counts[tuple(written(*cases[draw % len(cases)], sampler, walk, DRAWN))] += 1
     return chi_square.p_value(counts, plain_law(setting, DRAWN), cells=9)
 
 
@@ -138,53 +138,53 @@ def test_sampled_output_has_the_targets_distribution(shape, setting):
 # --- the tests have teeth ---
 
 
-def takes_the_first_child(tree, logits, picker, text, stop):
+def takes_the_first_child(tree, logits, sampler, text, stop):
     """Always accepts the first drafted child."""
-    return Accepted((0, 1), (tree.tokens[1], picker.pick(torch.tensor([*PROMPT, tree.tokens[1]]), logits[1])))
+    return Accepted((0, 1), (tree.tokens[1], sampler.sample(torch.tensor([*PROMPT, tree.tokens[1]]), logits[1])))
 
 
-def sometimes_takes_the_first_child(tree, logits, picker, text, stop):
+def sometimes_takes_the_first_child(tree, logits, sampler, text, stop):
     """Accepts it one time in twenty without asking the target."""
-    if torch.rand((), generator=picker.generator) < 0.05:
-        return takes_the_first_child(tree, logits, picker, text, stop)
-    return accept(tree, logits, picker, text, stop)
+    if torch.rand((), generator=sampler.generator) < 0.05:
+        return takes_the_first_child(tree, logits, sampler, text, stop)
+    return accept(tree, logits, sampler, text, stop)
 
 
-def tries_each_child(tree, logits, picker, text, stop):
+def tries_each_child(tree, logits, sampler, text, stop):
     """Accepts each child with its own probability, one after the other, and forgets to take those from the rest."""
-    p = torch.softmax(picker.processors(text()[None], logits[0][None].clone()), -1)[0]
+    p = torch.softmax(sampler.processors(text()[None], logits[0][None].clone()), -1)[0]
     for node in (i for i, parent in enumerate(tree.parents) if parent == 0):
-        if torch.rand((), generator=picker.generator) < p[tree.tokens[node]]:
+        if torch.rand((), generator=sampler.generator) < p[tree.tokens[node]]:
             return Accepted((0,), (tree.tokens[node],))
-    return Accepted((0,), (picker.pick(text(), logits[0]),))
+    return Accepted((0,), (sampler.sample(text(), logits[0]),))
 
 
-def argmax_of_the_draft_first(tree, logits, picker, text, stop):
+def argmax_of_the_draft_first(tree, logits, sampler, text, stop):
     """Walks greedily and draws only where it leaves the tree: typical of code that was tested at temperature 0."""
     best = int(logits[0].argmax())
     if tree.child(0, best) is not None:
         node = tree.child(0, best)
-        return Accepted((0, node), (best, picker.pick(torch.tensor([*PROMPT, best]), logits[node])))
-    return accept(tree, logits, picker, text, stop)
+        return Accepted((0, node), (best, sampler.sample(torch.tensor([*PROMPT, best]), logits[node])))
+    return accept(tree, logits, sampler, text, stop)
 
 
-def forgets_the_path(tree, logits, picker, text, stop):
+def forgets_the_path(tree, logits, sampler, text, stop):
     """Lets processors see the prompt alone at every node."""
-    pick = picker.pick
-    picker.pick = lambda upto, row: pick(upto[: len(PROMPT)], row)
+    pick = sampler.sample
+    sampler.sample = lambda upto, row: pick(upto[: len(PROMPT)], row)
     try:
-        return accept(tree, logits, picker, text, stop)
+        return accept(tree, logits, sampler, text, stop)
     finally:
-        picker.pick = pick
+        sampler.sample = pick
 
 
-def forgets_the_processors(tree, logits, picker, text, stop):
+def forgets_the_processors(tree, logits, sampler, text, stop):
     """Draws from the raw logits."""
-    own, picker.processors = picker.processors, LogitsProcessorList()
+    own, sampler.processors = sampler.processors, LogitsProcessorList()
     try:
-        return accept(tree, logits, picker, text, stop)
+        return accept(tree, logits, sampler, text, stop)
     finally:
-        picker.processors = own
+        sampler.processors = own
 
 
 @pytest.mark.parametrize(

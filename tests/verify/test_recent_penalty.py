@@ -9,7 +9,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from longdraft import Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.hf import Generate
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from tests.tiny import tiny_model
 
 
@@ -23,11 +23,11 @@ def test_it_is_transformers_on_the_last_tokens(window):
 
 def test_a_nodes_own_path_decides():
     """The window moves along the path: what leaves it is not penalised any more."""
-    picker = Picker(True, Sampling(repetition_penalty=2.0, repetition_window=2).processors())
+    sampler = Sampler(True, Sampling(repetition_penalty=2.0, repetition_window=2).processors())
     logits = torch.tensor([1.0, 1.5, 0.9])
-    assert picker.pick(torch.tensor([1, 0, 0]), logits) == 1
-    assert picker.pick(torch.tensor([0, 0, 1]), logits) == 2
-    assert picker.pick(torch.tensor([1, 2, 2]), logits) == 1
+    assert sampler.sample(torch.tensor([1, 0, 0]), logits) == 1
+    assert sampler.sample(torch.tensor([0, 0, 1]), logits) == 2
+    assert sampler.sample(torch.tensor([1, 2, 2]), logits) == 1
 
 
 def test_windows_that_cannot_be():

@@ -16,7 +16,7 @@ from longdraft.trees.sampled import SampledStatic
 from longdraft.trees.tree import SampledChildren, TokenTree
 from longdraft.verify import residual
 from longdraft.verify.acceptance import Accepted, accept
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from tests import chi_square
 from tests.verify.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
 
@@ -50,7 +50,7 @@ def draft(sampling, seed) -> DraftSampler:
 
 def p_value(sampling, trees, walk=accept, seed=1) -> float:
     """Chi-square of the first two tokens; plain decoding goes on where a walk ends after one."""
-    picker = Picker(False, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
+    sampler = Sampler(False, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
     counts = torch.zeros(VOCABULARY, VOCABULARY)
     for tree in itertools.islice(trees, DRAWS):
         said = []
@@ -59,10 +59,10 @@ def p_value(sampling, trees, walk=accept, seed=1) -> float:
             said.append(token)
             return len(said) == 2
 
-        emitted = list(walk(tree, tree_logits(tree), picker, lambda: torch.tensor(PROMPT), two).tokens)
+        emitted = list(walk(tree, tree_logits(tree), sampler, lambda: torch.tensor(PROMPT), two).tokens)
         if len(emitted) == 1:
             text = [*PROMPT, *emitted]
-            emitted.append(picker.pick(torch.tensor(text), logits_after(text)))
+            emitted.append(sampler.sample(torch.tensor(text), logits_after(text)))
         counts[tuple(emitted)] += 1
     return chi_square.p_value(counts, text_law(sampling, 2), cells=9)
 
@@ -124,13 +124,13 @@ def the_sure_ones_alone(tree):
     return tree if tree.log_probs[1] > -1.5 else TokenTree(tree.tokens[:1], (-1,))
 
 
-def forgets_the_residual(tree, logits, picker, text, stop):
+def forgets_the_residual(tree, logits, sampler, text, stop):
     """Samples from p after a refusal."""
     q, token = tree.sampled[0].q, tree.tokens[1]
-    p = picker.distribution(text(), logits[0])
-    if torch.rand((), generator=picker.generator) * q[token] < p[token]:
+    p = sampler.distribution(text(), logits[0])
+    if torch.rand((), generator=sampler.generator) * q[token] < p[token]:
         return Accepted((0,), (token,))
-    return Accepted((0,), (picker.pick(text(), logits[0]),))
+    return Accepted((0,), (sampler.sample(text(), logits[0]),))
 
 
 @pytest.mark.parametrize("change", [wrong_distribution, likeliest_first, the_sure_ones_alone])
@@ -253,8 +253,8 @@ def test_shapes_do_not_depend_on_what_is_sampled():
 
 
 def test_a_drafters_samples_follow_from_the_seed_and_leave_the_targets_alone():
-    def picker(seed):
-        return Picker(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
+    def sampler(seed):
+        return Sampler(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
 
     q = torch.full((64,), 1 / 64)
 
@@ -262,10 +262,10 @@ def test_a_drafters_samples_follow_from_the_seed_and_leave_the_targets_alone():
         sampler = owner.draft_sampler(lambda: torch.tensor(PROMPT), 64, number)
         return [sampler.sample(q, 1)[0][0] for _ in range(20)]
 
-    one = picker(1)
+    one = sampler(1)
     before = one.generator.get_state()
-    assert said(one) == said(picker(1)) != said(picker(2))
+    assert said(one) == said(sampler(1)) != said(sampler(2))
     assert said(one, 1) != said(one)
     assert torch.equal(before, one.generator.get_state())
-    own = [picker(1).pick(torch.tensor(PROMPT), q.log()) for _ in range(1)]
+    own = [sampler(1).sample(torch.tensor(PROMPT), q.log()) for _ in range(1)]
     assert own[0] != said(one)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from tests.tiny import tiny_model
 
 SETTINGS = {
@@ -83,16 +83,16 @@ def test_temperature_zero_is_greedy():
     ids=["greedy", "greedy with a penalty", "sampled"],
 )
 def test_only_greedy_without_processors_is_the_argmax_whatever_the_path(sampling, plain):
-    assert Picker(sampling.greedy, sampling.processors()).plain_greedy == plain
+    assert Sampler(sampling.greedy, sampling.processors()).plain_greedy == plain
 
 
 def test_a_pick_is_a_draw_from_the_generator_it_was_given():
     logits, text = torch.randn(61), torch.tensor([1])
 
     def picks(seed: int) -> list[int]:
-        picker = Picker(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
+        sampler = Sampler(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
         torch.manual_seed(int(torch.randint(10**6, ())))  # the global state plays no part
-        return [picker.pick(text, logits) for _ in range(20)]
+        return [sampler.sample(text, logits) for _ in range(20)]
 
     assert picks(1) == picks(1) != picks(2)
 
@@ -100,4 +100,4 @@ def test_a_pick_is_a_draw_from_the_generator_it_was_given():
 def test_half_precision_logits_are_drawn_from_in_float32():
     logits = torch.zeros(61, dtype=torch.float16)
     logits[7] = 100.0
-    assert Picker(False, Sampling(1.0).processors()).pick(torch.tensor([1]), logits) == 7
+    assert Sampler(False, Sampling(1.0).processors()).sample(torch.tensor([1]), logits) == 7

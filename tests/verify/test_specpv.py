@@ -12,11 +12,11 @@ from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
 from longdraft.events import last_query
+from longdraft.host.runner import Taps, TargetRunner
 from longdraft.kv.partial import PartialLayout
 from longdraft.sequence import Sequence
-from longdraft.target.runner import Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
 from tests.drafts import random_draft, random_eagle3
@@ -46,9 +46,9 @@ def run(
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts or PROMPTS)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(sequences))]
-    pickers = [Picker(sampling.greedy, sampling.processors(), g) for g in generators]
-    for s, picker in zip(sequences, pickers, strict=True):
-        s.sampler = picker
+    samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
+    for s, sampler in zip(sequences, samplers, strict=True):
+        s.sampler = sampler
     engine = Engine(runner, drafter, sequences, [eos_rule(frozenset(eos))], schedule=schedule)
     steps = decoded(engine)
     return sequences, steps, engine

@@ -24,7 +24,7 @@ def test_rows_far_apart_draw_the_same():
     draws = StepDraws(ROWS, torch.device("cpu"))
     for row in (1, 0, 2):  # each goes to the end before the next begins
         own = draws.row(row)
-        assert [own.pick(p[step, row]) for step in range(STEPS)] == [tokens[row] for tokens in expected]
+        assert [own.sample(p[step, row]) for step in range(STEPS)] == [tokens[row] for tokens in expected]
         draws.close(row)
     assert not draws._states
 
@@ -33,8 +33,8 @@ def test_a_rehearsal_draws_what_comes_and_leaves_it():
     expected, p = together(), probabilities()
     torch.manual_seed(5)
     own = StepDraws(ROWS, torch.device("cpu")).row(2)
-    first = own.pick(p[0, 2])
+    first = own.sample(p[0, 2])
     twin = own.rehearsal()
-    guessed = [twin.pick(p[step, 2]) for step in range(1, STEPS)]
-    assert [first, *guessed] == [first, *(own.pick(p[step, 2]) for step in range(1, STEPS))]
+    guessed = [twin.sample(p[step, 2]) for step in range(1, STEPS)]
+    assert [first, *guessed] == [first, *(own.sample(p[step, 2]) for step in range(1, STEPS))]
     assert [first, *guessed] == [tokens[2] for tokens in expected]

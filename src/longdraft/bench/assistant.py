@@ -14,7 +14,7 @@ from torch import nn
 from longdraft import drafts
 from longdraft.drafters.small_lm_draft import KIND, SmallLMDraft
 from longdraft.errors import CapabilityError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

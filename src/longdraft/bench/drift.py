@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from longdraft.engine import PREFILL_CHUNK
 from longdraft.events import Event
+from longdraft.host.runner import Taps, TargetOutput, TargetRunner
 from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
-from longdraft.target.runner import Taps, TargetOutput, TargetRunner
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Verified
 from longdraft.verify.specpv import SpecPV

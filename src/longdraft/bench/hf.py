@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from longdraft.bench.contenders import Job, Run, trimmed
-from longdraft.target.loading import quiet
+from longdraft.host.checkpoints import quiet
 from longdraft.verify.sampling import RecentPenalty
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 
 from longdraft.bench.contenders import Job, Run
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.target.embedded import packaged_file
-from longdraft.target.loading import check_gguf
+from longdraft.host.checkpoints import check_gguf
+from longdraft.host.embedded import packaged_file
 
 PACKAGE = "llama_cpp"
 

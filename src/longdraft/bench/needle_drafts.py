@@ -23,18 +23,18 @@ from longdraft.drafters.draft import Draft
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.engine import Engine
 from longdraft.errors import ContextError
+from longdraft.host.chat import encode
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import PromptCache, common_prefix
 from longdraft.methods import method
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import FinishReason
 from longdraft.sequence import Sequence as Text
-from longdraft.target.chat import encode
-from longdraft.target.loading import LoadedModel
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.level import Growth, Level, Scored
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.schedule import Schedule, Verified
 
 # The target on all of its KV: what a drafter could foresee at best. Always measured.
@@ -220,7 +220,7 @@ class NeedleDrafts:
             pass
 
 
-class _Told(Picker):
+class _Told(Sampler):
     """Picks what it was told, and writes down what the target would have picked from."""
 
     def __init__(self, answer: list[int]) -> None:
@@ -228,7 +228,7 @@ class _Told(Picker):
         self.answer = answer
         self.heard: list[Heard] = []
 
-    def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+    def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         self.heard.append((logits, None))
         return self.answer[len(self.heard) - 1]
 

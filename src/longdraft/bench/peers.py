@@ -11,7 +11,7 @@ from longdraft.bench.assistant import assistant
 from longdraft.bench.contenders import Contender
 from longdraft.bench.hf import AssistantModel, Generate, PromptLookup
 from longdraft.bench.llama_peer import LlamaCpp
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS, Prompt
 from longdraft.bench.ties import first_difference
 from longdraft.engine import Engine, eos_rule
 from longdraft.errors import ContextError
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.scorers import SCORERS
 from longdraft.methods import method
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Sequence as Text
-from longdraft.target.loading import LoadedModel
-from longdraft.target.runner import TargetRunner
-from longdraft.verify.sampling import Picker, Sampling
+from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.specpv import SpecPV
 
 METHOD, FULL, REFERENCE = "specpv", "full", "ar"
@@ -297,7 +297,7 @@ class Quality:
     def _decode(
         self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
     ) -> Decoded:
-        sampler = Picker(True, Sampling().processors())
+        sampler = Sampler(True, Sampling().processors())
         sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler)
         chosen = self._recipes[name]
         engine = Engine(

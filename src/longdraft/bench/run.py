@@ -22,14 +22,14 @@ from longdraft.bench.profile import profile
 from longdraft.bench.ties import Difference, compare
 from longdraft.drafters import draft_folder
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.host.checkpoints import LoadedModel, Progress
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import METHODS, method_of
 from longdraft.planning import choice
 from longdraft.recipes import asked_for
 from longdraft.speculator import Speculator
-from longdraft.target.loading import LoadedModel, Progress
-from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
 REFERENCE = "ar"

@@ -13,10 +13,10 @@ import torch
 from longdraft.drafters.base import Drafter
 from longdraft.errors import ContextError
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.engine import PREFILL_CHUNK
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
 SPACINGS = {4: 64, 8: 64, 2: 4}

@@ -20,10 +20,11 @@ from longdraft.bench.run import Bench, Group, Measured, Settings, grid, method_n
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.embedded import EMBEDDED_ID
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
 from longdraft.methods import METHODS, method_of
-from longdraft.target.embedded import EMBEDDED_ID
-from longdraft.target.loading import LoadedModel, load
-from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
 DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method

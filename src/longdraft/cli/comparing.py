@@ -13,8 +13,8 @@ from rich.text import Text
 from longdraft.bench.ties import Difference, compare
 from longdraft.cli.figures import payload
 from longdraft.engine import Result
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.target.runner import TargetRunner
 from longdraft.verify.sampling import Sampling
 
 

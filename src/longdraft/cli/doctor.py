@@ -18,10 +18,11 @@ from longdraft.bench import machine
 from longdraft.cli import console, options
 from longdraft.cli.draft_check import examined
 from longdraft.errors import LongdraftError
+from longdraft.host import graphs, hosting
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
-from longdraft.target import graphs, hosting
-from longdraft.target.loading import LoadedModel, load
-from longdraft.target.runner import TargetRunner
 
 
 def doctor(

@@ -7,7 +7,7 @@ from typing import Any
 
 from longdraft.drafters.kinds import kind_of
 from longdraft.errors import LongdraftError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 
 def examined(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from longdraft.cli import console, options
 from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.errors import CapabilityError
-from longdraft.target.parts import architecture
+from longdraft.host.parts import architecture
 
 
 class Layout(str, Enum):

@@ -19,11 +19,12 @@ from longdraft.cli.figures import footer, payload
 from longdraft.cli.streaming import TextStream
 from longdraft.engine import Result
 from longdraft.errors import CheckpointError
+from longdraft.host.chat import chat_prompt, encode
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.speculator import Generation, Speculator
-from longdraft.target.chat import chat_prompt, encode
-from longdraft.target.loading import LoadedModel, load
 from longdraft.verify.sampling import Sampling
 
 

@@ -19,8 +19,8 @@ from longdraft.cli import console, options
 from longdraft.cli.runs import Runs
 from longdraft.drafters.draft import Draft
 from longdraft.drafters.kinds import KINDS, kind_of
+from longdraft.host.loading import load
 from longdraft.methods import METHODS
-from longdraft.target.loading import load
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
 CONTEXTS = (1024, 2048, 4096, 8192)

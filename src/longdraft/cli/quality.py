@@ -16,7 +16,7 @@ from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
 from longdraft.cli.runs import Runs
-from longdraft.target.loading import load
+from longdraft.host.loading import load
 
 
 def quality(

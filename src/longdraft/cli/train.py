@@ -162,8 +162,8 @@ def data(
 
     import torch
 
+    from longdraft.host.loading import load
     from longdraft.speculator import Speculator
-    from longdraft.target.loading import load
     from longdraft.training import documents, generations, prompts, repeats
 
     skipped = documents.Skipped()

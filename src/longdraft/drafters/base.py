@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 

@@ -13,7 +13,7 @@ from torch import nn
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")

@@ -34,7 +34,7 @@ class DraftFolder:
         kind: the drafter that reads it, e.g. "longspec".
         config: sizes and settings, JSON.
         tensors: name -> tensor, on the CPU.
-        target: what the draft was made for, as :func:`longdraft.target.parts.describe` gives it; empty if unknown.
+        target: what the draft was made for, as :func:`longdraft.host.parts.describe` gives it; empty if unknown.
     """
 
     kind: str

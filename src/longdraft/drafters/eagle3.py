@@ -26,10 +26,10 @@ from longdraft.drafters.retrieved import RetrievedWindow
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafters.window import Window
 from longdraft.events import Event, last_query
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 from longdraft.kv.store import KVShape, KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind

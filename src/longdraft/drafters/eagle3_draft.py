@@ -16,8 +16,8 @@ from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_formats import KIND, Eagle3Contents, usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.few_rows import FewRowsModule
-from longdraft.target.rotary import Rotary
-from longdraft.target.runner import TargetRunner
+from longdraft.host.rotary import Rotary
+from longdraft.host.runner import TargetRunner
 
 
 @dataclass(frozen=True)

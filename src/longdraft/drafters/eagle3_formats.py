@@ -19,7 +19,7 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import OFFSETS
 from longdraft.drafters.eagle3_block import Eagle3Shape
 from longdraft.errors import CheckpointError
-from longdraft.target.rotary import yarn
+from longdraft.host.rotary import yarn
 
 KIND = "eagle3"
 PICKLED = "pytorch_model.bin"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from longdraft.drafters.eagle3_formats import usual_layers
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 if TYPE_CHECKING:
     from longdraft.drafters.eagle3_draft import Eagle3Draft

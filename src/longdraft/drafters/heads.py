@@ -22,9 +22,9 @@ from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level

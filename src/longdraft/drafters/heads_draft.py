@@ -12,7 +12,7 @@ from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.few_rows import FewRowsLinear
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 
 KIND = "heads"
 

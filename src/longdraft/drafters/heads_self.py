@@ -13,9 +13,9 @@ import torch
 from longdraft.drafters.heads import States, StateSource
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
 

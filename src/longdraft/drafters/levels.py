@@ -11,8 +11,8 @@ import torch
 
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.window import Window
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.level import Level
 from longdraft.trees.masks import Ancestors
 

@@ -14,8 +14,8 @@ from longdraft.drafters.draft_folder import DraftFolder, is_language_model, shap
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.errors import UnsupportedModelError
 from longdraft.few_rows import FewRowsLinear, FewRowsModule
-from longdraft.target.parts import SharedParts
-from longdraft.target.runner import TargetRunner
+from longdraft.host.parts import SharedParts
+from longdraft.host.runner import TargetRunner
 
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.

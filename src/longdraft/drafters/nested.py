@@ -6,7 +6,7 @@ its own, with picks from its own distribution; what it emits goes on in the next
 these are the chain that the target verifies. Each level's tokens follow that level's distribution, and since the target
 picks every token that is emitted, the output is the target's whatever the levels did: a level only has to be right.
 
-Where tokens are drawn, a level picks with the draws that the target's coming picks will use (Picker.rehearsal): from
+Where tokens are drawn, a level picks with the draws that the target's coming picks will use (Sampler.rehearsal): from
 two like distributions, both then mostly pick the same token.
 
 What a level computes for tokens that it emitted is shown to the drafter as unverified rows of the target's store, as
@@ -27,10 +27,10 @@ from longdraft.drafters.self_views import SINK
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.tree import TokenTree

@@ -21,9 +21,9 @@ from longdraft.drafters.self_cache import SparseCache
 from longdraft.drafters.self_views import sparse_view
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
 from longdraft.trees.masks import Ancestors

@@ -18,10 +18,10 @@ from longdraft.drafters.small_lm import check_length
 from longdraft.drafters.small_lm_cache import PIECE
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.events import Event
+from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.trees.tree import TokenTree
 
 # Of tokens that the model does not know.

@@ -29,11 +29,11 @@ from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.errors import CapabilityError
 from longdraft.events import Event, last_query
+from longdraft.host.parts import rotary_module
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.parts import rotary_module
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
 from longdraft.trees.masks import Ancestors

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
+from longdraft.host.rotation import KeyRotation
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
-from longdraft.target.rotation import KeyRotation
-from longdraft.target.runner import TargetRunner
 
 # Tokens of a prompt that are read in one forward.
 PIECE = 512

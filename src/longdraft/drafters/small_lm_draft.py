@@ -18,9 +18,9 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft import Draft, TrainedDraft
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError
-from longdraft.target import companions, small_models
-from longdraft.target.loading import load_weights
-from longdraft.target.runner import TargetRunner
+from longdraft.host import companions, small_models
+from longdraft.host.checkpoints import load_weights
+from longdraft.host.runner import TargetRunner
 
 KIND = "small-lm"
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from longdraft.drafters.base import Drafter
 from longdraft.events import Event
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import merged
 from longdraft.trees.tree import TokenTree

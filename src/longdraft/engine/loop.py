@@ -13,12 +13,12 @@ from longdraft.drafters.base import Drafter
 from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.events import Event
+from longdraft.host.lock import FairLock
+from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.planning.planner import Plan, Planner
 from longdraft.sequence import Sequence, StopRule
-from longdraft.target.lock import FairLock
-from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
 from longdraft.verify.schedule import Schedule

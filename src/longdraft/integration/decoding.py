@@ -15,16 +15,16 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from longdraft.drafters.base import Drafter
 from longdraft.engine import Engine
+from longdraft.host import support
+from longdraft.host.runner import TargetRunner
 from longdraft.integration import requests
 from longdraft.integration.endings import Endings
 from longdraft.integration.handover import Given
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.planning.planner import Planner
 from longdraft.sequence import Sequence
-from longdraft.target import support
-from longdraft.target.runner import TargetRunner
 from longdraft.verify import processors
-from longdraft.verify.sampling import Picker
+from longdraft.verify.sampling import Sampler
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.step_draws import StepDraws
 
@@ -71,7 +71,7 @@ def decode(
         real = row if mask is None else row[mask[i].bool().to(row.device)]
         own = processors.of_row(logits_processor, i, rows)
         greedy = not config.do_sample
-        sampler = Picker(greedy, own, row=None if draws is None else draws.row(i))
+        sampler = Sampler(greedy, own, row=None if draws is None else draws.row(i))
         sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
     endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)

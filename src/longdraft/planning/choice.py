@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from longdraft.host.runner import TargetRunner
 from longdraft.planning.costs import table_for, wake
 from longdraft.planning.planner import Planner
-from longdraft.target.runner import TargetRunner
 
 PLANS = ("auto", "fixed")
 # Says what is done where nobody asks for a plan.

@@ -22,9 +22,9 @@ import torch
 from longdraft import native
 from longdraft.errors import MemoryBudgetError
 from longdraft.folders import cache_folder
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.planning.machine import device_name
-from longdraft.target.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
 

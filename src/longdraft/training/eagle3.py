@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.eagle3_block import Eagle3Block
-from longdraft.target.parts import SharedParts
+from longdraft.host.parts import SharedParts
 from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features
 from longdraft.training.longspec import StepOutput

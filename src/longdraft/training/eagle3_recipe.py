@@ -16,8 +16,8 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.target.rotary import Rotary, yarn
-from longdraft.target.runner import TargetRunner
+from longdraft.host.rotary import Rotary, yarn
+from longdraft.host.runner import TargetRunner
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features

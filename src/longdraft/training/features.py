@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
-from longdraft.target.runner import TargetRunner
 from longdraft.training.documents import Document
 from longdraft.training.positions import anchor_offset
 

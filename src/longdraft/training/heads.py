@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.heads_block import HeadsBlock
-from longdraft.target.parts import SharedParts
+from longdraft.host.parts import SharedParts
 from longdraft.training.features import Features
 from longdraft.training.longspec import StepOutput
 from longdraft.training.losses import soft_cross_entropy, targets

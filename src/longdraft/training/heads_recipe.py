@@ -9,7 +9,7 @@ import torch
 from longdraft.drafters.draft_folder import DraftFolder, trained
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.heads_draft import KIND, HeadsDraft
-from longdraft.target.parts import final_norm
+from longdraft.host.parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.heads import HeadsTrainee
 from longdraft.training.run_log import Report

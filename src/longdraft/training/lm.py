@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from longdraft.target import small_models
-from longdraft.target.parts import SharedParts
+from longdraft.host import small_models
+from longdraft.host.parts import SharedParts
 from longdraft.training.features import Features
 from longdraft.training.longspec import StepOutput
 from longdraft.training.losses import soft_cross_entropy, targets
@@ -24,7 +24,7 @@ class LmTrainee(nn.Module):
     """The decoder with what it borrows from the target. The decoder alone has parameters.
 
     Args:
-        decoder: as :func:`longdraft.target.small_models.decoder` makes it.
+        decoder: as :func:`longdraft.host.small_models.decoder` makes it.
         kept: (V',) target ids of the draft's vocabulary, None for all.
         distill: share of the loss that follows the target's own distribution.
         head_dtype: of the head's matrix products.

@@ -11,7 +11,7 @@ from torch import nn
 
 from longdraft.drafters.draft_folder import DraftFolder, trained
 from longdraft.drafters.small_lm_draft import KIND, TrainedLM
-from longdraft.target import small_models
+from longdraft.host import small_models
 from longdraft.training.config import LmConfig
 from longdraft.training.documents import Document
 from longdraft.training.lm import LmTrainee

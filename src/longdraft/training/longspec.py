@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.longspec_block import LongSpecBlock
-from longdraft.target.parts import SharedParts
+from longdraft.host.parts import SharedParts
 from longdraft.training import liger
 from longdraft.training.features import Features
 from longdraft.training.losses import soft_cross_entropy, targets

@@ -10,7 +10,7 @@ from longdraft.drafters.draft_folder import DraftFolder, trained
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.longspec_draft import KIND, LongSpecDraft
 from longdraft.errors import UnsupportedModelError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 from longdraft.training.config import TrainConfig
 from longdraft.training.longspec import LongSpecTrainee
 from longdraft.training.measure import by_shift

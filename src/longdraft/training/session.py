@@ -15,8 +15,8 @@ from torch import nn
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
-from longdraft.target.loading import load
-from longdraft.target.runner import TargetRunner
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
 from longdraft.training import corpus
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents

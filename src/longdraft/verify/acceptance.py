@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.target.runner import not_a_number
+from longdraft.host.runner import not_a_number
 from longdraft.trees.tree import TokenTree
 from longdraft.verify import residual
-from longdraft.verify.sampling import Picker
+from longdraft.verify.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Accepted:
 def accept(
     tree: TokenTree,
     logits: torch.Tensor,
-    picker: Picker,
+    sampler: Sampler,
     text: Callable[[], torch.Tensor],
     stop: Callable[[int], bool] = lambda token: False,
 ) -> Accepted:
@@ -50,7 +50,7 @@ def accept(
 
     Args:
         logits: (at least tree.size, vocabulary) raw target logits of the nodes.
-        picker: greedy or sampling, with its processors.
+        sampler: greedy or sampling, with its processors.
         text: gives the (n,) token ids up to and including the root; called only when processors need it.
         stop: told each emitted token in order; True ends the walk there (nothing is picked after an EOS).
 
@@ -58,7 +58,7 @@ def accept(
         NumericalError: a node's logits are NaN.
     """
     # A maximum is NaN when any of its terms is. (-inf alone, a masked vocabulary, is allowed.)
-    if picker.plain_greedy:
+    if sampler.plain_greedy:
         # One reduction and one transfer for all nodes, the check among them; the walk itself is on the host.
         top, token_of = logits[: tree.size].max(-1)
         best, wrong = torch.stack([token_of, top.isnan().long()]).tolist()
@@ -66,19 +66,19 @@ def accept(
             raise not_a_number()
     elif bool(logits[: tree.size].amax().isnan()):
         raise not_a_number()
-    prefix = None if picker.plain_greedy or not len(picker.processors) else text()
+    prefix = None if sampler.plain_greedy or not len(sampler.processors) else text()
     empty = torch.empty(0, dtype=torch.long)
     node, path, tokens = 0, [0], list[int]()
     while True:
-        if picker.plain_greedy:
+        if sampler.plain_greedy:
             token = best[node]
         else:
             upto = empty if prefix is None else torch.cat([prefix, prefix.new_tensor(tokens)])
-            sampled = None if picker.greedy else tree.sampled.get(node)
+            sampled = None if sampler.greedy else tree.sampled.get(node)
             if sampled is None:
-                token = picker.pick(upto, logits[node])
+                token = sampler.sample(upto, logits[node])
             else:
-                token = residual.sample(picker.distribution(upto, logits[node]), sampled, picker.generator)
+                token = residual.sample(sampler.distribution(upto, logits[node]), sampled, sampler.generator)
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:

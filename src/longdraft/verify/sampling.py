@@ -104,7 +104,7 @@ class Sampling:
 
 
 @dataclass
-class Picker:
+class Sampler:
     """Decides one token from the target's logits at a node.
 
     A pick happens once for every emitted token, in order. So a stateful processor sees just the calls that plain
@@ -127,25 +127,25 @@ class Picker:
         """True when every node's token is the argmax of its logits, whatever the path."""
         return self.greedy and len(self.processors) == 0
 
-    def rehearsal(self) -> Picker:
-        """A picker that picks what this one is about to pick wherever the logits are the same, and leaves it as it is.
+    def rehearsal(self) -> Sampler:
+        """A sampler that picks what this one is about to pick wherever the logits are the same, and leaves it as it is.
 
         Its draws are this one's coming draws: a multinomial draw is the argmax of p / e with one exponential e a token,
         and the e are the same. So from two like distributions both mostly pick the same token.
         """
         if self.greedy:
-            return Picker(True, row_processors.copies(self.processors))
+            return Sampler(True, row_processors.copies(self.processors))
         own = self.generator if self.row is None else self.row.generator
         device = torch.device("cpu") if own is None else own.device
         twin = torch.Generator(device)
         twin.set_state(torch.get_rng_state() if own is None else own.get_state())
         row = None if self.row is None else self.row.rehearsal()
-        return Picker(False, row_processors.copies(self.processors), twin, row)
+        return Sampler(False, row_processors.copies(self.processors), twin, row)
 
     def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
         """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
 
-        The numbers follow from this picker's coming draws, which it leaves as they are: a seed fixes both.
+        The numbers follow from this sampler's coming draws, which it leaves as they are: a seed fixes both.
 
         Args:
             text: gives the (n,) token ids so far, on the device where logits are. vocabulary: of the target.
@@ -158,7 +158,7 @@ class Picker:
         own.manual_seed(seed + number)
         return DraftSampler(twin.processors if len(twin.processors) else None, own, text, vocabulary)
 
-    def pick(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+    def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         """Args:
         text: (n,) token ids from the prompt's first to the node.
         logits: (vocabulary,) the target's raw logits at the node.
@@ -166,7 +166,7 @@ class Picker:
         if self.greedy:
             return int(self._scores(text, logits).argmax())
         if self.row is not None:
-            return self.row.pick(self.distribution(text, logits))
+            return self.row.sample(self.distribution(text, logits))
         return int(torch.multinomial(self.distribution(text, logits), num_samples=1, generator=self.generator))
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from longdraft.events import Event, Mode
+from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted

@@ -22,10 +22,10 @@ from dataclasses import replace
 import torch
 
 from longdraft.events import Event, Mode
+from longdraft.host.runner import Taps, TargetRunner
 from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.target.runner import Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Schedule, Verified, verify_trees

@@ -96,7 +96,7 @@ class RowDraws:
         """The same draws as are coming here, which are left as they are."""
         return RowDraws(self._draws, self._row, self._step, rehearsed=True)
 
-    def pick(self, probabilities: torch.Tensor) -> int:
+    def sample(self, probabilities: torch.Tensor) -> int:
         """A token drawn with these probabilities (vocabulary,)."""
         token = int((probabilities / self._draws.at(self._step, self._row, probabilities)).argmax())
         if not self._rehearsed:

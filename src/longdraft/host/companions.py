@@ -10,11 +10,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from longdraft.errors import CheckpointError
-from longdraft.target import hosting
-from longdraft.target.embedded import EMBEDDED_ID, embedded_folder
-from longdraft.target.loading import quiet
-from longdraft.target.runner import TargetRunner
-from longdraft.target.small_models import linear
+from longdraft.host import hosting
+from longdraft.host.checkpoints import quiet
+from longdraft.host.embedded import EMBEDDED_ID, embedded_folder
+from longdraft.host.runner import TargetRunner
+from longdraft.host.small_models import linear
 
 # Of the ids that two tokenizers share: renamed special tokens do no harm.
 MOST_RENAMED = 0.01

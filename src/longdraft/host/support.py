@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
-from longdraft.target.hosting import context_length, decoder_config
+from longdraft.host.hosting import context_length, decoder_config
 
 _LOAD = "Load it with AutoModelForCausalLM.from_pretrained(...) or longdraft.load(...)."
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 from torch import nn
 
-from longdraft.target.lock import FairLock, lock_of
+from longdraft.host.lock import FairLock, lock_of
 
 
 def waiting(lock: FairLock, threads: int) -> None:

@@ -14,11 +14,11 @@ from longdraft import Speculator
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import NumericalError
+from longdraft.host import graphs
+from longdraft.host.graphs import BUCKETS, CudaRecorder, Graphs, unavailable
+from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVStore
-from longdraft.target import graphs
-from longdraft.target.graphs import BUCKETS, CudaRecorder, Graphs, unavailable
-from longdraft.target.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft

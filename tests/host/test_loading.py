@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.target.loading import _dtype, load
+from longdraft.host.loading import _dtype, load
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.target import hosting
+from longdraft.host import hosting
 
 
 @dataclass(frozen=True)

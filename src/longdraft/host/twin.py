@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from longdraft import packing
 from longdraft.few_rows import MOST, FewRowsModule
+from longdraft.host import by_row, hosting
+from longdraft.host.fused import FusedLayers
+from longdraft.host.lock import lock_of
+from longdraft.host.parts import SharedParts, shared_parts
+from longdraft.host.structure import copy_of, signature, unchanged
 from longdraft.native import kernels
-from longdraft.target import by_row, hosting
-from longdraft.target.fused import FusedLayers
-from longdraft.target.lock import lock_of
-from longdraft.target.parts import SharedParts, shared_parts
-from longdraft.target.structure import copy_of, signature, unchanged
 
 
 class Twin:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from longdraft.target import hosting
-from longdraft.target.runner import Taps, TargetRunner
+from longdraft.host import hosting
+from longdraft.host.runner import Taps, TargetRunner
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}

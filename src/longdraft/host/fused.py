@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from longdraft.attention.block import Block
 from longdraft.errors import LongdraftError
 from longdraft.few_rows import MOST
+from longdraft.host import hosting
+from longdraft.host.parts import rotary_module
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
-from longdraft.target import hosting
-from longdraft.target.parts import rotary_module
 
 logger = logging.getLogger("longdraft")
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from longdraft import Speculator
 from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
-from longdraft.target.runner import TargetRunner
+from longdraft.host.runner import TargetRunner
 from tests.tiny import tiny_model
 
 

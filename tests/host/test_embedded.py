@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 
 from longdraft.errors import CheckpointError
 from longdraft.folders import cache_folder
-from longdraft.target import embedded
-from longdraft.target.chat import chat_prompt
-from longdraft.target.embedded import embedded_folder
-from longdraft.target.loading import load, read_gguf
+from longdraft.host import embedded
+from longdraft.host.chat import chat_prompt
+from longdraft.host.checkpoints import read_gguf
+from longdraft.host.embedded import embedded_folder
+from longdraft.host.loading import load
 from tests.tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
@@ -333,7 +334,7 @@ def test_process_that_comes_second_keeps_the_first_ones_folder(
 
 
 def test_two_processes_at_once_both_get_a_good_folder(package: Path, cache: Path) -> None:
-    code = "from longdraft.target.embedded import embedded_folder; print(embedded_folder())"
+    code = "from longdraft.host.embedded import embedded_folder; print(embedded_folder())"
     paths = os.pathsep.join([str(package.parent.parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "LONGDRAFT_CACHE": str(cache)}
     both = [

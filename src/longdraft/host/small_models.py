@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.target import hosting
-from longdraft.target.runner import TargetRunner
+from longdraft.host import hosting
+from longdraft.host.runner import TargetRunner
 
 # q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

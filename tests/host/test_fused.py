@@ -8,8 +8,8 @@ from torch import nn
 
 from longdraft import native
 from longdraft.few_rows import MOST
+from longdraft.host.runner import Taps, TargetRunner
 from longdraft.native import Kernels
-from longdraft.target.runner import Taps, TargetRunner
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")

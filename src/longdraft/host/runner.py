@@ -13,14 +13,14 @@ from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
+from longdraft.host import hosting, support
+from longdraft.host.graphs import Computed, Graphs
+from longdraft.host.lock import FairLock
+from longdraft.host.parts import SharedParts
+from longdraft.host.twin import Twin, host
 from longdraft.kv import offload as offloading
 from longdraft.kv.offload import Offload
 from longdraft.kv.store import KVStore
-from longdraft.target import hosting, support
-from longdraft.target.graphs import Computed, Graphs
-from longdraft.target.lock import FairLock
-from longdraft.target.parts import SharedParts
-from longdraft.target.twin import Twin, host
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TargetRunner:
 
     Args:
         model: any decoder-only model of transformers that goes through its attention interface and whose layers
-            are all full attention. It is left as it is: what computes is its twin (:mod:`longdraft.target.twin`).
+            are all full attention. It is left as it is: what computes is its twin (:mod:`longdraft.host.twin`).
         offload: where its stores keep keys and values; see :func:`longdraft.kv.offload.parse`.
 
     Attributes:

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.target.rotation import KeyRotation
-from longdraft.target.runner import TargetRunner
+from longdraft.host.rotation import KeyRotation
+from longdraft.host.runner import TargetRunner
 from tests.tiny import FAMILIES, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -9,9 +9,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from longdraft.host import hosting
+from longdraft.host.runner import Taps, TargetRunner
 from longdraft.kv.store import KVStore
-from longdraft.target import hosting
-from longdraft.target.runner import Taps, TargetRunner
 from longdraft.trees.builders import union
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree

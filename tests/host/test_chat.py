@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
-from longdraft.target.chat import chat_prompt, encode
+from longdraft.host.chat import chat_prompt, encode
 from tests.tiny import tiny_tokenizer
 
 
