@@ -6,7 +6,7 @@ with the full text up to the node in question, so penalties and bans see the nod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -82,9 +82,9 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def processors(self) -> LogitsProcessorList:
-        """The processors in the order that ``generate`` applies them."""
-        processors = LogitsProcessorList()
+    def processors(self, first: Iterable[Processor] = ()) -> LogitsProcessorList:
+        """The processors in the order that ``generate`` applies them, behind a request's own."""
+        processors = LogitsProcessorList(first)
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
             if self.repetition_window is None:
                 processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))

@@ -16,6 +16,7 @@ Guessing picks with the draws that the true picks will use (Sampler.rehearsal), 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -51,11 +52,10 @@ class SpecPV(Schedule):
         self,
         runner: TargetRunner,
         store: KVStore,
-        sequences: list[Sequence],
         max_nodes: int,
         query_layers: tuple[int, ...] = (),
     ) -> None:
-        super().open(runner, store, sequences, max_nodes, query_layers)
+        super().open(runner, store, max_nodes, query_layers)
 
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, store.feature_layers, resident=True)
@@ -170,15 +170,14 @@ class ExactSpecPV(SpecPV):
         self,
         runner: TargetRunner,
         store: KVStore,
-        sequences: list[Sequence],
         max_nodes: int,
         query_layers: tuple[int, ...] = (),
     ) -> None:
-        super().open(runner, store, sequences, max_nodes, query_layers)
+        super().open(runner, store, max_nodes, query_layers)
         # The sequences with what was guessed behind what is certain; those whose samplers rehearse already.
         self._guesses: dict[int, Sequence] = {}
         self._rehearsing: set[int] = set()
-        self._margins = {s.index: (self.layout.margin + 1) // 2 for s in sequences}
+        self._margins: defaultdict[int, int] = defaultdict(lambda: (self.layout.margin + 1) // 2)
 
     def seen(self, sequence: Sequence) -> Sequence:
         if sequence.index not in self._guesses:
@@ -230,4 +229,5 @@ class ExactSpecPV(SpecPV):
     def close(self, sequence: Sequence) -> None:
         super().close(sequence)
         self._guesses.pop(sequence.index, None)
+        self._margins.pop(sequence.index, None)
         self._rehearsing.discard(sequence.index)
