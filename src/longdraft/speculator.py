@@ -169,7 +169,7 @@ class Speculator:
 
     @property
     def draws_anew(self) -> bool:
-        """Whether text that it draws is not plain decoding's with the same seed: with ``acceptance="residual"``."""
+        """Whether text that it samples is not plain decoding's with the same seed: with ``acceptance="residual"``."""
         return self.options.get("acceptance") == "residual"
 
     def draft(self) -> Draft[Any] | None:

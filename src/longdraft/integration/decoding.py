@@ -63,7 +63,7 @@ def decode(
     # generate stops where the criteria say, and has at least one token by then.
     limit = getattr(stopping_criteria, "max_length", None)
     budget = max(1, (config.max_length if limit is None else limit) - width)
-    # One row draws as generate does; several draw together there.
+    # generate takes the random numbers of several rows together.
     draws = StepDraws(rows, runner.device) if config.do_sample and rows > 1 else None
     sequences = []
     for i, row in enumerate(input_ids):

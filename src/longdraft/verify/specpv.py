@@ -9,9 +9,9 @@ A round verifies the trees in one of three modes:
 
 Which tokens are final differs. As published (`specpv`), those that partial verification accepts are, and nobody looks
 at them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its
-tree, as a chain before what was drafted since, and the walk goes down that tree with picks from the target's
-distribution as anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache.
-Guessing picks with the draws that the true picks will use (Sampler.rehearsal), so it mostly guesses what will be drawn.
+tree, as a chain before what was drafted since, and the walk down that tree samples from the target's distribution as
+anywhere else: every emitted token is such a sample, so the output is the target's for any partial cache. Guesses are
+sampled with the random numbers that the true samples will use (Sampler.rehearsal), so most of them turn out right.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class SpecPV(Schedule):
 class ExactSpecPV(SpecPV):
     """Partial verification only guesses; a full pass confirms before anything is emitted: exact.
 
-    A wrong guess makes all behind it worthless, so how many may wait follows its luck: twice as many, up to the
+    A wrong guess makes all behind it worthless, so how many may wait follows how guesses fared: twice as many, up to the
     layout's margin, when all were right; as many as were right when not.
     """
 
