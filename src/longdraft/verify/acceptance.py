@@ -3,8 +3,8 @@
 At the root the target chooses the next token: the argmax, or one sample from its processed distribution p(. | path).
 If a child carries that token, the child is accepted and the walk goes on from it; if not, the token is emitted
 all the same and the walk ends. Every emitted token is thus a sample from p(. | its own path), so the output has the
-target's distribution for any tree, whoever drafted it and however well: the tree only decides how many picks one
-forward can serve.
+target's distribution for any tree, whoever drafted it and however well: the tree only decides how many samples
+one forward can serve.
 
 Where a drafter sampled a node's children and says from what distribution, the token is found by residual acceptance
 instead (:mod:`longdraft.verify.residual`): distributed alike, and more often one of theirs.

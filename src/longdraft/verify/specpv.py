@@ -160,7 +160,7 @@ class SpecPV(Schedule):
 class ExactSpecPV(SpecPV):
     """Partial verification only guesses; a full pass confirms before anything is emitted: exact.
 
-    A wrong guess makes all behind it worthless, so how many may wait follows how guesses fared: twice as many, up to the
+    A wrong guess makes all behind it worthless, so how many may wait follows the last ones: twice as many, up to the
     layout's margin, when all were right; as many as were right when not.
     """
 
