@@ -101,6 +101,11 @@ VARIANTS = {
     "self tokens tree": Case(
         "self", None, TOKENS | {"adaptive": True, "refresh": 0, "tree": "opt", "nodes": 9, "threshold": 0.2}
     ),
+    **{
+        f"self {view}": Case("self", None, CHUNKS | {"view": view, "refresh": 2})
+        for view in ("minmax", "quest", "attention", "mean-key")
+    },
+    "self snapkv by chunks": Case("self", None, CHUNKS | {"view": "snapkv", "refresh": 2}),
     "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
     "nested longspec": Case("nested", "longspec wide", {"widths": (2, 2), **LEVEL}),

@@ -154,8 +154,8 @@ class SparseLMDrafter(SelfDrafter):
         if not out.queries:
             return
         # Of a text's first rows all that choose; later the newest, as of the target's.
-        first = max(0, count - self.view.looks) if self._queries[s.slot] is None else count - 1
-        self.keep_queries(s.slot, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
+        first = max(0, count - self.view.looks) if self._queries.of(s.slot) is None else count - 1
+        self._queries.add(s.slot, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
 
     def _commit(self, s: Sequence, tokens: list[int]) -> None:
         self.full.commit(s.slot, range(len(tokens)))

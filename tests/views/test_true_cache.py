@@ -7,10 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.self_cache import SparseCache
-from longdraft.drafters.self_views import VIEWS, SparseView
 from longdraft.kv.disk_store import DiskStore
+from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVShape, KVStore
+from longdraft.views.cache import TrueCache
+from longdraft.views.copied import gather
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 
@@ -23,7 +26,7 @@ def fill(store: KVStore, slot: int, start: int, end: int, seed: int) -> None:
     store.put_rows(slot, start, keys, values)
 
 
-def positions(cache: SparseCache, slot: int, layer: int, head: int) -> list[int]:
+def positions(cache: TrueCache, slot: int, layer: int, head: int) -> list[int]:
     """Which positions a slot's rows hold; that keys and values are those of the full store is checked."""
     n = cache.store.lengths[slot]
     values = cache.store.values[layer, slot, head, :n]
@@ -33,6 +36,17 @@ def positions(cache: SparseCache, slot: int, layer: int, head: int) -> list[int]
     return rows.tolist()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_gather_is_that_of_one_head_after_the_other(heads, transposed):
+    source = torch.randn(3, 4, 50)
+    source = source.transpose(1, 2) if transposed else source.transpose(1, 2).contiguous()
+    rows = torch.stack([torch.randperm(50)[:20].sort().values for _ in range(heads)])
+    own = rows.expand(3, -1)
+    wanted = torch.stack([torch.stack([head[row] for row in which]) for head, which in zip(source, own, strict=True)])
+    assert torch.equal(gather(source, rows), wanted)
+
+
 moves = st.lists(
     st.tuples(st.sampled_from(["grow", "show", "cut", "forget", "follow"]), st.integers(1, 25), st.booleans()),
     min_size=1,
@@ -40,12 +54,19 @@ moves = st.lists(
 )
 
 
-@given(st.sampled_from(VIEWS), st.integers(0, 12), st.booleans(), moves)
-def test_what_is_there_after_any_moves(kind, fresh, transposed, steps):
-    view = SparseView(kind, 16, 4, 3, 2)
+@given(
+    st.sampled_from(list(SCORERS)), st.sampled_from([1, 2]), st.integers(0, 12), st.booleans(), st.booleans(),
+    st.booleans(), moves,
+)  # fmt: skip
+def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, transposed, steps):
+    view = View(scorer, 9, 4, 3, chunk, room, shared=shared)
     full = KVStore(SHAPE, 2, 400, transposed_keys=transposed)
-    cache = SparseCache(
-        full, lambda slots, rows: KVStore(SHAPE, slots, rows, transposed_keys=transposed), view, fresh, 5
+    cache = TrueCache(
+        full,
+        lambda slots, rows: KVStore(SHAPE, slots, rows, transposed_keys=transposed),
+        view,
+        5,
+        summaries=summaries,
     )
     queries = [torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     for seed, (move, count, flag) in enumerate([("grow", 3, False), *steps, ("follow", 1, False)]):
@@ -78,13 +99,13 @@ def test_what_is_there_after_any_moves(kind, fresh, transposed, steps):
                 assert found[0] == list(range(n))
             # Another slot has seen nothing of it.
             assert cache.store.lengths[0] == 0
-            if n <= view.most + fresh and flag:
+            if n <= view.most + room and flag:
                 assert cache.whole(1)
 
 
 def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
     full = KVStore(SHAPE, 1, 200)
-    cache = SparseCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), SparseView("tokens", 16, 4, 4, 1), 8, 3)
+    cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("tokens", 8, 4, 4, room=8), 3)
     queries = [torch.randn(4, 1, 4)] * 2
 
     def grow(count: int) -> None:
@@ -101,17 +122,57 @@ def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
     assert positions(cache, 0, 1, 1)[-4:] == [29, 30, 31, 32]
 
 
-@pytest.mark.parametrize("kind", VIEWS)
-def test_an_offloaded_text(tmp_path, kind):
-    view = SparseView(kind, 16, 4, 4, 2)
-    here, there = KVStore(SHAPE, 1, 100), DiskStore(tmp_path, SHAPE, 1, 100)
+@pytest.mark.parametrize("store", [DiskStore, HostStore])
+@pytest.mark.parametrize("scorer", list(SCORERS))
+def test_an_offloaded_text(tmp_path, scorer, store):
+    view = View(scorer, 8, 4, 4, 2, room=4)
+    there = DiskStore(tmp_path, SHAPE, 1, 100) if store is DiskStore else HostStore(SHAPE, 1, 100, "cpu")
     queries = [torch.randn(4, 4, 4)] * 2
     found = []
-    for full in (here, there):
-        cache = SparseCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), view, 4, 3)
+    for full in (KVStore(SHAPE, 1, 100), there):
+        cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), view, 3, summaries=True)
         for count in (50, 2, 3):
             fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
             full.commit(0, range(count))
-            cache.follow(0, queries, due=False)
+            cache.follow(0, queries)
         found.append([positions(cache, 0, layer, head) for layer in range(2) for head in range(2)])
     assert found[0] == found[1]
+
+
+def test_what_waits_is_shown_to_drafters_and_forgotten():
+    full = KVStore(SHAPE, 1, 100)
+    fill(full, 0, 0, 60, 0)
+    full.commit(0, range(60))
+    cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("minmax", 12, 4, 8, 4, room=8), 8)
+    cache.choose(0, [torch.randn(4, 3, 4)] * 2)
+    held = cache.store.lengths[0]
+    assert cache.in_use(0) and cache.waiting(0) == 0
+    # A tree of four rows, of which the first and the third are accepted; then one row more.
+    for rows, path, numbers in ((4, [0, 2], [11.0, 12.0, 13.0, 14.0]), (1, [0], [15.0])):
+        start = cache.store.lengths[0]
+        for own in (cache.store.keys, cache.store.values):
+            own[:, 0, :, start : start + rows] = torch.tensor(numbers)[:, None]
+        cache.keep(0, path)
+    assert (cache.waiting(0), cache.store.lengths[0]) == (3, held + 3)
+    assert (full.lengths[0], full.unverified[0], full.readable(0)) == (60, 3, 63)
+    assert full.values[0, 0, 0, 60:63, 0].tolist() == [11.0, 13.0, 15.0] == full.keys[1, 0, 1, 60:63, 2].tolist()
+    cache.drop(0)
+    assert (cache.waiting(0), cache.store.lengths[0], full.unverified[0]) == (0, held, 0)
+    cache.forget(0)
+    assert not cache.in_use(0)
+
+
+def test_one_layer_alone():
+    """As a drafter that reads the last layer's KV has it."""
+    full = KVStore(SHAPE, 1, 100)
+    one = KVShape(1, 2, 4, torch.float32)
+    cache = TrueCache(full, lambda slots, rows: KVStore(one, slots, rows), View("quest", 8, 4, 4, 2, 4), 3, first=1)
+    for count in (30, 2, 9):
+        fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
+        full.commit(0, range(count))
+        cache.follow(0, {1: torch.randn(4, 1, 4)})
+        n = cache.store.lengths[0]
+        values = cache.store.values[0, 0, 1, :n]
+        rows = (values[:, 0] - 1e5 - 1e4).long()
+        assert torch.equal(cache.store.keys[0, 0, 1, :n], full.keys[1, 0, 1, rows])
+        assert rows.tolist() == sorted(set(rows.tolist())) and rows[-1] == full.lengths[0] - 1
