@@ -145,5 +145,12 @@ VARIANTS = {
     "specpv-exact self chunks": specpv(None, drafter="self", view="chunks", chunk=4, window=4, budget=24),
     "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
     "specpv-exact heads": specpv("heads"),
+    **{
+        f"specpv-exact {selector}": specpv(None, drafter="prompt-lookup", selector=selector, reduction=reduction)
+        for selector, reduction in (
+            ("quest", "max"), ("mean-key", "last"), ("attention", "mean"), ("snapkv", "max"), ("tokens", "mean"),
+            ("streaming", "mean"),
+        )
+    },
 }  # fmt: skip
 CASES = METHODS | VARIANTS
