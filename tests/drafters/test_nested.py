@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters import self_drafter, small_lm_cache
+from longdraft.drafters import self_drafter
 from longdraft.drafters.base import NoDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.ngram import NGramDrafter
@@ -18,6 +18,7 @@ from longdraft.engine import Engine
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler
+from longdraft.views import compact
 from longdraft.views.cache import TrueCache
 from tests import chi_square
 from tests.drafts import small_lm
@@ -33,8 +34,8 @@ DRAWN_HARD = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 def three_layers():

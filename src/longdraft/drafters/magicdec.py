@@ -12,10 +12,10 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.self_views import BUDGET, self_view
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_cache import fresh_room
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.options import tree_kind
+from longdraft.views.compact import fresh_room
 
 VIEWS = ("streaming", "snapkv")
 

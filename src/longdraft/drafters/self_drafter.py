@@ -114,7 +114,7 @@ class SelfDrafter(TreeDrafter):
             return runner.new_store(slots, capacity, feature_layers, resident=True)
 
         self.cache = TrueCache(full, new_store, self.view, self.rows)
-        self._queries = LastQueries(full.slots, self.view.looks)
+        self._queries = LastQueries(self.view.looks)
 
     @property
     def rows(self) -> int:

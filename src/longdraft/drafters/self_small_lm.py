@@ -15,7 +15,6 @@ import torch
 
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import check_length
-from longdraft.drafters.small_lm_cache import PIECE
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.events import Event
 from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
@@ -23,6 +22,7 @@ from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
+from longdraft.views.compact import PIECE
 
 # Of tokens that the model does not know.
 _NEVER = -1e9

@@ -70,10 +70,9 @@ class TrueCache:
         summaries: bool = False,
     ) -> None:
         self.full, self.view, self._first = full, view, first
-        room = view.most + view.room
         # No text has more rows than the full store.
-        self.store = new_store(full.slots, min(room, full.capacity) + scratch)
-        self._copied = Copied(full.slots, room)
+        self.store = new_store(full.slots, min(view.limit, full.capacity) + scratch)
+        self._copied = Copied(full.slots, view.limit)
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
         self._summaries = Summaries(full, view.chunk, kinds) if kinds else None

@@ -84,6 +84,11 @@ class View:
         return self.budget + self.chunk - 1
 
     @property
+    def limit(self) -> int:
+        """Rows that it holds at most, new ones among them."""
+        return self.most + self.room
+
+    @property
     def chunks(self) -> int:
         """How many chunks are chosen at most."""
         return 0 if SCORERS[self.scorer] is None else self.chosen // self.chunk
