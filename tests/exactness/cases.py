@@ -76,6 +76,11 @@ VARIANTS = {
         "longspec", "longspec",
         {"retrieval": True, **RETRIEVAL, "adaptive": True, "every": 5, "tree": "opt", "depth": 3},
     ),
+    "longspec retrieval quest": Case(
+        "longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE, "scorer": "quest"}, kept_alike=True
+    ),
+    "specextend snapkv": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "scorer": "snapkv"}),
+    "specextend-eagle3 minmax": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE | {"scorer": "minmax"}),
     "eagle3 defaults": Case("eagle3", "eagle3"),
     "eagle3 cut": Case("eagle3", "eagle3", {"widths": (4, 5, 3), "nodes": 7}),
     "eagle3 chain": Case("eagle3", "eagle3", {"widths": (1, 1, 1)}),

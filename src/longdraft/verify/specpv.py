@@ -29,7 +29,7 @@ from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Schedule, Verified, verify_trees
 from longdraft.views.cache import TrueCache
-from longdraft.views.scorers import REDUCTIONS, SCORERS
+from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, check_multiples, check_name, check_sizes
 
 
@@ -57,13 +57,10 @@ def partial_view(
     Raises:
         ValueError: for sizes that make no view, or names that are not known.
     """
-    check_sizes(0, budget=budget, sink=sink, window=window)
-    check_sizes(1, block=block, margin=margin)
+    check_sizes(0, budget=budget, sink=sink)
+    check_sizes(1, window=window, block=block, margin=margin)
     check_multiples("block", block, budget=budget, sink=sink, window=window)
-    if window < block:
-        raise ValueError(f"window must hold a block of {block} tokens at least, got {window}")
     check_name("selector", selector, tuple(SCORERS))
-    check_name("reduction", reduction, REDUCTIONS)
     retrieves = SCORERS[selector] is not None
     if retrieves and budget < sink + window:
         raise ValueError(

@@ -6,9 +6,9 @@ averaged over the group, so every KV head ranks its own chunks. Sums are float32
 
 ========== ======================================================================== =============================
 minmax     max(q . Kmax, q . Kmin), of the largest and smallest numbers of the keys SpecPV, section 3.2
-quest      sum_d max(q_d Kmax_d, q_d Kmin_d): no q . k of the chunk is larger       Quest, section 3.3
+quest      sum_d max(q_d Kmax_d, q_d Kmin_d): no q . k of the chunk is larger       Quest
 mean-key   q . mean(K)                                                              TriForce, section 4.1
-tokens     the largest q . k of the chunk                                           TokenSwift, section 3.3
+tokens     the largest q . k of the chunk                                           TokenSwift, section 3
 attention  the softmax mass that falls on the chunk, of all rows of the text        SpecExtend, section 2.2
 snapkv     the softmax mass of all rows before the window, averaged over neighbours SnapKV; MagicDec, section 4
 streaming  none: nothing is chosen                                                  StreamingLLM
