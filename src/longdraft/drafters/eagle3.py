@@ -21,8 +21,7 @@ from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import LevelAttention
-from longdraft.drafters.retrieving import retrieval_options, tell
-from longdraft.drafters.tree_drafter import TreeDrafter
+from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
@@ -43,7 +42,7 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
-class Eagle3Drafter(TreeDrafter):
+class Eagle3Drafter(RetrievingDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
     Args:
@@ -102,7 +101,7 @@ class Eagle3Drafter(TreeDrafter):
             chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
         )  # fmt: skip
         if self.retrieval is not None:
-            self.window, self.query_window = None, max(1, self.retrieval.view.looks)
+            self.window = None
         self.draft = draft
         self._bound: BoundDraft | None = None
 
@@ -118,10 +117,6 @@ class Eagle3Drafter(TreeDrafter):
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Three layers, as a rule; the draft's folder names them."""
         return self.draft.feature_layers(runner)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
-        return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.
@@ -159,8 +154,7 @@ class Eagle3Drafter(TreeDrafter):
             self.cache.forget(slot, 0)
             self._settled[slot] = 0
             self._fill(event.sequence)
-        if self.retrieval is not None:
-            tell(self.retrieval, self._store, event)
+        self.tell(self._store, event)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
         if event.taken_back:

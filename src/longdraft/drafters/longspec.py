@@ -19,8 +19,7 @@ from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft, claims
-from longdraft.drafters.retrieving import retrieval_options, tell
-from longdraft.drafters.tree_drafter import TreeDrafter
+from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
@@ -33,7 +32,7 @@ from longdraft.views.retrieved import RetrievedKV
 from longdraft.views.ring import Ring
 
 
-class LongSpecDrafter(TreeDrafter):
+class LongSpecDrafter(RetrievingDrafter):
     """Drafts trees with a LongSpec block.
 
     Args:
@@ -79,7 +78,6 @@ class LongSpecDrafter(TreeDrafter):
             retrieval, draft, sink, recent,
             chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
         )  # fmt: skip
-        self.query_window = 1 if self.retrieval is None else max(1, self.retrieval.view.looks)
         self.draft = draft
         self._bound: BoundDraft | None = None
 
@@ -91,10 +89,6 @@ class LongSpecDrafter(TreeDrafter):
             CheckpointError: when it cannot be read.
         """
         return cls(LongSpecDraft.load(folder), **tree)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
-        return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's parts, and memory for the windows and what is retrieved.
@@ -119,8 +113,8 @@ class LongSpecDrafter(TreeDrafter):
         Emitted tokens enter the window at the start of the next round.
         """
         s = event.sequence
+        self.tell(self._store, event)
         if self.retrieved is not None:
-            tell(self.retrieved.retrieval, self._store, event)
             # The store's rows are read where they lie; what was gathered of them is gathered again.
             if event.replaced is not None:
                 self.retrieved.forget(s.slot, event.replaced)

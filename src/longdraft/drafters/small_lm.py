@@ -23,9 +23,8 @@ import torch
 from longdraft.drafters.draft_folder import is_language_model
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.retrieving import fitted, given_sizes, tell
+from longdraft.drafters.retrieving import RetrievingDrafter, given_sizes, retrieval_of
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
-from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.errors import CapabilityError
 from longdraft.events import Event
 from longdraft.host.parts import rotary_module
@@ -52,7 +51,7 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
-class SmallLMDrafter(TreeDrafter):
+class SmallLMDrafter(RetrievingDrafter):
     """Drafts trees with a small language model.
 
     Args:
@@ -107,17 +106,14 @@ class SmallLMDrafter(TreeDrafter):
         self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
         self.draft, self.view = draft, view
         # sink and recent mean nothing in full view: schedules have options of these names too.
-        self.retrieval: Retrieval | None = None
         fresh = fresh_room(self.tree.depth)
         room = draft.trained_length - self.tree.depth - fresh
         if view == "streaming":
             self.retrieval = _streaming(sink, recent, room, fresh)
         elif view == "retrieval":
-            defaults = {"layer": draft.retrieval_layer, "sink": sink, "recent": RECENT if recent is None else recent}
-            leaves = "the draft was trained for, beside those of a round,"
-            self.retrieval = fitted(given, defaults, room, leaves, fresh=fresh)
-        if self.retrieval is not None:
-            self.query_window = max(1, self.retrieval.view.looks)
+            given = {"layer": draft.retrieval_layer} | given
+            recent = RECENT if recent is None else recent
+            self.retrieval = retrieval_of(**given, sink=sink, recent=recent, room=room, fresh=fresh)
         self._bound: BoundLM | None = None
 
     @classmethod
@@ -128,10 +124,6 @@ class SmallLMDrafter(TreeDrafter):
             CheckpointError: when it cannot be read.
         """
         return cls(SmallLMDraft.load(folder), **options)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
-        return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Hosts the model, and takes memory for its keys and values.
@@ -163,8 +155,7 @@ class SmallLMDrafter(TreeDrafter):
         """
         assert self._bound is not None
         s = event.sequence
-        if self.retrieval is not None:
-            tell(self.retrieval, self._store, event)
+        self.tell(self._store, event)
         if event.begins:
             if self.retrieval is None:
                 check_length(self.draft, self._bound, s)
