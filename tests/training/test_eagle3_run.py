@@ -16,7 +16,7 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.training.config import Eagle3Config
-from longdraft.training.eagle3_recipe import default_layers, train_eagle3
+from longdraft.training.eagle3 import default_layers, train_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
 
@@ -129,7 +129,7 @@ def test_drafts_that_cannot_be_trained_further(config, tmp_path):
     with pytest.raises(CheckpointError, match="is no EAGLE-3 draft as its config"):
         steps(config(init=str(init), out=str(tmp_path / "b")))
     (init / "config.json").write_text(json.dumps(described | {"drafter": "longspec"}))
-    with pytest.raises(CheckpointError, match="holds a draft of longspec"):
+    with pytest.raises(CheckpointError, match="holds a draft for longspec, not for eagle3"):
         steps(config(init=str(init), out=str(tmp_path / "b")))
 
 

@@ -305,7 +305,7 @@ register(
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
         Training(
             "longdraft.training.config:Eagle3Config",
-            "longdraft.training.eagle3_recipe:train_eagle3",
+            "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
         ),
         layouts={"speculators": to_speculators},

@@ -220,7 +220,7 @@ register(
         "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
         Training(
             "longdraft.training.config:HeadsConfig",
-            "longdraft.training.heads_recipe:train_heads",
+            "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",
         ),
     )

@@ -236,7 +236,7 @@ register(
         "Yang et al. 2025, LongSpec, arXiv:2502.17421",
         Training(
             "longdraft.training.config:TrainConfig",
-            "longdraft.training.recipes:train_longspec",
+            "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),
         claims=claims,

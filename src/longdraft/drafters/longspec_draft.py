@@ -70,16 +70,21 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
-        cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
-        if cos.shape[-1] != self.shape.head_dim:
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {self.shape.head_dim} dimensions of a head; "
-                "LongSpec drafts share rotary embeddings of whole heads only. Use another method: prompt-lookup."
-            )
+        check_rotary(runner)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block = self.placed(runner)
         return BoundDraft(block, runner.parts, *self.head(runner), FewRowsModule(block))
+
+
+def check_rotary(runner: TargetRunner) -> None:
+    """Raises UnsupportedModelError for a target whose rotary embedding a draft cannot share."""
+    cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
+    if cos.shape[-1] != (size := runner.kv_shape.head_dim):
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {size} dimensions of a head; LongSpec drafts "
+            "share rotary embeddings of whole heads only. Use another method: prompt-lookup."
+        )
 
 
 def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:

@@ -314,7 +314,7 @@ register(
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
         Training(
             "longdraft.training.config:LmConfig",
-            "longdraft.training.lm_recipe:train_lm",
+            "longdraft.training.lm:train_lm",
             "Train a small language model to draft",
             "lm",
         ),
