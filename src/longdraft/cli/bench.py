@@ -22,10 +22,8 @@ from longdraft.cli.cancel import EXIT_CODE
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.embedded import EMBEDDED_ID
-from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.methods import METHODS, method_of
-from longdraft.verify.sampling import Sampling
 
 DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -37,6 +35,7 @@ QUICK_ROWS = 2
 
 
 def bench(
+    *,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,13 +60,7 @@ def bench(
             help=f"A first look: {QUICK_ROWS} rows of each file, {QUICK_TOKENS} tokens, one round; other options win.",
         ),
     ] = False,
-    draft: options.Draft = None,
-    widths: options.Widths = None,
-    nodes: options.Nodes = None,
-    tree: options.Tree = None,
-    depth: options.Depth = None,
-    tree_top_k: options.TreeTopK = None,
-    threshold: options.Threshold = None,
+    drafting: options.DraftOptions,
     plan: options.Plan = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[
@@ -84,12 +77,7 @@ def bench(
     repeats: Annotated[
         int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
     ] = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    repetition_window: options.RepetitionWindow = None,
+    choosing: options.SamplingOptions,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
@@ -109,11 +97,8 @@ def bench(
     llama_cpp_model: Annotated[
         Path | None, typer.Option(help="For llama-cpp: a GGUF file.", show_default="the embedded model's")
     ] = None,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
+    loading: options.ModelOptions,
     offload: options.Offload = None,
-    rope_factor: options.RopeFactor = None,
     results: Annotated[
         Path | None,
         typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
@@ -142,13 +127,12 @@ def bench(
         contexts = options.whole_numbers("--context", context)
     elif not data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
-    names = tuple(options.words(methods)) if methods is not None else _by_default(draft)
+    names = tuple(options.words(methods)) if methods is not None else _by_default(drafting.draft)
     with options.settings_checked():
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window)
         settings = Settings(
-            names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, sampling, seed, raw, ignore_eos,
-            cold,
-            draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold),
+            names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, choosing.sampling(), seed, raw,
+            ignore_eos, cold,
+            draft_options=drafting.options(),
             plan=plan,
             offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
@@ -161,15 +145,19 @@ def bench(
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
-        if methods is None and draft is None:
+        loaded = loading.load(status)
+        if methods is None and drafting.draft is None:
             settings = _drafted(settings, loaded)
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
         with options.settings_checked():
             measuring = Bench(loaded, settings, progress=status)
-    file = None if results is None else Results(results, header(measuring, prompts, model or EMBEDDED_ID, read, limit))
+    file = (
+        None
+        if results is None
+        else Results(results, header(measuring, prompts, loading.model or EMBEDDED_ID, read, limit))
+    )
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")

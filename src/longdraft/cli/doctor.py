@@ -20,16 +20,13 @@ from longdraft.cli.draft_check import examined
 from longdraft.errors import LongdraftError
 from longdraft.host import graphs, hosting
 from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 
 
 def doctor(
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    rope_factor: options.RopeFactor = None,
+    *,
+    loading: options.ModelOptions,
     draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder too.")] = None,
     composed: options.Load = None,
     as_json: options.Json = False,
@@ -41,11 +38,11 @@ def doctor(
         found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
         runner: TargetRunner | None = None
         try:
-            loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+            loaded = loading.load(status)
             found |= _examined(loaded)
             runner = TargetRunner(loaded.model) if found["model"]["hosted"] else None
         except LongdraftError as error:
-            found |= {"attention": None, "model": {"name": model, "hosted": False, "reason": str(error)}}
+            found |= {"attention": None, "model": {"name": loading.model, "hosted": False, "reason": str(error)}}
         found["drafts"] = [examined(folder, runner, True) for folder in drafts.folders()]
         if draft is not None:
             found["drafts"].append(examined(draft, runner, False))

@@ -21,7 +21,6 @@ from longdraft.engine import Result
 from longdraft.errors import CheckpointError
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.speculator import Generation, Speculator
@@ -90,6 +89,7 @@ class Run:
 
 
 def generate(
+    *,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The instruction; with a file, it follows the document.")
     ] = None,
@@ -97,7 +97,6 @@ def generate(
         list[str] | None,
         typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
     ] = None,
-    model: options.Model = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -108,21 +107,10 @@ def generate(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
     ] = None,
-    draft: options.Draft = None,
-    widths: options.Widths = None,
-    nodes: options.Nodes = None,
-    tree: options.Tree = None,
-    depth: options.Depth = None,
-    tree_top_k: options.TreeTopK = None,
-    threshold: options.Threshold = None,
+    drafting: options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    repetition_window: options.RepetitionWindow = None,
+    choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
@@ -134,18 +122,15 @@ def generate(
         bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
     ] = False,
     as_json: options.Json = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
+    loading: options.ModelOptions,
     offload: options.Offload = None,
-    rope_factor: options.RopeFactor = None,
     composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window)
-        drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
-        method_options = options.method_options(method, option or []) | drafting
+        sampling = choosing.sampling()
+        method_options = options.method_options(method, option or []) | drafting.options()
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
         method_options = Speculator(method, offload=offload, plan=plan, **method_options).options
         if max_tokens < 1:
@@ -156,7 +141,7 @@ def generate(
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        loaded = loading.load(status)
         status("Preparing the prompt")
         with options.settings_checked():
             spec = Speculator(

@@ -19,7 +19,6 @@ from longdraft.cli import console, options
 from longdraft.cli.runs import Runs
 from longdraft.drafters.draft import Draft
 from longdraft.drafters.kinds import KINDS, kind_of
-from longdraft.host.loading import load
 from longdraft.methods import METHODS
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
@@ -27,6 +26,7 @@ CONTEXTS = (1024, 2048, 4096, 8192)
 
 
 def needle(
+    *,
     haystack: Annotated[Path, typer.Option(help="The long text that needles are put in: plain text or JSONL.")],
     views: Annotated[
         str | None,
@@ -51,10 +51,7 @@ def needle(
         str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
     ] = "0.1,0.3,0.5,0.7,0.9",
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    rope_factor: options.RopeFactor = None,
+    loading: options.ModelOptions,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -70,7 +67,7 @@ def needle(
     if not wanted:
         raise options.SettingError("--views names none.")
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        loaded = loading.load(status)
         status("Reading drafts")
         with options.settings_checked():
             measuring = NeedleDrafts(loaded, wanted, drafts)

@@ -16,10 +16,10 @@ from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
 from longdraft.cli.runs import Runs
-from longdraft.host.loading import load
 
 
 def quality(
+    *,
     data_files: Annotated[
         list[Path] | None,
         typer.Option("--data", help="JSONL: rows with `text`, or with `context` and `input`; repeatable."),
@@ -34,13 +34,7 @@ def quality(
     drafter: Annotated[
         str | None, typer.Option(help="The method whose drafter is used.", show_default="the first that has a draft")
     ] = None,
-    draft: options.Draft = None,
-    widths: options.Widths = None,
-    nodes: options.Nodes = None,
-    tree: options.Tree = None,
-    depth: options.Depth = None,
-    tree_top_k: options.TreeTopK = None,
-    threshold: options.Threshold = None,
+    drafting: options.DraftOptions,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
@@ -62,18 +56,14 @@ def quality(
     ] = "0.1,0.3,0.5,0.7,0.9",
     needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    rope_factor: options.RopeFactor = None,
+    loading: options.ModelOptions,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Compare specpv with full verification: texts (ROUGE-L), drift of hidden states, needles found."""
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
-    given = options.method_options(METHOD, option or [])
-    given |= options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
+    given = options.method_options(METHOD, option or []) | drafting.options()
     given |= {} if drafter is None else {"drafter": drafter}
     with options.settings_checked():
         settings = Settings(
@@ -89,7 +79,7 @@ def quality(
     if samples:
         rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        loaded = loading.load(status)
         status("Encoding")
         prompts = prepare(samples, loaded, prompting)
         haystacks = [] if search is None else needle.haystacks(search, loaded.tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.drafters.kinds import KINDS, Training
-from longdraft.errors import CheckpointError, ConfigError
+from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
@@ -82,7 +83,8 @@ def _train(path: Path | None, words: list[str], training: Training, as_json: boo
         if main:
             raise
         raise typer.Exit(2) from None
-    _need_accelerate()
+    if find_spec("accelerate") is None:
+        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
         # Settings are checked before: this takes seconds.
         display.prepare("Loading what training needs", 0, 0)
@@ -151,8 +153,8 @@ def data(
     debug: options.Debug = False,
 ) -> None:
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
-    lengths = _numbers("--passage-tokens", passage_tokens, int)
-    heats = _numbers("--temperatures", temperatures, float)
+    lengths = options.whole_numbers("--passage-tokens", passage_tokens)
+    heats = options.numbers("--temperatures", temperatures)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if min(heats) < 0:
@@ -213,19 +215,3 @@ def _written(out: Path, rows: int, skipped: Any, as_json: bool) -> None:
     console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
     if as_json:
         console.line(json.dumps({"out": str(out), "rows": rows, "left_out": skipped.reasons}))
-
-
-def _numbers(name: str, text: str, kind: type) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise options.SettingError(f"{name} takes numbers with commas between, not {text!r}.") from None
-
-
-def _need_accelerate() -> None:
-    from importlib.util import find_spec
-
-    from longdraft.errors import CapabilityError
-
-    if find_spec("accelerate") is None:
-        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
