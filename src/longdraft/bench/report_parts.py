@@ -54,7 +54,7 @@ class Part:
         return sorted(found, key=lambda d: bool(d["near_tie"]))
 
     def setting(self, name: str) -> Any:
-        return _dict(self.header.get("settings")).get(name)
+        return mapping(self.header.get("settings")).get(name)
 
 
 def parts(paths: Sequence[Path]) -> list[Part]:
@@ -125,14 +125,14 @@ def _read(path: Path) -> Part:
                     f"{path}: the profile of {name} on {', '.join(m.samples)} is none that the bench wrote. "
                     "Measure again, or take the line out."
                 ) from None
-    settings = _dict(header.get("settings"))
+    settings = mapping(header.get("settings"))
     asked = settings.get("contenders") or list(measured[0].rounds)
     names = [name for name in asked if all(name in m.rounds for m in measured)]
     part = Part([path], header, names, report.rows(names, measured), measured)
-    part.notes = _dict(header.get("notes"))
+    part.notes = mapping(header.get("notes"))
     part.made = [str(header["created"])] if header.get("created") else []
     part.commands = [str(header["command"])] if header.get("command") else []
-    drafts, options = _dict(header.get("drafts")), _dict(settings.get("options"))
+    drafts, options = mapping(header.get("drafts")), mapping(settings.get("options"))
     part.contenders = {name: (drafts.get(name), options.get(name)) for name in names}
     return part
 
@@ -167,15 +167,16 @@ def _join(home: Part, other: Part) -> None:
 def _kind(part: Part) -> dict[str, Any]:
     """What has to be equal for figures to be set beside each other, by what people call it."""
     header = part.header
-    hardware = {name: x for name, x in _dict(header.get("hardware")).items() if name not in _FREE}
-    hardware["gpus"] = [{k: v for k, v in _dict(g).items() if k not in _FREE} for g in hardware.get("gpus") or []]
+    hardware = {name: x for name, x in mapping(header.get("hardware")).items() if name not in _FREE}
+    hardware["gpus"] = [{k: v for k, v in mapping(g).items() if k not in _FREE} for g in hardware.get("gpus") or []]
     return {
         "machine": hardware,
         "model": header.get("model"),
         "versions": header.get("versions"),
-        "settings": {name: x for name, x in _dict(header.get("settings")).items() if name not in _WHICH},
+        "settings": {name: x for name, x in mapping(header.get("settings")).items() if name not in _WHICH},
     }
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def mapping(value: Any) -> dict[str, Any]:
+    """A value of a results file that should be an object."""
     return dict(value) if isinstance(value, Mapping) else {}

@@ -148,19 +148,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
 
 def line(measured: Measured) -> dict[str, Any]:
     """A measurement as JSON has it."""
-    return {
-        "dataset": measured.dataset,
-        "context": measured.context,
-        "batch": measured.batch,
-        "samples": measured.samples,
-        "prompt_tokens": measured.prompt_tokens,
-        "cold": {name: asdict(run) for name, run in measured.cold.items()},
-        "rounds": {name: [asdict(run) for run in runs] for name, runs in measured.rounds.items()},
-        "comparable": sorted(measured.comparable),
-        "differences": [report.difference(d) for d in measured.disagreements],
-        "peak_memory_bytes": measured.peak_memory_bytes,
-        "profiles": measured.profiles,
-    }
+    found = asdict(measured) | {"batch": measured.batch, "comparable": sorted(measured.comparable)}
+    del found["disagreements"]
+    return found | {"differences": [report.difference(d) for d in measured.disagreements]}
 
 
 def _measured(found: Mapping[str, Any]) -> Measured:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from longdraft import drafts
@@ -19,6 +18,7 @@ from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Group, Measured, Settings, grid, method_name, prepare
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
+from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.embedded import EMBEDDED_ID
@@ -212,37 +212,14 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
         console.note(f"{len(measured)} batches are in {file.path} already; {len(groups)} are left.")
     if not groups:
         return measured, True
-    err = console.stderr()
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} runs"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        # Drawn between the runs only: a thread that draws would take its share of what is measured.
-        auto_refresh=False,
-        disable=not err.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("warming up", total=measuring.runs(len(groups)))
-        bar.refresh()
+    with Runs(measuring.runs(len(groups))) as runs:
         try:
+            runs.draw("warming up", 0)
             measuring.wake(groups[0][0])
             for number, group in enumerate(groups, 1):
-                begun: list[str] = []
-
-                def tick(name: str, number: int = number, begun: list[str] = begun) -> None:
-                    # Called before a run: the one that is shown as done is the one before.
-                    done = measuring.runs(number - 1) + len(begun)
-                    begun.append(name)
-                    bar.update(task, completed=done, description=f"sample {number}/{len(groups)}: {name}")
-                    bar.refresh()
-
-                if not err.is_terminal:
-                    err.print(Text(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ..."))
-                one = measuring.measure(group, tick)
+                if not runs.shown:
+                    runs.say(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ...")
+                one = measuring.measure(group, runs.told(f"sample {number}/{len(groups)}", lines=False))
                 measured.append(one)
                 if file is not None:
                     file.add(one)
@@ -252,17 +229,10 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
 
 
 def _show(found: dict[str, Any], decode: Any) -> None:
-    out = console.stdout()
-    for title, table in report.tables(found):
-        out.print(Text(title, style="bold"))
-        console.show(out, table)
-        out.print()
-    for line in report.listing(found, decode):
-        out.print(Text(line, style="red" if line.startswith("MISMATCH") else ""))
-    for name, note in found["notes"].items():
-        out.print(Text(f"{name}: {note}."))
-    for line in report.DEFINITIONS:
-        out.print(Text(line, style="dim"))
+    differing = report.listing(found, decode)
+    remarks = [Text(line, style="red" if line.startswith("MISMATCH") else "") for line in differing]
+    remarks += [Text(f"{name}: {note}.") for name, note in found["notes"].items()]
+    console.report(report.tables(found), remarks, report.DEFINITIONS)
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from longdraft.bench import needle as needles
 from longdraft.bench import needle_report
 from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
 from longdraft.cli import console, options
-from longdraft.cli.runs import Runs
+from longdraft.cli.progress import Runs
 from longdraft.drafters.draft import Draft
 from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.methods import METHODS
@@ -85,7 +84,7 @@ def needle(
             for hay in own
         ]
     report = needle_report.document(measured, measuring.names)
-    _show(report)
+    console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
     if as_json:
         console.line(json.dumps(report))
 
@@ -137,13 +136,3 @@ def _view(word: str) -> View:
     name, *pairs = word.split(":")
     named = name if name in METHODS else SMALL[name][0] if name in SMALL else None
     return view(name, options.method_options(named, pairs))
-
-
-def _show(report: dict[str, Any]) -> None:
-    out = console.stdout()
-    for title, table in needle_report.tables(report):
-        out.print(Text(title, style="bold"))
-        console.show(out, table)
-        out.print()
-    for line in needle_report.DEFINITIONS:
-        out.print(Text(line, style="dim"))

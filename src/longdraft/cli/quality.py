@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from longdraft.bench import data, needle, quality_report
 from longdraft.bench.quality import METHOD, Quality, Settings
@@ -15,7 +14,7 @@ from longdraft.bench.rouge import rouge_l
 from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
-from longdraft.cli.runs import Runs
+from longdraft.cli.progress import Runs
 
 
 def quality(
@@ -95,7 +94,7 @@ def quality(
         compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
         answered = [measuring.search(h, asked, runs.told(f"needle at {h.depth:g}")) for h in haystacks]
     found = quality_report.document(measuring, compared, asked, answered)
-    _show(found)
+    console.report(quality_report.tables(found), definitions=quality_report.definitions(found))
     if as_json:
         console.line(json.dumps(found))
 
@@ -106,13 +105,3 @@ def _note_uncut(cut: dict[str, int], prompts: int) -> None:
             console.note(
                 f"{name}: {prompts - count} of {prompts} prompts fit its partial cache whole: full rounds alone."
             )
-
-
-def _show(found: dict[str, Any]) -> None:
-    out = console.stdout()
-    for title, table in quality_report.tables(found):
-        out.print(Text(title, style="bold"))
-        console.show(out, table)
-        out.print()
-    for line in quality_report.definitions(found):
-        out.print(Text(line, style="dim"))
