@@ -299,4 +299,4 @@ def _further(config: Eagle3Config, session: Session) -> Plan:
         length = config.rope_original_length or init.config.get("rope_original_length") or init.trained_length
         if length is None:
             raise ConfigError(f"{config.init} does not say how long its texts were: set rope_original_length.")
-    return Plan(init.trainable(), init.ids, layers, window, float(init.contents.rope["rope_theta"]), length)
+    return Plan(init.trainable(), init.ids, layers, window, float(init.rope["rope_theta"]), length)
