@@ -6,10 +6,9 @@ Every chart exists twice, for a light and a dark page; files are written in ligh
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from longdraft.errors import CapabilityError
 
@@ -32,12 +31,7 @@ PART_COLOURS = {
     "forward": ("#c9a27e", "#8f6a4b"),
     "rest": ("#e6d8c8", "#5d4a3b"),
 }
-PART_NAMES = {
-    "draft": "draft",
-    "attention": "verify: attention",
-    "forward": "verify: the rest",
-    "rest": "overhead",
-}
+PART_NAMES = {"draft": "draft", "attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,8 @@ class Point:
     high: float | None = None
 
 
-class Chart(Protocol):
-    """Draws itself in a theme, as a matplotlib ``Figure``."""
-
-    def __call__(self, theme: Theme) -> Any: ...
+# A theme -> a matplotlib ``Figure`` in it
+Chart = Callable[[Theme], Any]
 
 
 def looks(methods: Sequence[str], baselines: Sequence[str]) -> dict[str, Look]:
@@ -149,47 +141,38 @@ def _saved(chart: Chart, theme: Theme, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def lines(
-    title: str,
-    series: Mapping[str, Sequence[Point]],
-    look: Mapping[str, Look],
-    x_label: str,
-    y_label: str,
-    *,
-    reference: float | None = None,
-    share: bool = False,
-) -> Chart:
-    """A line a method over numbers; where all have one x, a bar a method.
+@dataclass(frozen=True)
+class Lines:
+    """A chart: a line a method over numbers; where all have one x, a bar a method.
 
-    Args:
+    Attributes:
         reference: a value to draw a thin line at.
         share: values are shares, shown in per cent.
     """
-    drawn = {name: points for name, points in series.items() if points}
-    made = _Figures(title, drawn, look, x_label, y_label, reference, share)
-    return made.lines if len(made.xs) > 1 else made.bars
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What :func:`lines` was given."""
 
     title: str
     series: Mapping[str, Sequence[Point]]
     look: Mapping[str, Look]
     x_label: str
     y_label: str
-    reference: float | None
-    share: bool
+    reference: float | None = None
+    share: bool = False
+
+    def __call__(self, theme: Theme) -> Any:
+        return self.lines(theme) if len(self.xs) > 1 else self.bars(theme)
+
+    @property
+    def drawn(self) -> dict[str, Sequence[Point]]:
+        return {name: points for name, points in self.series.items() if points}
 
     @property
     def xs(self) -> list[float]:
-        return sorted({p.x for points in self.series.values() for p in points})
+        return sorted({p.x for points in self.drawn.values() for p in points})
 
     def lines(self, theme: Theme) -> Any:
         xs = self.xs
         figure, axes = _figure(self.title, 3.4)
-        for name, points in self.series.items():
+        for name, points in self.drawn.items():
             own = self.look[name]
             colour = own.colours[theme.index]
             style: dict[str, Any] = {
@@ -219,8 +202,8 @@ class _Figures:
         return figure
 
     def bars(self, theme: Theme) -> Any:
-        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.series))
-        names = list(self.series)
+        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.drawn))
+        names = list(self.drawn)
         for row, name in enumerate(names):
             point = self.series[name][0]
             axes.barh(row, point.y, height=0.62, color=self.look[name].colours[theme.index])
@@ -262,28 +245,30 @@ def _rows(axes: Any, names: Sequence[str], x_label: str) -> None:
     axes.set_xlabel(x_label)
 
 
-def stacked(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], x_label: str) -> Chart:
-    """A bar a row, made of the parts of a round.
+@dataclass(frozen=True)
+class Stacked:
+    """A chart: a bar a row, made of the parts of a round.
 
-    Args:
+    Attributes:
         rows: what a bar is called, and its parts, in milliseconds.
     """
-    return partial(_stacked, title, rows, x_label)
 
+    title: str
+    rows: Sequence[tuple[str, Mapping[str, float]]]
+    x_label: str
 
-def _stacked(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], x_label: str, theme: Theme) -> Any:
-    figure, axes = _figure(title, 0.9 + 0.3 * len(rows))
-    starts = [0.0] * len(rows)
-    for part, colours in PART_COLOURS.items():
-        widths = [max(0.0, parts.get(part, 0.0)) for _, parts in rows]
-        axes.barh(
-            range(len(rows)), widths, left=starts, height=0.62, color=colours[theme.index], label=PART_NAMES[part]
-        )
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    _rows(axes, [name for name, _ in rows], x_label)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    _legend(figure, axes, columns=4)
-    return figure
+    def __call__(self, theme: Theme) -> Any:
+        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.rows))
+        starts = [0.0] * len(self.rows)
+        for part, colours in PART_COLOURS.items():
+            widths = [max(0.0, parts.get(part, 0.0)) for _, parts in self.rows]
+            look = {"color": colours[theme.index], "label": PART_NAMES[part]}
+            axes.barh(range(len(widths)), widths, left=starts, height=0.62, **look)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        _rows(axes, [name for name, _ in self.rows], self.x_label)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        _legend(figure, axes, columns=4)
+        return figure
 
 
 def _figure(title: str, height: float) -> tuple[Any, Any]:

@@ -141,7 +141,7 @@ class Chapter:
                     series.setdefault(row["method"], []).append(Point(row["context_tokens"], row[key], *ends))
             if series:
                 title = f"{label[0].upper()}{label[1:]}: {self._name(group)}"
-                chart = charts.lines(title, series, self._look, "prompt tokens", label, reference=reference)
+                chart = charts.Lines(title, series, self._look, "prompt tokens", label, reference=reference)
                 found.append(self._drawn(f"{label} {self._name(group)}", title, chart))
         return found
 
@@ -155,7 +155,7 @@ class Chapter:
         if not any(series.values()):
             return []
         title = "Rounds that accepted so many drafted tokens or more: all prompts"
-        chart = charts.lines(title, series, self._look, "drafted tokens accepted", "share of rounds", share=True)
+        chart = charts.Lines(title, series, self._look, "drafted tokens accepted", "share of rounds", share=True)
         return [self._drawn("accepted by depth", title, chart)]
 
     # --- what the profile says ---
@@ -174,7 +174,7 @@ class Chapter:
             title = f"A round: {self._name(group)}" + (
                 "" if several else f", {own[0]['context_tokens']:,} prompt tokens"
             )
-            found.append(self._drawn(f"round {self._name(group)}", title, charts.stacked(title, bars, "ms a round")))
+            found.append(self._drawn(f"round {self._name(group)}", title, charts.Stacked(title, bars, "ms a round")))
         return found
 
     def _round_tables(self) -> list[Table]:

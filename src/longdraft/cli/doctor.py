@@ -16,7 +16,7 @@ from longdraft import drafts, native
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.cli import console, options
-from longdraft.cli.draft_check import examined
+from longdraft.drafters.kinds import kind_of
 from longdraft.errors import LongdraftError
 from longdraft.host import graphs, hosting
 from longdraft.host.checkpoints import LoadedModel
@@ -43,9 +43,9 @@ def doctor(
             runner = TargetRunner(loaded.model) if found["model"]["hosted"] else None
         except LongdraftError as error:
             found |= {"attention": None, "model": {"name": loading.model, "hosted": False, "reason": str(error)}}
-        found["drafts"] = [examined(folder, runner, True) for folder in drafts.folders()]
+        found["drafts"] = [_draft(folder, runner, True) for folder in drafts.folders()]
         if draft is not None:
-            found["drafts"].append(examined(draft, runner, False))
+            found["drafts"].append(_draft(draft, runner, False))
     _show(found, console.stdout())
     if as_json:
         console.line(json.dumps(found))
@@ -83,6 +83,40 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
             "reason": reason,
         },
     }
+
+
+def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str, Any]:
+    """Reads a draft, checks its tensors against its sizes, and it against the target.
+
+    Args:
+        runner: the target; None where there is none, and only the folder is checked.
+        shipped: it comes with the package: one made for another target is nothing to complain about.
+
+    Returns:
+        ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None where
+        it was not found out, ``reason`` says why the draft cannot be used, ``remarks`` what looks wrong otherwise.
+    """
+    found: dict[str, Any] = {
+        "name": folder.name if shipped else str(folder), "shipped": shipped, "method": None, "parameters": None,
+        "vocabulary": None, "trained_length": None, "fits": None, "reason": None, "remarks": [],
+    }  # fmt: skip
+    try:
+        draft = kind_of(folder).load(folder)
+    except LongdraftError as error:
+        return found | {"fits": False, "reason": str(error)}
+    found |= {
+        "method": draft.kind,
+        "parameters": draft.parameters,
+        "vocabulary": draft.vocabulary,
+        "trained_length": draft.trained_length,
+    }
+    if runner is None:
+        return found
+    try:
+        draft.check(runner)
+    except LongdraftError as error:
+        return found | {"fits": False, "reason": None if shipped else str(error)}
+    return found | {"fits": True, "remarks": draft.remarks(runner)}
 
 
 def _show(found: dict[str, Any], out: Console) -> None:

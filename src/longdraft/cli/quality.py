@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from longdraft.bench import data, needle, quality_report
-from longdraft.bench.quality import METHOD, Quality, Settings
-from longdraft.bench.rouge import rouge_l
+from longdraft.bench.quality import METHOD, Quality, Settings, rouge_l
 from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
