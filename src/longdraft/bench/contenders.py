@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         eos: token ids that end a sequence; empty to decode ``max_tokens`` whatever comes.
-        seed: of the draws; has no effect on greedy decoding.
+        seed: of sampling; has no effect on greedy decoding.
     """
 
     prompts: tuple[tuple[int, ...], ...]

@@ -78,7 +78,7 @@ def bench(
         int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
     ] = None,
     choosing: options.SamplingOptions,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
     ] = False,
@@ -109,10 +109,9 @@ def bench(
             "--profile", help="Look into some rounds after the timed ones: where their time goes, memory, a tree."
         ),
     ] = False,
-    as_json: options.Json = False,
+    output: options.Output,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
     composed: options.Load = None,
-    debug: options.Debug = False,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
 
@@ -167,8 +166,7 @@ def bench(
         _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
     if out is not None:
         _write(out, found)
-    if as_json:
-        console.line(json.dumps(found))
+    output.json(found)
     if not complete:
         console.note(f"Stopped after {len(measured)} of {len(groups)} batches." + ("" if file else " Nothing is kept."))
         raise typer.Exit(EXIT_CODE)

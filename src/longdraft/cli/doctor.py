@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +28,7 @@ def doctor(
     loading: options.ModelOptions,
     draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder too.")] = None,
     composed: options.Load = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     with console.status() as status:
@@ -47,8 +45,7 @@ def doctor(
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
     _show(found, console.stdout())
-    if as_json:
-        console.line(json.dumps(found))
+    output.json(found)
     if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
         raise typer.Exit(1)
 

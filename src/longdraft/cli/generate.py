@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,11 +120,10 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
     ] = False,
-    as_json: options.Json = False,
+    output: options.Output,
     loading: options.ModelOptions,
     offload: options.Offload = None,
     composed: options.Load = None,
-    debug: options.Debug = False,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
@@ -157,19 +155,18 @@ def generate(
     assert isinstance(cache, CountingCache)
     with Cancel() as cancel:
         run = Run(loaded, tokens, max_tokens, sampling, seed, tuple(stop or ()), cache, cancel)
-        output = TextOutput(silent=as_json)
-        own, reused = run.stream(spec, output)
+        text = TextOutput(silent=output.as_json)
+        own, reused = run.stream(spec, text)
         if restored and kv_cache is not None:
             console.note(f"{kv_cache}: {reused:,} of {len(tokens):,} prompt tokens were there")
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.show(console.stderr(), footer(own, reused, output.coloured))
+        console.show(console.stderr(), footer(own, reused, text.coloured))
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(run, spec, own)
-    if as_json:
-        console.line(json.dumps(report))
+    output.json(report)
     if cancel():
         console.note("Cancelled.")
         raise typer.Exit(EXIT_CODE)
@@ -203,5 +200,5 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
     console.stderr().print()
     console.show(console.stderr(), found.shown(spec.decode))
     if spec.draws_anew and not run.sampling.greedy:
-        console.note("Residual acceptance draws another text of the same distribution: the two need not agree.")
+        console.note("Residual acceptance samples another text of the same distribution: the two need not agree.")
     return found.payload()

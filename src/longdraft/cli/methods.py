@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.text import Text
 
 from longdraft.bench.tables import table
@@ -12,7 +10,7 @@ from longdraft.methods import METHODS
 from longdraft.methods import methods as described
 
 
-def methods(composed: options.Load = None, as_json: options.Json = False, debug: options.Debug = False) -> None:
+def methods(*, composed: options.Load = None, output: options.Output) -> None:
     """List the methods. An exact one writes what the model alone would; it is only faster."""
     made = table(["method", "exact", "draft", "available"])
     made.add_column("what it does")
@@ -28,5 +26,4 @@ def methods(composed: options.Load = None, as_json: options.Json = False, debug:
             summary,
         )
     console.show(console.stdout(), made)
-    if as_json:
-        console.line(json.dumps(described()))
+    output.json(described())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,8 +50,7 @@ def needle(
     ] = "0.1,0.3,0.5,0.7,0.9",
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
     loading: options.ModelOptions,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
     asked = None if needle_context is None else options.whole_numbers("--needle-context", needle_context)
@@ -85,8 +83,7 @@ def needle(
         ]
     report = needle_report.document(measured, measuring.names)
     console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
-    if as_json:
-        console.line(json.dumps(report))
+    output.json(report)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import runpy
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from longdraft.cli import console
 from longdraft.errors import LongdraftError
 from longdraft.host.checkpoints import LoadedModel, Progress
 from longdraft.host.loading import load
@@ -89,7 +91,6 @@ Offload = Annotated[
         show_default="nowhere else",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
 Plan = Annotated[
     str | None,
     typer.Option(
@@ -104,6 +105,21 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or mps.", sh
 
 class Group:
     """Options that belong together. A verb takes them as one parameter: :func:`spread`."""
+
+
+@dataclass(frozen=True)
+class Output(Group):
+    """What is said beside the result for people."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")] = (
+        False
+    )
+    debug: Debug = False
+
+    def json(self, found: Any) -> None:
+        """Prints the object where it is asked for."""
+        if self.as_json:
+            console.line(json.dumps(found))
 
 
 @dataclass(frozen=True)

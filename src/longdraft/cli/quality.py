@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -55,8 +54,7 @@ def quality(
     needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
     loading: options.ModelOptions,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Compare specpv with full verification: texts (ROUGE-L), drift of hidden states, needles found."""
     if not data_files and needle_file is None:
@@ -86,7 +84,7 @@ def quality(
         if prompts:
             _note_uncut(measuring.cut([len(p.tokens) + max_tokens for p in prompts]), len(prompts))
         asked = measuring.searched(haystacks) if haystacks else []
-        status("Warming up")
+        status("Warm-up")
         measuring.wake((*(p.tokens for p in prompts), *(h.tokens for h in haystacks))[0])
     total = len(prompts) * len(measuring.names) + len(haystacks) * len(asked)
     with Runs(total) as runs:
@@ -94,8 +92,7 @@ def quality(
         answered = [measuring.search(h, asked, runs.told(f"needle at {h.depth:g}")) for h in haystacks]
     found = quality_report.document(measuring, compared, asked, answered)
     console.report(quality_report.tables(found), definitions=quality_report.definitions(found))
-    if as_json:
-        console.line(json.dumps(found))
+    output.json(found)
 
 
 def _note_uncut(cut: dict[str, int], prompts: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from enum import Enum
 from importlib.util import find_spec
@@ -44,16 +43,16 @@ def loaded_first(composed: options.Load = None) -> None:
 
 def _command(name: str, training: Training) -> Any:
     def train(
+        *,
         settings: Annotated[
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
         ] = None,
         config: Annotated[
             Path | None, typer.Option("--config", "-c", help="YAML file of settings, such as those in configs/.")
         ] = None,
-        as_json: options.Json = False,
-        debug: options.Debug = False,
+        output: options.Output,
     ) -> None:
-        _train(config, settings or [], training, as_json)
+        _train(config, settings or [], training, output)
 
     alone = typer.Typer(
         add_completion=False,
@@ -65,11 +64,11 @@ def _command(name: str, training: Training) -> Any:
         name,
         help=f"{training.summary}; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.\n\n"
         "Settings: docs/training.md, or any wrong one: the error lists them.",
-    )(interruptible(train))
+    )(interruptible(options.spread(train)))
     return typer.main.get_command(alone)
 
 
-def _train(path: Path | None, words: list[str], training: Training, as_json: bool) -> None:
+def _train(path: Path | None, words: list[str], training: Training, output: options.Output) -> None:
     """Runs a recipe on its settings, shows how it goes, and says where the draft is."""
     from longdraft.training.config import read_config
 
@@ -104,8 +103,7 @@ def _train(path: Path | None, words: list[str], training: Training, as_json: boo
     target = f"--model {settings_.target} " if settings_.target else ""
     console.note(f"The draft is in {best} (the last step's in {best.with_name('last')}). Use it:")
     console.note(f"  longdraft generate {target}--draft {best} --prompt ...")
-    if as_json:
-        console.line(json.dumps(_payload(report, best)))
+    output.json(_payload(report, best))
 
 
 def _payload(report: Any, best: Path) -> dict[str, Any]:
@@ -125,6 +123,7 @@ class Kind(str, Enum):
 
 
 def data(
+    *,
     files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz): rows with `text`, for tokens also chats.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write; an unfinished one is gone on with.")],
     kind: Annotated[
@@ -145,12 +144,11 @@ def data(
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 3,
     temperatures: Annotated[str, typer.Option(help="Of a passage's answers, one after the other.")] = "0,0,1",
     method: Annotated[str, typer.Option(help="How to decode; every exact method gives the same answers.")] = "ar",
-    seed: Annotated[int, typer.Option(help="Of passages, prompts and draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of passages, prompts and sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default="torch's choice")] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
     lengths = options.whole_numbers("--passage-tokens", passage_tokens)
@@ -178,7 +176,7 @@ def data(
                 skipped.add("without text")
     if kind is Kind.repeats:
         have = documents.write_texts(repeats.repeats(texts, rows, seed), out)
-        _written(out, have, skipped, as_json)
+        _written(out, have, skipped, output)
         return
     if threads:
         torch.set_num_threads(threads)
@@ -206,12 +204,11 @@ def data(
             f"Stopped. {'The same command goes on from there.' if kind is Kind.answers else 'Nothing written.'}"
         )
         raise typer.Exit(cancel.exit_code)
-    _written(out, have, skipped, as_json)
+    _written(out, have, skipped, output)
 
 
-def _written(out: Path, rows: int, skipped: Any, as_json: bool) -> None:
+def _written(out: Path, rows: int, skipped: Any, output: options.Output) -> None:
     if skipped.total:
         console.note(f"Left out: {skipped}.")
     console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    if as_json:
-        console.line(json.dumps({"out": str(out), "rows": rows, "left_out": skipped.reasons}))
+    output.json({"out": str(out), "rows": rows, "left_out": skipped.reasons})
