@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from longdraft.bench import report, results, tree_drawing
+from longdraft.bench.results import mapping
 from longdraft.bench.run import Measured
 from longdraft.errors import CheckpointError
 
@@ -17,7 +18,6 @@ Cell = tuple[str, int | None, int]
 
 # Settings that may differ within a part: they say which prompts and whose figures, not how these were measured.
 _WHICH = ("contenders", "options", "exact", "contexts", "batches", "data", "limit")
-_FREE = ("memory_available_bytes",)
 
 
 @dataclass
@@ -166,17 +166,10 @@ def _join(home: Part, other: Part) -> None:
 
 def _kind(part: Part) -> dict[str, Any]:
     """What has to be equal for figures to be set beside each other, by what people call it."""
-    header = part.header
-    hardware = {name: x for name, x in mapping(header.get("hardware")).items() if name not in _FREE}
-    hardware["gpus"] = [{k: v for k, v in mapping(g).items() if k not in _FREE} for g in hardware.get("gpus") or []]
+    header = results.decisive(part.header)
     return {
-        "machine": hardware,
+        "machine": header["hardware"],
         "model": header.get("model"),
         "versions": header.get("versions"),
         "settings": {name: x for name, x in mapping(header.get("settings")).items() if name not in _WHICH},
     }
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """A value of a results file that should be an object."""
-    return dict(value) if isinstance(value, Mapping) else {}
