@@ -101,17 +101,17 @@ def masked_attention(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    behind: int = 0,
+    offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The block's part alone: o and lse."""
     o, lse = triton_backend._parts(1, q)
-    triton_backend._launch_block(q, keys, values, mask, slots, lengths, scale, o[0], lse[0], behind)
+    triton_backend._launch_block(q, keys, values, mask, slots, lengths, scale, o[0], lse[0], offset)
     return o[0], lse[0]
 
 
 def check_masked(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
     scale = q.shape[-1] ** -0.5
-    o, lse = masked_attention(q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.behind)
+    o, lse = masked_attention(q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.offset)
     assert o.dtype == lse.dtype == torch.float32
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         own = slice(n, n + block.width)

@@ -160,9 +160,9 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     sizes: list[int] = []
     forward = Listener.forward
 
-    def counted(self, tokens, *arguments, **options):
-        sizes.append(len(tokens[0]))
-        return forward(self, tokens, *arguments, **options)
+    def counted(self, block, *arguments, **options):
+        sizes.append(block.size)
+        return forward(self, block, *arguments, **options)
 
     monkeypatch.setattr(Listener, "forward", counted)
     found = quality.compare(one)

@@ -21,6 +21,7 @@ from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -83,7 +84,7 @@ def test_only_verifications_write_to_the_full_store(view):
     n = store.lengths[0]
     assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.unverified == [0]
     other = runner.new_store(1, n)
-    runner.forward([s.tokens[:n]], other, [0], logits="none")
+    forward(runner, [s.tokens[:n]], other, [0], logits="none")
     for own, exact in ((store.keys, other.keys), (store.values, other.values)):
         torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
 

@@ -21,6 +21,7 @@ from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV
 from tests.drafts import random_draft, random_eagle3
 from tests.events import begun, decoded
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
@@ -160,7 +161,7 @@ def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
         assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1
         runner = TargetRunner(model)
         fresh = runner.new_store(1, n)
-        runner.forward([got[0].tokens[:n]], fresh, [0], logits="none")
+        forward(runner, [got[0].tokens[:n]], fresh, [0], logits="none")
         torch.testing.assert_close(store.keys[:, :1, :, :n], fresh.keys, atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(store.values[:, :1, :, :n], fresh.values, atol=1e-4, rtol=1e-3)
 
@@ -217,7 +218,7 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, wi
     assert eagle.checked >= 2
     store, n = engine.cache.store, engine.cache.store.lengths[0]
     exact = TargetRunner(model).new_store(1, n, store.feature_layers)
-    TargetRunner(model).forward([got[0].tokens[:n]], exact, [0], logits="none")
+    forward(TargetRunner(model), [got[0].tokens[:n]], exact, [0], logits="none")
     torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
     if schedule is ExactSpecPV:
         want, _, _ = run(model, Schedule(), NoDrafter(), [PROMPTS[0]])
@@ -253,7 +254,7 @@ class Listening(Drafter):
         text = sequence.tokens[: self.store.readable(sequence.slot)]
         assert len(text) == len(sequence.tokens) - 1
         plain = self.runner.new_store(1, len(text))
-        out = self.runner.forward([text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
+        out = forward(self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
         assert set(queries) == set(out.queries)
         for layer, query in queries.items():
             torch.testing.assert_close(query, out.queries[layer][0, :, -1], atol=1e-4, rtol=1e-3)

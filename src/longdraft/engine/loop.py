@@ -184,14 +184,9 @@ class Engine:
             start = time.perf_counter()
             read = min(len(s.prompt), (done // self.chunk + 1) * self.chunk)
             last = read == len(s.prompt)
-            out = self.runner.forward(
-                [s.prompt[done:read]],
-                store,
-                [s.slot],
-                logits="last" if last else "none",
-                taps=taps if read > len(s.prompt) - window else NO_TAPS,
-                prompt=True,
-            )
+            block = store.block([s.slot], [s.prompt[done:read]], prompt=True)
+            wanted = taps if read > len(s.prompt) - window else NO_TAPS
+            out = self.runner.forward(block, store, logits="last" if last else "none", taps=wanted)
             store.commit(s.slot, range(read - done))
             for layer, q in out.queries.items():
                 looked[layer].append(q[0])
