@@ -293,6 +293,10 @@ def _further(config: Eagle3Config, session: Session) -> Plan:
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
+    if init.layout != "longdraft" and init.rope["rope_type"] != "default":
+        raise ConfigError(
+            f"{config.init} stretches its positions ({init.rope['rope_type']}): start from one that does not."
+        )
     window = config.window if "window" in config.fields_set else init.window
     length = None
     if config.rope_factor is not None:
