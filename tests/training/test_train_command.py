@@ -79,6 +79,7 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
         (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--passage-tokens", "5"], "--passage-tokens takes two numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", "warm"], "--temperatures takes numbers"),
+        (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", ","], "--temperatures takes numbers"),
         (["data", "none.jsonl", "--out", "y.jsonl"], "There is no file none.jsonl"),
     ],
 )

@@ -82,6 +82,7 @@ Load = Annotated[
 Debug = Annotated[
     bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log lines and full tracebacks.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
 Offload = Annotated[
     str | None,
     typer.Option(
@@ -111,9 +112,7 @@ class Group:
 class Output(Group):
     """What is said beside the result for people."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")] = (
-        False
-    )
+    as_json: Json = False
     debug: Debug = False
 
     def json(self, found: Any) -> None:

@@ -155,7 +155,7 @@ def data(
     heats = options.numbers("--temperatures", temperatures)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
-    if min(heats) < 0:
+    if not heats or min(heats) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
