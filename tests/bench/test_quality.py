@@ -29,6 +29,7 @@ from longdraft.kv.prompt_cache import PromptCache
 from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler, Sampling
 from tests.drafts import random_draft, random_eagle3
+from tests.events import decoded
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"sink": 4, "recent": 4, "block": 4}
@@ -75,8 +76,7 @@ def drifts(model, layout, kind=RecordedSpecPV):
     listener, cache = Listener(TargetRunner(model)), PromptCache()
     schedule = kind(layout, listener)
     s = Sequence(0, list(PROMPT), 40, sampler=Sampler(True, Sampling().processors()))
-    engine = Engine(listener, NGramDrafter(), [s], [], cache, schedule)
-    steps = list(engine.steps(engine.open()))
+    steps = decoded(Engine(listener, NGramDrafter(), schedule, cache), [s])
     found = drift(listener, cache, PROMPT, s.output, schedule.computed)
     assert len(found) == len(s.output) - 1  # every token but the prefill's, once
     return found, {step.mode for step in steps}

@@ -56,7 +56,7 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
     samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
-    decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache()))
+    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)
     return sequences
 
 

@@ -60,7 +60,7 @@ def test_a_view_of_everything_is_always_right(view):
 
 def run(drafter, model, prompts, n=30, cache=None, **engine):
     sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
-    decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache(), **engine))
+    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache(), **engine), sequences)
     return sequences
 
 

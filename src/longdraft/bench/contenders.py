@@ -35,6 +35,7 @@ class Job:
             sampling=self.sampling,
             seed=self.seed,
             eos_token_ids=sorted(self.eos),
+            batch=len(self.prompts),
             cache=cache,
         )
 

@@ -128,7 +128,8 @@ def exact_hidden(
 ) -> torch.Tensor:
     """(layers, len(output), hidden size) float32 at the prompt's last token and all output tokens but the last."""
     text = [*prompt, *output[:-1]]
-    store = cache.open(listener.new_store, [list(prompt)], len(text))
+    store = cache.open(listener.new_store, 1, len(text))
+    cache.begin(0, prompt)
     found = []
     try:
         while (done := store.lengths[0]) < len(text):

@@ -96,7 +96,8 @@ def compare(
 
 def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> torch.Tensor:
     """(vocabulary,) logits of the token that follows the text."""
-    store = cache.open(runner.new_store, [text], len(text))
+    store = cache.open(runner.new_store, 1, len(text))
+    cache.begin(0, text)
     logits = None
     try:
         while (done := store.lengths[0]) < len(text):

@@ -216,6 +216,16 @@ class KVStore:
         if features is not None and self.features is not None:
             self.features[slot, start:end] = features
 
+    def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
+        """Copies committed rows ``[start, end)`` of another slot behind a slot's own ``start``, and commits them."""
+        for layers in self.portions:
+            keys, values = (x[:, :, start:end].clone() for x in self.stored(source, layers, end))
+            own_keys, own_values = self.stored(slot, layers, start)
+            own_keys[:, :, start:end], own_values[:, :, start:end] = keys, values
+        if self.features is not None:
+            self.features[slot, start:end] = self.features[source, start:end]
+        self.lengths[slot] = end
+
     def readable(self, slot: int) -> int:
         """Rows of a slot that a drafter may read: the committed and the unverified ones."""
         return self.lengths[slot] + self.unverified[slot]

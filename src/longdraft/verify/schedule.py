@@ -69,11 +69,10 @@ class Schedule:
         self,
         runner: TargetRunner,
         store: KVStore,
-        sequences: list[Sequence],
         max_nodes: int,
         query_layers: tuple[int, ...] = (),
     ) -> None:
-        """Told once a run, before anything else.
+        """Told before anything else, and again when the store has been replaced.
 
         Args:
             max_nodes: most drafted nodes of a tree.
