@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.speculator import Generation, Speculator
+from longdraft.session import Generation
+from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
 
 
