@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -112,15 +110,6 @@ class Eagle3Drafter(TreeDrafter):
             self.window, self._room = None, room or self.retrieval.most + self.retrieval.recent
         self.draft = draft
         self._bound: BoundDraft | None = None
-
-    @classmethod
-    def load(cls, folder: Path | str, **options: Any) -> Eagle3Drafter:
-        """From a draft folder, with the options of the drafter.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(Eagle3Draft.load(folder), **options)
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Three layers, as a rule; the draft's folder names them."""

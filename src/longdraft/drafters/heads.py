@@ -13,8 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -139,15 +137,6 @@ class HeadsDrafter(TreeDrafter):
         self.tree = _fitted(kind, levels, self._source.ahead and widths is None)
         self._bound: BoundHeads | None = None
         self._rounds = 0
-
-    @classmethod
-    def load(cls, folder: Path | str, **options: Any) -> HeadsDrafter:
-        """From a draft folder, with the options of the drafter.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(HeadsDraft.load(folder), **options)
 
     @property
     def forwards(self) -> int:  # type: ignore[override]

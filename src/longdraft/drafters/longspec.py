@@ -8,8 +8,6 @@ through the whole block; then the tree grows level by level.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -87,15 +85,6 @@ class LongSpecDrafter(TreeDrafter):
         )
         self.draft = draft
         self._bound: BoundDraft | None = None
-
-    @classmethod
-    def load(cls, folder: Path | str, **tree: Any) -> LongSpecDrafter:
-        """From a draft folder, with the tree's options.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(LongSpecDraft.load(folder), **tree)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The one whose attention ranks chunks, for the retrieval."""

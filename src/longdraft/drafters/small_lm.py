@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -116,15 +115,6 @@ class SmallLMDrafter(TreeDrafter):
                 sink, self.retrieval.recent, self.retrieval.most, self.tree.depth, draft.trained_length
             )
         self._bound: BoundLM | None = None
-
-    @classmethod
-    def load(cls, folder: Path | str, **options: Any) -> SmallLMDrafter:
-        """From a folder or hub id of a model, with the options of the drafter.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(SmallLMDraft.load(folder), **options)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The one whose attention ranks chunks, for the retrieval."""
