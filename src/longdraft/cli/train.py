@@ -175,7 +175,7 @@ def data(
             else:
                 skipped.add("without text")
     if kind is Kind.repeats:
-        have = documents.write_texts(repeats.repeats(texts, rows, seed), out)
+        have = documents.write(repeats.repeats(texts, rows, seed), out)
         _written(out, have, skipped, output)
         return
     if threads:
