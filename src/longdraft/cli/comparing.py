@@ -10,12 +10,9 @@ from rich.console import Group
 from rich.text import Text
 
 from longdraft.bench.tables import table
-from longdraft.bench.ties import Difference, compare
+from longdraft.bench.ties import Difference
 from longdraft.cli.figures import payload
 from longdraft.engine import Result
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.verify.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,3 @@ class Comparison:
         if d.near_tie:
             return f"{where}; a near tie: the logits are {d.gap:.1g} apart, which is rounding"
         return f"{where}; no near tie, the logits are {d.gap:.3g} apart"
-
-
-def comparison(
-    own: Result, ar: Result, prompt: list[int], runner: TargetRunner, sampling: Sampling, cache: PromptCache
-) -> Comparison:
-    """Judges two finished runs of a prompt. The cache holds the prompt's KV, and does so afterwards."""
-    difference = compare(runner, prompt, own.token_ids, ar.token_ids, sampling, cache)
-    return Comparison(own, ar, difference)

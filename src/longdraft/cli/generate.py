@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from longdraft.bench.ties import compare
 from longdraft.cli import console, options, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
-from longdraft.cli.comparing import comparison
+from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
 from longdraft.cli.streaming import TextStream
@@ -189,7 +190,8 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
         ar = run.start(ar_spec).results()[0]
         if run.cancel():
             return None
-        found = comparison(own, ar, run.prompt, spec.runner(), run.sampling, run.cache)
+        tokens = own.token_ids, ar.token_ids
+        found = Comparison(own, ar, compare(spec.runner(), run.prompt, *tokens, run.sampling, run.cache))
     console.stderr().print()
     console.show(console.stderr(), found.shown(spec.decode))
     if spec.draws_anew and not run.sampling.greedy:
