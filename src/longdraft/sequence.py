@@ -96,8 +96,7 @@ class Sequence:
         twin.rules = self.rules
         twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
         twin.output = list(self.output)
-        if hasattr(self, "sampler"):
-            twin.sampler = self.sampler
+        twin.sampler = self.sampler
         return twin
 
     def follow(self, other: Sequence) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -111,32 +111,18 @@ class Engine:
         with self.runner.lock:
             for s in [*self._active, *self._waiting]:
                 if s.index == index:
-                    self._abort(s)
-
-    def _abort(self, s: Sequence) -> None:
-        s.finish_reason = "cancelled"
-        self._ended.append(Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason))
-        if s in self._active:
-            self._leave(s)
-        else:
-            self._waiting.remove(s)
+                    s.finish_reason = "cancelled"
+                    self._ended.append(Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason))
+                    self._leave(s)
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do, or to tell."""
         return bool(self._waiting or self._active or self._ended)
 
-    def run(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Step]:
-        """Steps until all have ended.
-
-        Args:
-            cancelled: asked between steps; True ends all sequences with "cancelled".
-        """
+    def run(self) -> Iterator[Step]:
+        """Steps until all have ended."""
         while self.busy:
-            if cancelled():
-                with self.runner.lock:
-                    for s in [*self._active, *self._waiting]:
-                        self._abort(s)
             yield from self.step()
 
     def step(self) -> list[Step]:
@@ -196,6 +182,9 @@ class Engine:
                 s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
 
     def _leave(self, s: Sequence) -> None:
+        if s in self._waiting:
+            self._waiting.remove(s)
+            return
         self._active.remove(s)
         self._looked.pop(s.index, None)
         self._free.append(s.slot)
