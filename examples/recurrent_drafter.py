@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,12 @@ from torch import nn
 import longdraft
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import DraftFolder, trained
 from longdraft.drafters.kinds import Kind, Training
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence as Text
-from longdraft.training.longspec import StepOutput
 from longdraft.training.losses import soft_cross_entropy
-from longdraft.training.vocabulary import to_draft
+from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 
@@ -120,16 +118,15 @@ def _chain(tokens: Sequence[int], log_probs: Sequence[float]) -> TokenTree:
 
 # 4. The training: one step, from documents' features to a loss; the project's session does the rest. What needs the
 #    extra `train` is imported when a run begins.
-class Trainee(nn.Module):
+class CellTrainee(Trainee):
     """The cell, reading the text's tokens from every learned state on, as deep as it will draft."""
 
+    ahead = 2  # the token after a row's is the root, which the target says itself
+
     def __init__(self, cell: Cell, runner: TargetRunner, kept: torch.Tensor | None) -> None:
-        super().__init__()
+        super().__init__(runner.parts, kept, distill=0.0, product_dtype=torch.float32)
         self.cell = cell
-        self._embedding = [runner.parts.embedding]  # in a list: nothing of the target is trained or saved
-        ids = torch.arange(runner.vocab_size) if kept is None else kept
-        self._head = runner.parts.head.detach()[ids.to(runner.device)].float()
-        self._to_draft = to_draft(ids, runner.vocab_size).to(runner.device)
+        self._head = self.borrowed_head()
 
     def forward(self, documents: Sequence[Any], shifts: Sequence[int] = (), levels: int = LEVELS) -> StepOutput:
         device = self._head.device
@@ -138,7 +135,7 @@ class Trainee(nn.Module):
         for document in documents:
             tokens, first = document.tokens.to(device), document.start - 1
             with torch.no_grad():
-                embedded = self._embedding[0](tokens).float()
+                embedded = self._parts.embedding(tokens).float()
             state = self.cell.begin(document.hidden[first : len(tokens) - 2].to(device).float())
             for level in range(levels):
                 rows = len(tokens) - 2 - first - level  # those that have a token so far behind them
@@ -166,13 +163,9 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     cell = Cell(runner.parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
     nn.init.constant_(cell.norm.weight, 1 / float(runner.parts.head.float().norm(dim=-1).median()))
-
-    def made(weights: Mapping[str, torch.Tensor]) -> DraftFolder:
-        sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
-        return trained(NAME, sizes, weights, kept, runner.parts.description)
-
-    trainee = Trainee(cell, runner, kept)
-    yield from session.train(trainee, reader, source, made, levels=LEVELS, measured=LEVELS)
+    sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
+    trainee = CellTrainee(cell, runner, kept)
+    yield from session.train(trainee, reader, source, NAME, sizes, levels=LEVELS, measured=LEVELS)
 
 
 # 5. From here on it is a method like any other, with or without --draft, under specpv and nested, on the command line.

@@ -93,11 +93,25 @@ def check_prefix(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bloc
         close(lse[b], ref_lse, TOLERANCE[q.dtype])
 
 
+def masked_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    offset: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block's part alone: o and lse."""
+    o, lse = triton_backend._parts(1, q)
+    triton_backend._launch_block(q, keys, values, mask, slots, lengths, scale, o[0], lse[0], offset)
+    return o[0], lse[0]
+
+
 def check_masked(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
     scale = q.shape[-1] ** -0.5
-    o, lse = triton_backend.masked_attention(
-        q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.offset
-    )
+    o, lse = masked_attention(q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.offset)
     assert o.dtype == lse.dtype == torch.float32
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         own = slice(n, n + block.width)
@@ -199,7 +213,7 @@ def test_row_that_sees_nothing() -> None:
     mask = random_trees(2, 80)
     mask[0, 3], mask[1, 79] = False, False
     q, keys, values, block = make([0, 6], 80, mask=mask)
-    o, lse = triton_backend.masked_attention(q, keys, values, block.mask, block.slots_t, block.lengths_t, 0.25)
+    o, lse = masked_attention(q, keys, values, block.mask, block.slots_t, block.lengths_t, 0.25)
     for b, i in ((0, 3), (1, 79)):
         assert (o[b, :, i] == 0).all() and (lse[b, :, i] == float("-inf")).all()
     check_masked(q, keys, values, block)
@@ -294,9 +308,7 @@ def test_errors_say_what_to_do() -> None:
         with pytest.raises(ValueError, match="num_splits"):
             triton_backend.prefix_attention(q, keys, values, block.slots_t, block.lengths_t, 1.0, 4, num_splits=splits)
     with pytest.raises(ValueError, match="mask"):
-        triton_backend.masked_attention(
-            q, keys, values, torch.ones(1, 3, 3, dtype=torch.bool), block.slots_t, block.lengths_t, 1.0
-        )
+        masked_attention(q, keys, values, torch.ones(1, 3, 3, dtype=torch.bool), block.slots_t, block.lengths_t, 1.0)
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

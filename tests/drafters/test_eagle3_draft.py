@@ -13,7 +13,6 @@ from longdraft import Speculator
 from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
-from longdraft.drafters.eagle3_remarks import remarks
 from longdraft.errors import CheckpointError
 from longdraft.host.runner import TargetRunner
 from longdraft.methods import method_of
@@ -149,13 +148,13 @@ def test_an_export_that_cannot_be(folder):
 def test_what_published_drafts_leave_out_or_state_oddly(tmp_path, model):
     folder = published_eagle3(tmp_path / "a", model)
     draft = Eagle3Draft.load(folder)
-    assert (draft.contents.rope["rope_theta"], draft.trained_length, draft.window) == (1e4, 2048, None)
+    assert (draft.rope["rope_theta"], draft.trained_length, draft.window) == (1e4, 2048, None)
     assert draft.feature_layers(TargetRunner(model)) == LAYERS
-    assert Eagle3Draft.load(folder, rope_theta=77.0).contents.rope["rope_theta"] == 77.0
+    assert Eagle3Draft.load(folder, rope_theta=77.0).rope["rope_theta"] == 77.0
     stretched = Eagle3Draft.load(folder, rope_factor=4.0)
-    assert stretched.contents.rope["rope_type"] == "yarn" and stretched.reach == 4 * 2048
+    assert stretched.rope["rope_type"] == "yarn" and stretched.reach == 4 * 2048
     folder = published_eagle3(tmp_path / "b", model, head_dim=None, rope_theta=5e5)
-    assert Eagle3Draft.load(folder, head_dim=12).contents.rope["rope_theta"] == 5e5
+    assert Eagle3Draft.load(folder, head_dim=12).rope["rope_theta"] == 5e5
     with pytest.raises(CheckpointError, match="wrong shape"):  # heads of a share of the hidden size are no match
         Eagle3Draft.load(published_eagle3(tmp_path / "c", model, head_dim=None, num_attention_heads=2))
     scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
@@ -311,7 +310,7 @@ def test_tables_of_the_vocabulary(tmp_path, model):
         Speculator(kept("none", lambda t: {n: x for n, x in t.items() if n != "d2t"}), target=model)
     with pytest.raises(CheckpointError, match="outside the target's vocabulary"):
         Speculator(kept("outside", lambda t: t | {"d2t": torch.arange(3, 8)}), target=model)
-    with pytest.raises(CheckpointError, match=r"shape \(4,\) where 5"):
+    with pytest.raises(CheckpointError, match=r"d2t \(4,\) where config.json asks for \(5,\)"):
         Speculator(kept("short", lambda t: t | {"d2t": torch.arange(4)}), target=model)
 
 
@@ -328,18 +327,18 @@ def test_it_takes_the_targets_dtype(tmp_path, dtype):
 def test_remarks(tmp_path, model):
     runner = TargetRunner(model)
     sound = Eagle3Draft.load(random_eagle3(tmp_path / "a", model, layers=LAYERS, head_dim=16))
-    assert remarks(sound, runner) == []
+    assert sound.remarks(runner) == []
     odd = random_eagle3(
         tmp_path / "b", model, kept=[5, 2, 7], settings={"rope_theta": 5e5, "trained_length": 100, "window": None}
     )
-    found = " | ".join(remarks(Eagle3Draft.load(odd), runner))
+    found = " | ".join(Eagle3Draft.load(odd).remarks(runner))
     for part in (
         "rope_theta is 500000, the target's 10000", "head size is 12, the target's 16", "layers 1, 2, 4; usual",
         "texts of 100 tokens, the target reads 512", "d2t does not name increasing tokens",
     ):  # fmt: skip
         assert part in found
     flagged = published_eagle3(tmp_path / "c", model, norm_before_residual=True)
-    assert "norm_before_residual" in " | ".join(remarks(Eagle3Draft.load(flagged), runner))
+    assert "norm_before_residual" in " | ".join(Eagle3Draft.load(flagged).remarks(runner))
 
 
 def test_kinds_are_told_apart(tmp_path, model):

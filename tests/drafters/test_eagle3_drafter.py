@@ -67,8 +67,8 @@ def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int],
     Args:
         seen: of the text's rows, these alone are seen, as if they stood together.
     """
-    w = {n: t.float() for n, t in draft.contents.tensors.items()}
-    shape, settings = draft.shape, draft.contents.rope
+    w = {n: t.float() for n, t in draft.weights.items()}
+    shape, settings = draft.shape, draft.rope
     rotated = settings["rope_theta"], settings.get("factor"), settings.get("original_max_position_embeddings")
     d, eps = shape.head_dim, shape.rms_norm_eps
     with torch.no_grad():

@@ -222,7 +222,7 @@ def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
 def drafter_after(model, folder, prompt: list[int]) -> LongSpecDrafter:
     """A drafter that has read a prompt and drafted once."""
     runner = TargetRunner(model)
-    drafter = LongSpecDrafter.load(folder, widths=(2, 4, 4))
+    drafter = LongSpecDrafter(LongSpecDraft.load(folder), widths=(2, 4, 4))
     s = Sequence(0, prompt, 20)
     store = runner.new_store(1, len(prompt) + 20 + drafter.max_nodes)
     drafter.bind(runner, store)

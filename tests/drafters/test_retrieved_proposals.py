@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from longdraft import Sampling, Speculator
-from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.kinds import KINDS
 from longdraft.engine import Engine
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
@@ -42,8 +41,8 @@ def tokens(results):
 
 
 def drafter(method, where, model, **options):
-    kind = LongSpecDrafter if method == "longspec" else Eagle3Drafter
-    return kind.load(folder(method, where, model), **TREE, **options)
+    kind = KINDS["longspec" if method == "longspec" else "eagle3"]
+    return kind.drafter(kind.load(folder(method, where, model)), **TREE, **options)
 
 
 def proposals(drafter, model, prompts, n=24, sampling=None):

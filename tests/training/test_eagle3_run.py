@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from longdraft.cli.main import main
 from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
+from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.training.config import Eagle3Config
-from longdraft.training.eagle3_recipe import default_layers, train_eagle3
+from longdraft.training.eagle3 import default_layers, train_eagle3
+from tests.drafts import published_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
 
@@ -129,8 +132,26 @@ def test_drafts_that_cannot_be_trained_further(config, tmp_path):
     with pytest.raises(CheckpointError, match="is no EAGLE-3 draft as its config"):
         steps(config(init=str(init), out=str(tmp_path / "b")))
     (init / "config.json").write_text(json.dumps(described | {"drafter": "longspec"}))
-    with pytest.raises(CheckpointError, match="holds a draft of longspec"):
+    with pytest.raises(CheckpointError, match="holds a draft for longspec, not for eagle3"):
         steps(config(init=str(init), out=str(tmp_path / "b")))
+
+
+def test_a_published_draft_is_adapted_to_long_text(config, target, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(target)
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    theirs = published_eagle3(tmp_path / "theirs", model, max_position_embeddings=64, **layers)
+    more = {"feature_layers": (), "vocabulary": None, "intermediate_size": None, "max_length": 128, "epochs": 0.3}
+    steps(config(init=str(theirs), rope_factor=2.0, **more))
+    found = Eagle3Draft.load(tmp_path / "run" / "last")
+    assert (found.layout, found.layers, found.trained_length, found.reach) == ("longdraft", (0, 1, 2), 128, 128)
+    before = Eagle3Draft.load(theirs)
+    assert found.shape == before.shape and found.ids is None
+    changed = [not torch.equal(found.weights[n], t.bfloat16()) for n, t in before.weights.items()]
+    assert any(changed)
+    stretched = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    theirs = published_eagle3(tmp_path / "stretched", model, **layers, **stretched)
+    with pytest.raises(ConfigError, match=r"stretches its positions \(linear\)"):
+        steps(config(init=str(theirs), out=str(tmp_path / "b"), **more))
 
 
 def test_settings_that_do_not_fit_the_target(config):

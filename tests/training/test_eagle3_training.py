@@ -13,8 +13,7 @@ from longdraft.host.runner import TargetRunner
 from longdraft.speculator import Speculator
 from longdraft.training.config import Eagle3Config
 from longdraft.training.documents import Document
-from longdraft.training.eagle3 import Eagle3Trainee
-from longdraft.training.eagle3_recipe import Plan, as_folder
+from longdraft.training.eagle3 import Eagle3Trainee, Plan
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.measure import UNSEEN, by_step, simulate
 from tests.tiny import tiny_model
@@ -197,7 +196,10 @@ def test_a_chain_decoded_by_the_engine(window, tmp_path):
             weight.copy_(weight.bfloat16())
     config = Eagle3Config(window=window, max_length=64)
     plan = Plan(block, None, LAYERS, window, 1000.0, None)
-    draft_folder.save(tmp_path, as_folder(block.state_dict(), plan, runner.parts.description, config))
+    draft_folder.save(
+        tmp_path,
+        draft_folder.trained("eagle3", plan.described(config), block.state_dict(), None, runner.parts.description),
+    )
     spec = Speculator("eagle3", target=model, draft=tmp_path, widths=(1,) * levels)
     results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
     assert [r.token_ids for r in results] == [r.token_ids for r in answers]

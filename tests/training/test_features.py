@@ -11,11 +11,10 @@ import torch
 
 from longdraft.errors import CheckpointError
 from longdraft.host.runner import TargetRunner
-from longdraft.training import feature_cache, features
+from longdraft.training import corpus, feature_cache, features
 from longdraft.training.documents import Document
 from longdraft.training.feature_cache import FeatureCache, bytes_needed
-from longdraft.training.features import FeatureReader
-from longdraft.training.positions import anchor_offset, largest_offset
+from longdraft.training.features import FeatureReader, anchor_offset
 from tests.tiny import FAMILIES, tiny_model
 
 PER_TOKEN = 2 * 2 * 16 * 4
@@ -50,11 +49,8 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
 def test_offsets_leave_the_anchors_and_stay_in_the_context():
     assert anchor_offset(7, 10).tolist() == [0, 1, 2, 3, 14, 15, 16]
     assert anchor_offset(3, 10).tolist() == [0, 1, 2]
-    assert [largest_offset(100, 300, 512), largest_offset(400, 300, 512), largest_offset(600, 300, 512)] == [
-        300,
-        112,
-        0,
-    ]
+    found = corpus.offsets([Document([1] * n) for n in (100, 400, 600) for _ in range(200)], 300, 512, 0)
+    assert [max(found[i : i + 200]) for i in (0, 200, 400)] == pytest.approx([298, 110, 0], abs=2)
 
 
 def test_what_documents_share_is_read_once_and_is_the_same():

@@ -23,8 +23,7 @@ from longdraft.host.runner import TargetRunner
 from longdraft.training.config import HeadsConfig, read_config
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader
-from longdraft.training.heads import HeadsTrainee
-from longdraft.training.heads_recipe import train_heads
+from longdraft.training.heads import HeadsTrainee, train_heads
 from longdraft.training.measure import by_step, simulate
 from tests.drafts import random_draft, random_heads
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -18,7 +18,7 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.training.config import LmConfig
-from longdraft.training.lm_recipe import train_lm
+from longdraft.training.lm import train_lm
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from longdraft.cli import console, options, training_display
+from longdraft.cli import console, options, progress
 from longdraft.cli.main import main
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.drafters import draft_folder
@@ -79,6 +79,7 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
         (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--passage-tokens", "5"], "--passage-tokens takes two numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", "warm"], "--temperatures takes numbers"),
+        (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", ","], "--temperatures takes numbers"),
         (["data", "none.jsonl", "--out", "y.jsonl"], "There is no file none.jsonl"),
     ],
 )
@@ -131,7 +132,7 @@ def report(step: int, simulated: bool = False) -> Report:
 
 
 def test_lines_where_no_terminal_is(capsys, monkeypatch):
-    monkeypatch.setattr(training_display, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     with TrainingDisplay() as display:
         display.prepare("reading", 0, 0)
         display.prepare("the target reads", 5, 10)

@@ -12,7 +12,7 @@ import torch
 
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.errors import CapabilityError, CheckpointError, NumericalError, PromptError, UnsupportedModelError
-from longdraft.training.recipes import train_longspec
+from longdraft.training.longspec import train_longspec
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
 

@@ -46,10 +46,10 @@ def main(settings: str, manner: str = "", step: str = "0") -> None:
     torch.set_num_threads(1)
     from longdraft.training import checkpoints
     from longdraft.training.config import Eagle3Config, HeadsConfig, LmConfig, TrainConfig
-    from longdraft.training.eagle3_recipe import train_eagle3
-    from longdraft.training.heads_recipe import train_heads
-    from longdraft.training.lm_recipe import train_lm
-    from longdraft.training.recipes import train_longspec
+    from longdraft.training.eagle3 import train_eagle3
+    from longdraft.training.heads import train_heads
+    from longdraft.training.lm import train_lm
+    from longdraft.training.longspec import train_longspec
 
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
     if "ttt" in values:

@@ -9,6 +9,7 @@ from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
 from longdraft.events import last_query
@@ -62,7 +63,7 @@ def outputs(sequences) -> list[list[int]]:
 
 def drafter(kind: str, model, folder) -> Drafter:
     if kind == "longspec":
-        return LongSpecDrafter.load(random_draft(folder, model), widths=(3, 4, 2))
+        return LongSpecDrafter(LongSpecDraft.load(random_draft(folder, model)), widths=(3, 4, 2))
     return NGramDrafter() if kind == "ngram" else NoDrafter()
 
 

@@ -18,19 +18,16 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         end = n + block.width
         k, v = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
-        if block.width == 1:
-            # One row sees all: fold the group's heads into rows and K/V are read once per KV head.
-            rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
-            out[b] = F.scaled_dot_product_attention(rows, k, v, scale=scale).reshape(q.shape[1:])
-        elif block.mask is None and end == block.size:
+        if block.width > 1 and block.mask is None and end == block.size:
             out[b] = F.scaled_dot_product_attention(q[b : b + 1], k, v, is_causal=True, scale=scale, enable_gqa=True)[0]
-        else:
+            continue
+        seen = None
+        if block.width > 1:  # one row sees all
             seen = torch.ones(block.size, end, dtype=torch.bool, device=q.device)
             seen[:, n:] = block.block_mask(b, q.device)
-            # Folding the heads of a group into rows works under a mask too: it repeats once a head.
-            group = q.shape[1] // k.shape[1]
-            rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
-            out[b] = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen.repeat(group, 1), scale=scale).reshape(
-                q.shape[1:]
-            )
+            seen = seen.repeat(q.shape[1] // k.shape[1], 1)
+        # The group's heads folded into rows, K/V are read once per KV head; a mask repeats once a head.
+        rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
+        found = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen, scale=scale)
+        out[b] = found.reshape(q.shape[1:])
     return out

@@ -85,33 +85,6 @@ def prefix_attention(
     return o, lse
 
 
-def masked_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    slots_t: torch.Tensor,
-    lengths_t: torch.Tensor,
-    scale: float,
-    offset: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row of the block against the tree: the block itself, and the tree's rows before it.
-
-    Args:
-        q, keys, values, slots_t, lengths_t: as in ``prefix_attention``; the tree's keys, the block's own T the last of
-            them, stand at cache rows lengths_t[b] + [0, offset + T).
-        mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
-        offset: rows of the tree before the block.
-
-    Returns:
-        o (B, Hq, T, d) and lse (B, Hq, T), both float32; o = 0 and lse = -inf for a row that sees nothing.
-    """
-    _check(q, keys, values)
-    o_parts, lse_parts = _parts(1, q)
-    _launch_block(q, keys, values, mask, slots_t, lengths_t, scale, o_parts[0], lse_parts[0], offset)
-    return o_parts[0], lse_parts[0]
-
-
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Hybrid tree attention: ``reference.attend`` in three kernels, for float32, float16 and bfloat16.
 
@@ -279,7 +252,12 @@ def _launch_block(
     lse: torch.Tensor,
     offset: int,
 ) -> None:
-    """Fills one part: ``o`` (B, Hq, T, d) and ``lse`` (B, Hq, T), contiguous float32."""
+    """Fills one part, every row of the block against the tree: ``o`` (B, Hq, T, d), ``lse`` (B, Hq, T), both float32.
+
+    Args:
+        mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
+        offset: rows of the tree before the block.
+    """
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     if mask is not None and mask.shape != (batch, size, offset + size):
         raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, offset + size)}")

@@ -6,10 +6,9 @@ Every chart exists twice, for a light and a dark page; files are written in ligh
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from longdraft.errors import CapabilityError
 
@@ -32,12 +31,7 @@ PART_COLOURS = {
     "forward": ("#c9a27e", "#8f6a4b"),
     "rest": ("#e6d8c8", "#5d4a3b"),
 }
-PART_NAMES = {
-    "draft": "draft",
-    "attention": "verify: attention",
-    "forward": "verify: the rest",
-    "rest": "overhead",
-}
+PART_NAMES = {"draft": "draft", "attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,8 @@ class Point:
     high: float | None = None
 
 
-class Chart(Protocol):
-    """Draws itself in a theme, as a matplotlib ``Figure``."""
-
-    def __call__(self, theme: Theme) -> Any: ...
+# A theme -> a matplotlib ``Figure`` in it
+Chart = Callable[[Theme], Any]
 
 
 def looks(methods: Sequence[str], baselines: Sequence[str]) -> dict[str, Look]:
@@ -149,69 +141,85 @@ def _saved(chart: Chart, theme: Theme, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def lines(
-    title: str,
-    series: Mapping[str, Sequence[Point]],
-    look: Mapping[str, Look],
-    x_label: str,
-    y_label: str,
-    *,
-    reference: float | None = None,
-    share: bool = False,
-) -> Chart:
-    """A line a method over numbers; where all have one x, a bar a method.
+@dataclass(frozen=True)
+class Lines:
+    """A chart: a line a method over numbers; where all have one x, a bar a method.
 
-    Args:
+    Attributes:
         reference: a value to draw a thin line at.
         share: values are shares, shown in per cent.
     """
-    drawn = {name: points for name, points in series.items() if points}
-    xs = sorted({p.x for points in drawn.values() for p in points})
-    if len(xs) > 1:
-        return partial(_lines, title, drawn, look, xs, x_label, y_label, reference, share)
-    return partial(_bars, title, drawn, look, y_label, reference, share)
 
+    title: str
+    series: Mapping[str, Sequence[Point]]
+    look: Mapping[str, Look]
+    x_label: str
+    y_label: str
+    reference: float | None = None
+    share: bool = False
 
-def _lines(
-    title: str,
-    series: Mapping[str, Sequence[Point]],
-    look: Mapping[str, Look],
-    xs: list[float],
-    x_label: str,
-    y_label: str,
-    reference: float | None,
-    share: bool,
-    theme: Theme,
-) -> Any:
-    figure, axes = _figure(title, 3.4)
-    for name, points in series.items():
-        own = look[name]
-        colour = own.colours[theme.index]
-        style: dict[str, Any] = {
-            "color": colour,
-            "marker": own.marker,
-            "ls": "--" if own.dashed else "-",
-            "label": name,
-        }
-        axes.plot([p.x for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
-        spread = [(p.x, p.low, p.high) for p in points if p.low is not None and p.high is not None]
-        if spread:
-            axes.vlines(*zip(*spread, strict=True), color=colour, lw=1.1, alpha=0.75)
-    if reference is not None:
-        axes.axhline(reference, color=theme.ink, lw=0.8)
-    axes.set_ylim(bottom=0, top=1 if share else None)
-    if share:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100:
-        axes.set_xscale("log")
-    ticks = _apart(xs, log=axes.get_xscale() == "log")
-    axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
-    axes.set_xticks([], minor=True)
-    axes.grid(visible=False, axis="x")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    _legend(figure, axes)
-    return figure
+    def __call__(self, theme: Theme) -> Any:
+        return self.lines(theme) if len(self.xs) > 1 else self.bars(theme)
+
+    @property
+    def drawn(self) -> dict[str, Sequence[Point]]:
+        return {name: points for name, points in self.series.items() if points}
+
+    @property
+    def xs(self) -> list[float]:
+        return sorted({p.x for points in self.drawn.values() for p in points})
+
+    def lines(self, theme: Theme) -> Any:
+        xs = self.xs
+        figure, axes = _figure(self.title, 3.4)
+        for name, points in self.drawn.items():
+            own = self.look[name]
+            colour = own.colours[theme.index]
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": own.marker,
+                "ls": "--" if own.dashed else "-",
+                "label": name,
+            }
+            axes.plot([p.x for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
+            spread = [(p.x, p.low, p.high) for p in points if p.low is not None and p.high is not None]
+            if spread:
+                axes.vlines(*zip(*spread, strict=True), color=colour, lw=1.1, alpha=0.75)
+        if self.reference is not None:
+            axes.axhline(self.reference, color=theme.ink, lw=0.8)
+        axes.set_ylim(bottom=0, top=1 if self.share else None)
+        if self.share:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        if xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100:
+            axes.set_xscale("log")
+        ticks = _apart(xs, log=axes.get_xscale() == "log")
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        axes.set_xticks([], minor=True)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel(self.x_label)
+        axes.set_ylabel(self.y_label)
+        _legend(figure, axes)
+        return figure
+
+    def bars(self, theme: Theme) -> Any:
+        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.drawn))
+        names = list(self.drawn)
+        for row, name in enumerate(names):
+            point = self.series[name][0]
+            axes.barh(row, point.y, height=0.62, color=self.look[name].colours[theme.index])
+            if point.low is not None and point.high is not None:
+                axes.hlines(row, point.low, point.high, color=theme.ink, lw=1.1)
+            end = max(point.y, point.high or 0.0)
+            text = f"{point.y:.0%}" if self.share else f"{point.y:.2f}"
+            axes.annotate(text, (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        if self.reference is not None:
+            axes.axvline(self.reference, color=theme.ink, lw=0.8)
+        _rows(axes, names, self.y_label)
+        axes.margins(x=0.12)
+        if self.share:
+            axes.set_xlim(right=1.1)  # room for the number behind a full bar
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        return figure
 
 
 def _apart(xs: list[float], log: bool) -> list[float]:
@@ -227,67 +235,40 @@ def _apart(xs: list[float], log: bool) -> list[float]:
     return kept[::-1]
 
 
-def _bars(
-    title: str,
-    series: Mapping[str, Sequence[Point]],
-    look: Mapping[str, Look],
-    y_label: str,
-    reference: float | None,
-    share: bool,
-    theme: Theme,
-) -> Any:
-    figure, axes = _figure(title, 0.9 + 0.3 * len(series))
-    names = list(series)
-    for row, name in enumerate(names):
-        point = series[name][0]
-        axes.barh(row, point.y, height=0.62, color=look[name].colours[theme.index])
-        if point.low is not None and point.high is not None:
-            axes.hlines(row, point.low, point.high, color=theme.ink, lw=1.1)
-        end = max(point.y, point.high or 0.0)
-        text = f"{point.y:.0%}" if share else f"{point.y:.2f}"
-        axes.annotate(text, (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    if reference is not None:
-        axes.axvline(reference, color=theme.ink, lw=0.8)
+def _rows(axes: Any, names: Sequence[str], x_label: str) -> None:
+    """A bar a row, from the top, from 0 on."""
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.margins(x=0.12)
-    if share:
-        axes.set_xlim(right=1.1)  # room for the number behind a full bar
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.grid(visible=False, axis="y")
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(y_label)
-    return figure
-
-
-def stacked(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], x_label: str) -> Chart:
-    """A bar a row, made of the parts of a round.
-
-    Args:
-        rows: what a bar is called, and its parts, in milliseconds.
-    """
-    return partial(_stacked, title, rows, x_label)
-
-
-def _stacked(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], x_label: str, theme: Theme) -> Any:
-    figure, axes = _figure(title, 0.9 + 0.3 * len(rows))
-    starts = [0.0] * len(rows)
-    for part, colours in PART_COLOURS.items():
-        widths = [max(0.0, parts.get(part, 0.0)) for _, parts in rows]
-        axes.barh(
-            range(len(rows)), widths, left=starts, height=0.62, color=colours[theme.index], label=PART_NAMES[part]
-        )
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(x_label)
-    _legend(figure, axes, columns=4)
-    return figure
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A chart: a bar a row, made of the parts of a round.
+
+    Attributes:
+        rows: what a bar is called, and its parts, in milliseconds.
+    """
+
+    title: str
+    rows: Sequence[tuple[str, Mapping[str, float]]]
+    x_label: str
+
+    def __call__(self, theme: Theme) -> Any:
+        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.rows))
+        starts = [0.0] * len(self.rows)
+        for part, colours in PART_COLOURS.items():
+            widths = [max(0.0, parts.get(part, 0.0)) for _, parts in self.rows]
+            look = {"color": colours[theme.index], "label": PART_NAMES[part]}
+            axes.barh(range(len(widths)), widths, left=starts, height=0.62, **look)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        _rows(axes, [name for name, _ in self.rows], self.x_label)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        _legend(figure, axes, columns=4)
+        return figure
 
 
 def _figure(title: str, height: float) -> tuple[Any, Any]:

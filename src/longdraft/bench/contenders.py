@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from longdraft.kv.prompt_cache import PromptCache
+from longdraft.session import Generation
 from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
 
@@ -18,7 +19,7 @@ class Job:
 
     Attributes:
         eos: token ids that end a sequence; empty to decode ``max_tokens`` whatever comes.
-        seed: of the draws; has no effect on greedy decoding.
+        seed: of sampling; has no effect on greedy decoding.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -26,6 +27,18 @@ class Job:
     sampling: Sampling
     seed: int
     eos: frozenset[int]
+
+    def started(self, spec: Speculator, cache: PromptCache | None) -> Generation:
+        """The job by a method of ours, from what a cache holds of the prompts."""
+        return spec.stream(
+            [list(p) for p in self.prompts],
+            max_new_tokens=self.max_tokens,
+            sampling=self.sampling,
+            seed=self.seed,
+            eos_token_ids=sorted(self.eos),
+            batch=len(self.prompts),
+            cache=cache,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,15 +150,7 @@ class Ours:
         return self.warm(job)
 
     def warm(self, job: Job) -> Run:
-        run = self.spec.stream(
-            [list(p) for p in job.prompts],
-            max_new_tokens=job.max_tokens,
-            sampling=job.sampling,
-            seed=job.seed,
-            eos_token_ids=sorted(job.eos),
-            batch=len(job.prompts),
-            cache=self._kept.cache,
-        )
+        run = job.started(self.spec, self._kept.cache)
         emitted = [0] * len(job.prompts)
         rounds: list[tuple[int, int]] = []
         for step in run:

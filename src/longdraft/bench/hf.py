@@ -1,4 +1,4 @@
-"""``transformers``' own ``generate`` as a contender. The only file outside ``target/`` and its like that uses it."""
+"""``transformers``' own ``generate`` as a contender. The only file outside ``host/`` and its like that uses it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Generate:
         self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        # A batch draws all its rows from one generator, ours each from its own: no row agrees.
+        # A batch samples all its rows from one generator, ours each from its own: no row agrees.
         return greedy or batch == 1
 
     def cold(self, job: Job) -> Run:
@@ -126,7 +126,7 @@ class Assisted(Generate):
     """
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        return greedy  # drawn tokens have the right distribution, and come from other draws than ours
+        return greedy  # sampled tokens have the right distribution, but not our random numbers
 
     def _run(self, job: Job) -> Run:
         out, width, clock = self._generate(job, self._arguments(), **self._options())

@@ -22,7 +22,7 @@ DEFINITIONS = (
     "by depth: of the rounds whose token budget had room for d drafted tokens, those that accepted d of them or more.",
     "a round: draft is all that the drafter does. Verifying is the model's forward over what was drafted: its "
     "attention, which reads the context's keys and values, and the rest of it, which does not depend on the context's "
-    "length. Overhead is all else: picking tokens, keeping what was accepted. Attention of the drafted tokens to each "
+    "length. Overhead is all else: sampling tokens, keeping what was accepted. Attention of the drafted tokens to each "
     "other is in attention too; the context's share of the keys says how little that is.",
     "memory: weights are the model's; packed is their second copy, which makes products of a few rows fast on a CPU; "
     "KV is the cache of the run, with what a method keeps beside it; draft is all that the drafter holds. Peak is "

@@ -223,7 +223,7 @@ class NeedleDrafts:
 
 
 class _Told(Sampler):
-    """Picks what it was told, and writes down what the target would have picked from."""
+    """Takes the tokens that it was told, and writes down the logits that the target would have sampled from."""
 
     def __init__(self, answer: list[int]) -> None:
         super().__init__(False, Sampling().processors())

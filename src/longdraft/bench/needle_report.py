@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench import machine
 from longdraft.bench.needle_drafts import TARGET, Foreseen, Measured
+from longdraft.bench.tables import circumstances, count, table
 
 DEFINITIONS = (
     "accuracy: tokens of the needle, the first excepted, that are the view's first choice given all before them.",
@@ -30,8 +30,7 @@ def document(measured: Sequence[Measured], names: Sequence[str]) -> dict[str, An
     groups = [[m for m in measured if m.context == context] for context in contexts]
     return {
         "rows": [_row(name, own) for own in groups for name in names],
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        **circumstances(),
     }
 
 
@@ -77,21 +76,17 @@ def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     found = []
     for context in dict.fromkeys(row["context"] for row in report["rows"]):
         own = [row for row in report["rows"] if row["context"] == context]
-        haystacks = f"{own[0]['haystacks']} haystack" + ("s" if own[0]["haystacks"] > 1 else "")
+        haystacks = count(own[0]["haystacks"], "haystack")
         title = f"{haystacks} of {own[0]['context_tokens']:,} tokens, {own[0]['tokens']} tokens of needles"
         found.append((title, _table(own)))
     return found
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    made.add_column("view", no_wrap=True)
     lacking = any(row["lacking"] for row in rows)
-    for head in ("accuracy", "perplexity", "code accuracy", "code perplexity", *(["not in vocabulary"] * lacking)):
-        made.add_column(head, justify="right", no_wrap=True)
     depths = [each["depth"] for each in rows[0]["by_depth"]]
-    for depth in depths if len(depths) > 1 else ():
-        made.add_column(f"at {depth:g}", justify="right", no_wrap=True)
+    heads = ["accuracy", "perplexity", "code accuracy", "code perplexity", *(["not in vocabulary"] * lacking)]
+    made = table(["view"], [*heads, *(f"at {depth:g}" for depth in depths if len(depths) > 1)])
     for row in rows:
         made.add_row(
             Text(row["view"]),

@@ -66,15 +66,7 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
         cache: KV of the prompts, so that they need not be read again.
         rounds: profiled at most.
     """
-    run = spec.stream(
-        [list(p) for p in job.prompts],
-        max_new_tokens=job.max_tokens,
-        sampling=job.sampling,
-        seed=job.seed,
-        eos_token_ids=sorted(job.eos),
-        batch=len(job.prompts),
-        cache=cache,
-    )
+    run = job.started(spec, cache)
     engine = run._engine
     clock = _Clock(engine.runner.device)
     trees: list[_Walked] = []

@@ -14,11 +14,10 @@ from typing import Any
 
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack, found
-from longdraft.bench.rouge import rouge_l
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS, Prompt
 from longdraft.bench.ties import first_difference
 from longdraft.engine import Engine, eos_rule
-from longdraft.errors import ContextError
+from longdraft.errors import CapabilityError, ContextError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import PromptCache
@@ -317,3 +316,23 @@ class Quality:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def rouge_l() -> Callable[[str, str], float]:
+    """ROUGE-L (Lin 2004) of (reference, text): F1 of their longest common subsequence of words, stemmed, in [0, 1].
+
+    The package knows words of Latin letters and digits alone; equal texts score 1.0 in any script.
+
+    Raises:
+        CapabilityError: the package rouge-score is not installed.
+    """
+    try:
+        from rouge_score import rouge_scorer
+    except ImportError:
+        raise CapabilityError('ROUGE needs the package rouge-score: pip install "longdraft[bench]"') from None
+    scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+
+    def score(reference: str, text: str) -> float:
+        return 1.0 if reference == text else float(scorer.score(reference, text)["rougeL"].fmeasure)
+
+    return score

@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench import machine
 from longdraft.bench.drift import Drift, bucket
 from longdraft.bench.needle import Haystack
 from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared, Quality
+from longdraft.bench.tables import circumstances, count, figure, median_of, ratio, table
 
 DEFINITIONS = (
     "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full.",
@@ -27,6 +27,18 @@ DRIFT_DEFINITION = (
     "distance from the last full pass lies in the bucket; 0: computed by a full pass. least: of any token and layer."
 )
 NEEDLE_DEFINITION = "needle: answers whose first number is the code, by depth of the needle in the text."
+
+COLUMNS = (
+    ("ROUGE-L", "rouge_l_mean", "{:.3f}"),
+    ("least", "rouge_l_min", "{:.3f}"),
+    ("same", "same_tokens", "{:.1f}"),
+    ("share", "same_share", "{:.0%}"),
+    ("equal", "equal", "{}"),
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("vs full", "speedup_vs_full", "{:.2f}x"),
+    ("accepted", "mean_accepted_length", "{:.2f}"),
+    ("partial", "partial_share", "{:.0%}"),
+)
 
 
 def document(
@@ -46,8 +58,7 @@ def document(
         "rows": [_row(quality, name, own) for own in groups.values() for name in order],
         "drift": [row for own in groups.values() for name in quality.variants for row in _drift(quality, name, own)],
         "needle": [_needle(quality, name, answered) for name in asked],
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        **circumstances(),
     }
 
 
@@ -76,21 +87,13 @@ def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]
         "same_tokens": mean(x.same for x in likeness) if likeness else None,
         "same_share": mean(x.share for x in likeness) if likeness else None,
         "identical": sum(x.identical for x in likeness) if likeness else None,
-        "tokens_per_second": _median(r.tokens_per_second for r in runs),
-        "speedup_vs_full": _median(_ratio(c, name) for c in own),
+        "tokens_per_second": median_of(r.tokens_per_second for r in runs),
+        "speedup_vs_full": median_of(
+            ratio(c.runs[name].tokens_per_second, c.runs[FULL].tokens_per_second) for c in own
+        ),
         "mean_accepted_length": sum(len(r.tokens) - 1 for r in runs) / rounds if rounds else None,
         "partial_share": sum(r.partial_rounds for r in runs) / rounds if rounds else None,
     }
-
-
-def _ratio(c: Compared, name: str) -> float | None:
-    own, full = c.runs[name].tokens_per_second, c.runs[FULL].tokens_per_second
-    return own / full if own is not None and full is not None else None
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
 
 
 def _drift(quality: Quality, name: str, own: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -144,7 +147,7 @@ def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     found: list[tuple[str, Table]] = []
     for dataset in dict.fromkeys(row["dataset"] for row in report["rows"]):
         own = [row for row in report["rows"] if row["dataset"] == dataset]
-        samples = f"{own[0]['samples']} sample" + ("s" if own[0]["samples"] > 1 else "")
+        samples = count(own[0]["samples"], "sample")
         title = f"{dataset}: {samples}, {own[0]['context_tokens']:,} prompt tokens, drafts by {report['drafter']}"
         found.append((title, _texts(own)))
         if drift := [row for row in report["drift"] if row["dataset"] == dataset]:
@@ -167,20 +170,10 @@ def definitions(report: dict[str, Any]) -> list[str]:
 
 
 def _texts(rows: Sequence[dict[str, Any]]) -> Table:
-    made = _table("ROUGE-L", "least", "same", "share", "equal", "tokens/s", "vs full", "accepted", "partial")
+    made = _table(*(head for head, *_ in COLUMNS))
     for row in rows:
-        made.add_row(
-            *_names(row),
-            _figure(row["rouge_l_mean"], "{:.3f}"),
-            _figure(row["rouge_l_min"], "{:.3f}"),
-            _figure(row["same_tokens"], "{:.1f}"),
-            _figure(row["same_share"], "{:.0%}"),
-            "-" if row["identical"] is None else f"{row['identical']}/{row['samples']}",
-            _figure(row["tokens_per_second"], "{:.1f}"),
-            _figure(row["speedup_vs_full"], "{:.2f}x"),
-            _figure(row["mean_accepted_length"], "{:.2f}"),
-            _figure(row["partial_share"], "{:.0%}"),
-        )
+        equal = None if row["identical"] is None else f"{row['identical']}/{row['samples']}"
+        made.add_row(*_names(row), *(figure((row | {"equal": equal})[key], form) for _, key, form in COLUMNS))
     return made
 
 
@@ -198,25 +191,16 @@ def _needles(rows: Sequence[dict[str, Any]]) -> Table:
     made = _table("found", *(f"at {each['depth']:g}" for each in rows[0]["by_depth"]), "partial")
     for row in rows:
         shares = (f"{each['found']}/{each['asked']}" for each in row["by_depth"])
-        partial = _figure(row["partial_share"], "{:.0%}")
+        partial = figure(row["partial_share"], "{:.0%}")
         made.add_row(*_names(row), f"{row['found']}/{row['asked']}", *shares, partial)
     return made
 
 
 def _names(row: dict[str, Any]) -> list[Text | str]:
-    budget, margin = (_figure(row[key], "{:,}") for key in ("budget", "margin"))
+    budget, margin = (figure(row[key], "{:,}") for key in ("budget", "margin"))
     return [Text(row["method"]), row["selector"] or "-", budget, margin]
 
 
 def _table(*figures: str) -> Table:
     """Contender columns on the left, figures behind them."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    made.add_column("method", no_wrap=True)
-    made.add_column("selector", no_wrap=True)
-    for head in ("budget", "margin", *figures):
-        made.add_column(head, justify="right", no_wrap=True)
-    return made
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    return table(["method", "selector"], ["budget", "margin", *figures])

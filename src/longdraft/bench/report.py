@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench import machine
 from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
 from longdraft.bench.run import REFERENCE, Disagreement, Measured
+from longdraft.bench.tables import circumstances, count, figure, median_of, ratio, table
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
@@ -23,6 +23,22 @@ DEFINITIONS = (
     "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are at "
     "most 64 (float32) or 4 (bfloat16, float16) spacings of the dtype apart, which is what rounding may turn round.",
 )
+
+COLUMNS = (
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("vs ar", "speedup_vs_ar", "{:.2f}x"),
+    ("vs hf", "speedup_vs_hf", "{:.2f}x"),
+    ("accepted", "mean_accepted_length", "{:.2f}"),
+    ("rolled back", "rolled_back", "{:.1%}"),
+    ("first token", "ttft_seconds", "{:.2f} s"),
+)
+"""Figures of a row as people read them: a heading, the row's key, and a format."""
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Those of :data:`COLUMNS` that rows have: partial verification alone rolls tokens back."""
+    partial = any(row.get("rolled_back") is not None for row in rows)
+    return [column for column in COLUMNS if partial or column[1] != "rolled_back"]
 
 
 def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -49,18 +65,18 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "context_tokens": round(median(n for m in measured for n in m.prompt_tokens)),
         "batch": measured[0].batch,
         "samples": sum(m.batch for m in measured),
-        "tokens_per_second": _median(m.tokens_per_second(name) for m in measured),
+        "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
         "speedup_vs_ar": _speedup(measured, name, REFERENCE),
         "speedup_vs_hf": _speedup(measured, name, HF) if HF in names else None,
-        "mean_accepted_length": _median(run.mean_accepted_length for run in runs),
-        "ttft_seconds": _median(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
+        "mean_accepted_length": median_of(run.mean_accepted_length for run in runs),
+        "ttft_seconds": median_of(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
         "context": measured[0].context,
         "tokens_per_second_spread": _spread(measured, lambda rounds, i: rounds[name][i].tokens_per_second),
         "speedup_vs_ar_spread": _spread(
             measured,
-            lambda rounds, i: _ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
+            lambda rounds, i: ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
         ),
         "depth_accepted": depth_accepted(runs),
         "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
@@ -74,7 +90,7 @@ def _spread(
 ) -> list[float] | None:
     """Lowest and highest of the rounds, each of which counts with the median of its samples."""
     repeats = min(len(m.rounds[REFERENCE]) for m in measured)
-    found = [_median(figure(m.rounds, i) for m in measured) for i in range(repeats)]
+    found = [median_of(figure(m.rounds, i) for m in measured) for i in range(repeats)]
     known = [x for x in found if x is not None]
     return [min(known), max(known)] if known else None
 
@@ -93,16 +109,7 @@ def _rolled_back(runs: Sequence[Run]) -> float | None:
 
 
 def _speedup(measured: Sequence[Measured], name: str, reference: str) -> float | None:
-    return _median(_ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in measured)
-
-
-def _ratio(own: float | None, other: float | None) -> float | None:
-    return None if own is None or other is None else own / other
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
+    return median_of(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in measured)
 
 
 def document(
@@ -115,8 +122,7 @@ def document(
     """
     return {
         "rows": rows(names, measured),
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        **circumstances(),
         "differences": [difference(d) | {"context": m.context} for m in measured for d in m.disagreements],
         "notes": dict(notes or {}),
         "complete": complete,
@@ -141,58 +147,31 @@ def difference(found: Disagreement) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     """For people: a title and a table for each dataset, context and batch."""
     found: dict[tuple[str, int | None, int], tuple[str, Table]] = {}
-    partial = any("rolled_back" in row for row in report["rows"])
+    shown = columns(report["rows"])
     for row in report["rows"]:
         cell = row["dataset"], row["context"], row["batch"]
         if cell not in found:
-            found[cell] = (_title(row), _empty_table(partial))
-        rolled_back = [_figure(row.get("rolled_back"), "{:.1%}")] if partial else []
-        found[cell][1].add_row(
-            Text(row["method"]),
-            _figure(row["tokens_per_second"], "{:.1f}"),
-            _figure(row["speedup_vs_ar"], "{:.2f}x"),
-            _figure(row["speedup_vs_hf"], "{:.2f}x"),
-            _figure(row["mean_accepted_length"], "{:.2f}"),
-            *rolled_back,
-            _figure(row["ttft_seconds"], "{:.2f} s"),
-            _agreement(row),
-        )
+            found[cell] = (_title(row), table(["method"], [head for head, *_ in shown]))
+            found[cell][1].add_column("differ")
+        figures = (figure(row.get(key), form) for _, key, form in shown)
+        found[cell][1].add_row(Text(row["method"]), *figures, _agreement(row))
     return list(found.values())
 
 
 def _title(row: dict[str, Any]) -> str:
-    samples = f"{row['samples']} sample" + ("s" if row["samples"] > 1 else "")
+    samples = count(row["samples"], "sample")
     batch = f", {row['batch']} at a time" if row["batch"] > 1 else ""
     return f"{row['dataset']}: {samples}{batch}, {row['context_tokens']:,} prompt tokens"
-
-
-def _empty_table(partial: bool) -> Table:
-    """Args:
-    partial: with a column for what partial verification got wrong.
-    """
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    made.add_column("method", no_wrap=True)
-    for head in ("tokens/s", "vs ar", "vs hf", "accepted", *(["rolled back"] if partial else []), "first token"):
-        made.add_column(head, justify="right", no_wrap=True)
-    made.add_column("differ")
-    return made
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _agreement(row: dict[str, Any]) -> Text:
     if row["mismatches"] is None:
         return Text("not comparable")
+    ties = count(row["near_ties"], "near tie")
     if row["mismatches"]:
         text = f"{row['mismatches']} mismatch" + ("es" if row["mismatches"] > 1 else "")
-        return Text(text + (f", {_ties(row['near_ties'])}" if row["near_ties"] else ""), style="red")
-    return Text(_ties(row["near_ties"]) if row["near_ties"] else "none")
-
-
-def _ties(count: int) -> str:
-    return f"{count} near tie" + ("s" if count > 1 else "")
+        return Text(text + (f", {ties}" if row["near_ties"] else ""), style="red")
+    return Text(ties if row["near_ties"] else "none")
 
 
 def listing(report: dict[str, Any], decode: Any) -> list[str]:

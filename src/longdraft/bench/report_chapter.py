@@ -16,6 +16,7 @@ from longdraft.bench.charts import DARK, LIGHT, Chart, Look, Point
 from longdraft.bench.profile import PARTS
 from longdraft.bench.report_parts import Part, profiles
 from longdraft.bench.run import REFERENCE
+from longdraft.bench.tables import figure
 from longdraft.kv.memory import human
 
 NONE = "\N{EN DASH}"  # where there is no figure
@@ -106,9 +107,8 @@ class Chapter:
     # --- the table of figures ---
 
     def _figures(self, group: tuple[str, int], rows: list[dict[str, Any]]) -> Table:
-        partial = any(row.get("rolled_back") is not None for row in rows)
-        heads = ["method", "context", "tokens/s", "vs ar", "vs hf", "accepted"]
-        heads += [*(["rolled back"] if partial else []), "first token", "spread of tokens/s", "prompts", "differ"]
+        shown = report.columns(rows)
+        heads = ["method", "context", *(head for head, *_ in shown), "spread of tokens/s", "prompts", "differ"]
         groups: dict[int | None, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row["context_tokens"]):
             alike = [other["speedup_vs_ar"] or 0.0 for other in rows if other["context"] == row["context"]]
@@ -116,12 +116,10 @@ class Chapter:
             cells = [
                 self._method(row["method"]),
                 Cell(f"{row['context_tokens']:,}"),
-                Cell(_number(row["tokens_per_second"], ".1f")),
-                Cell(_number(row["speedup_vs_ar"], ".2f", "x"), kind=best),
-                Cell(_number(row["speedup_vs_hf"], ".2f", "x")),
-                Cell(_number(row["mean_accepted_length"], ".2f")),
-                *([Cell(_number(row.get("rolled_back"), ".1%"))] if partial else []),
-                Cell(_number(row["ttft_seconds"], ".2f", " s")),
+                *(
+                    Cell(figure(row.get(key), form, NONE), kind=best if key == "speedup_vs_ar" else "")
+                    for _, key, form in shown
+                ),
                 Cell(_range(row.get("tokens_per_second_spread"), ".1f"), kind="spread"),
                 Cell(f"{row['samples']:,}"),
                 _differing(row),
@@ -131,19 +129,19 @@ class Chapter:
 
     # --- charts over contexts ---
 
-    def _by_context(self, label: str, figure: str, spread: str | None, reference: float | None = None) -> list[Picture]:
+    def _by_context(self, label: str, key: str, spread: str | None, reference: float | None = None) -> list[Picture]:
         """A chart for each dataset and batch size that has the figure."""
         found = []
         for group, rows in self._groups.items():
             series: dict[str, list[Point]] = {}
             for row in sorted(rows, key=lambda row: row["context_tokens"]):
                 # ar is the line at 1.
-                if row.get(figure) is not None and not (reference and row["method"] == REFERENCE):
+                if row.get(key) is not None and not (reference and row["method"] == REFERENCE):
                     ends = (spread and row.get(spread)) or (None, None)
-                    series.setdefault(row["method"], []).append(Point(row["context_tokens"], row[figure], *ends))
+                    series.setdefault(row["method"], []).append(Point(row["context_tokens"], row[key], *ends))
             if series:
                 title = f"{label[0].upper()}{label[1:]}: {self._name(group)}"
-                chart = charts.lines(title, series, self._look, "prompt tokens", label, reference=reference)
+                chart = charts.Lines(title, series, self._look, "prompt tokens", label, reference=reference)
                 found.append(self._drawn(f"{label} {self._name(group)}", title, chart))
         return found
 
@@ -157,7 +155,7 @@ class Chapter:
         if not any(series.values()):
             return []
         title = "Rounds that accepted so many drafted tokens or more: all prompts"
-        chart = charts.lines(title, series, self._look, "drafted tokens accepted", "share of rounds", share=True)
+        chart = charts.Lines(title, series, self._look, "drafted tokens accepted", "share of rounds", share=True)
         return [self._drawn("accepted by depth", title, chart)]
 
     # --- what the profile says ---
@@ -176,7 +174,7 @@ class Chapter:
             title = f"A round: {self._name(group)}" + (
                 "" if several else f", {own[0]['context_tokens']:,} prompt tokens"
             )
-            found.append(self._drawn(f"round {self._name(group)}", title, charts.stacked(title, bars, "ms a round")))
+            found.append(self._drawn(f"round {self._name(group)}", title, charts.Stacked(title, bars, "ms a round")))
         return found
 
     def _round_tables(self) -> list[Table]:
@@ -190,7 +188,7 @@ class Chapter:
                     Cell(f"{p['context_tokens']:,}"),
                     Cell(f"{1000 * sum(p['seconds'].values()):,.1f} ms"),
                     *(_part_of_round(p["seconds"], part) for part in PARTS),
-                    Cell(_number(p["prefix_share"], ".1%")),
+                    Cell(figure(p["prefix_share"], "{:.1%}", NONE)),
                 ]
                 groups.setdefault(p["context_tokens"], []).append(cells)
             rounds = sorted({p["rounds"] for p in own})
@@ -259,10 +257,6 @@ def _part_of_round(seconds: Mapping[str, float], part: str) -> Cell:
     whole = sum(seconds.values())
     own = seconds.get(part, 0.0)
     return Cell(f"{1000 * own:,.1f} ms", f"{own / whole:.0%}" if whole else "")
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return NONE if value is None else f"{value:{form}}{unit}"
 
 
 def _range(spread: Sequence[float] | None, form: str) -> str:

@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from longdraft.bench import report, results, tree_drawing
+from longdraft.bench.results import mapping
 from longdraft.bench.run import Measured
 from longdraft.errors import CheckpointError
 
@@ -17,7 +18,6 @@ Cell = tuple[str, int | None, int]
 
 # Settings that may differ within a part: they say which prompts and whose figures, not how these were measured.
 _WHICH = ("contenders", "options", "exact", "contexts", "batches", "data", "limit")
-_FREE = ("memory_available_bytes",)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Part:
         return sorted(found, key=lambda d: bool(d["near_tie"]))
 
     def setting(self, name: str) -> Any:
-        return _dict(self.header.get("settings")).get(name)
+        return mapping(self.header.get("settings")).get(name)
 
 
 def parts(paths: Sequence[Path]) -> list[Part]:
@@ -125,14 +125,14 @@ def _read(path: Path) -> Part:
                     f"{path}: the profile of {name} on {', '.join(m.samples)} is none that the bench wrote. "
                     "Measure again, or take the line out."
                 ) from None
-    settings = _dict(header.get("settings"))
+    settings = mapping(header.get("settings"))
     asked = settings.get("contenders") or list(measured[0].rounds)
     names = [name for name in asked if all(name in m.rounds for m in measured)]
     part = Part([path], header, names, report.rows(names, measured), measured)
-    part.notes = _dict(header.get("notes"))
+    part.notes = mapping(header.get("notes"))
     part.made = [str(header["created"])] if header.get("created") else []
     part.commands = [str(header["command"])] if header.get("command") else []
-    drafts, options = _dict(header.get("drafts")), _dict(settings.get("options"))
+    drafts, options = mapping(header.get("drafts")), mapping(settings.get("options"))
     part.contenders = {name: (drafts.get(name), options.get(name)) for name in names}
     return part
 
@@ -166,16 +166,10 @@ def _join(home: Part, other: Part) -> None:
 
 def _kind(part: Part) -> dict[str, Any]:
     """What has to be equal for figures to be set beside each other, by what people call it."""
-    header = part.header
-    hardware = {name: x for name, x in _dict(header.get("hardware")).items() if name not in _FREE}
-    hardware["gpus"] = [{k: v for k, v in _dict(g).items() if k not in _FREE} for g in hardware.get("gpus") or []]
+    header = results.decisive(part.header)
     return {
-        "machine": hardware,
+        "machine": header["hardware"],
         "model": header.get("model"),
         "versions": header.get("versions"),
-        "settings": {name: x for name, x in _dict(header.get("settings")).items() if name not in _WHICH},
+        "settings": {name: x for name, x in mapping(header.get("settings")).items() if name not in _WHICH},
     }
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from longdraft.bench.peers import HF, PEERS
 from longdraft.bench.report_parts import Part
+from longdraft.bench.results import mapping
 from longdraft.bench.run import REFERENCE
+from longdraft.bench.tables import count, median_of, ratio
 from longdraft.kv.memory import human
 
 _GENERATE = "transformers' generate (hf)"
@@ -54,13 +55,8 @@ def best(part: Part) -> Best | None:
 
 def over(part: Part, name: str, reference: str) -> float | None:
     """Median over all samples of a method's tokens/s / the reference's."""
-    ratios = []
-    for m in part.measured:
-        if name in m.rounds and reference in m.rounds:
-            own, other = m.tokens_per_second(name), m.tokens_per_second(reference)
-            if own is not None and other:
-                ratios.append(own / other)
-    return median(ratios) if ratios else None
+    both = [m for m in part.measured if name in m.rounds and reference in m.rounds]
+    return median_of(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both)
 
 
 def title(part: Part) -> str:
@@ -85,7 +81,7 @@ def processor(part: Part) -> str:
     if str(_of(part, "model").get("device") or "").startswith("cuda") and gpus:
         return str(gpus[0].get("name"))
     cores = hardware.get("cores")
-    return f"{hardware.get('cpu') or 'an unnamed processor'}" + (f", {_count(cores, 'core')}" if cores else "")
+    return f"{hardware.get('cpu') or 'an unnamed processor'}" + (f", {count(cores, 'core')}" if cores else "")
 
 
 def headline(part: Part) -> str:
@@ -108,8 +104,8 @@ def basis(part: Part) -> str:
     lengths = [n for m in part.measured for n in m.prompt_tokens]
     span = f"{min(lengths):,} to {max(lengths):,}" if min(lengths) != max(lengths) else f"{lengths[0]:,}"
     found = best(part)
-    count = sum(m.batch for m in part.measured) if found is None else found.prompts
-    prompts = f"{'On' if count == 1 else 'Median over'} {_count(count, 'prompt')} of {span} tokens"
+    number = sum(m.batch for m in part.measured) if found is None else found.prompts
+    prompts = f"{'On' if number == 1 else 'Median over'} {count(number, 'prompt')} of {span} tokens"
     said = [prompts, *([_output(found)] if found else [])]
     return f"{', '.join(said)}. {', '.join(_known(model(part), processor(part), precision(part)))}."
 
@@ -118,8 +114,8 @@ def _output(found: Best) -> str:
     if found.mismatches is None:
         return "outputs not compared"
     if found.mismatches:
-        return f"{_count(found.mismatches, 'output')} different from ar's"
-    return f"the same output but for {_count(found.near_ties, 'near tie')}" if found.near_ties else "the same output"
+        return f"{count(found.mismatches, 'output')} different from ar's"
+    return f"the same output but for {count(found.near_ties, 'near tie')}" if found.near_ties else "the same output"
 
 
 def circumstances(part: Part) -> str:
@@ -133,7 +129,7 @@ def circumstances(part: Part) -> str:
     if part.setting("max_tokens"):
         said.append(f"{part.setting('max_tokens')} new tokens at most")
     if part.setting("repeats"):
-        said.append(_count(part.setting("repeats"), "timed round"))
+        said.append(count(part.setting("repeats"), "timed round"))
     if part.setting("offload"):
         said.append(f"cache offloaded ({part.setting('offload')})")
     line = "; ".join(said)
@@ -198,8 +194,7 @@ def _comparable(part: Part, name: str) -> bool:
 
 
 def _of(part: Part, name: str) -> dict[str, Any]:
-    value = part.header.get(name)
-    return dict(value) if isinstance(value, Mapping) else {}
+    return mapping(part.header.get(name))
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
@@ -208,15 +203,11 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 
 def _plural(values: Mapping[str, Any], key: str, one: str) -> str | None:
-    return _count(values[key], one) if values.get(key) else None
+    return count(values[key], one) if values.get(key) else None
 
 
 def _known(*values: str | None) -> list[str]:
     return [x for x in values if x]
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
 def _listed(names: list[str]) -> str:

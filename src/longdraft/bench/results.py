@@ -108,7 +108,7 @@ class Results:
         self.measured: list[Measured] = []
         if path.exists() and path.stat().st_size:
             kept, there, self.measured = _contents(path)
-            if differing := list(_differences(_decisive(there), _decisive(header))):
+            if differing := list(_differences(decisive(there), decisive(header))):
                 shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
                 raise ConfigError(
                     f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
@@ -148,19 +148,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
 
 def line(measured: Measured) -> dict[str, Any]:
     """A measurement as JSON has it."""
-    return {
-        "dataset": measured.dataset,
-        "context": measured.context,
-        "batch": measured.batch,
-        "samples": measured.samples,
-        "prompt_tokens": measured.prompt_tokens,
-        "cold": {name: asdict(run) for name, run in measured.cold.items()},
-        "rounds": {name: [asdict(run) for run in runs] for name, runs in measured.rounds.items()},
-        "comparable": sorted(measured.comparable),
-        "differences": [report.difference(d) for d in measured.disagreements],
-        "peak_memory_bytes": measured.peak_memory_bytes,
-        "profiles": measured.profiles,
-    }
+    found = asdict(measured) | {"batch": measured.batch, "comparable": sorted(measured.comparable)}
+    del found["disagreements"]
+    return found | {"differences": [report.difference(d) for d in measured.disagreements]}
 
 
 def _measured(found: Mapping[str, Any]) -> Measured:
@@ -231,10 +221,10 @@ def _command() -> str:
     return shlex.join(["longdraft" if name == "__main__.py" else name, *arguments])
 
 
-def _decisive(header: Mapping[str, Any]) -> dict[str, Any]:
+def decisive(header: Mapping[str, Any]) -> dict[str, Any]:
     """A header without what changes by itself."""
-    hardware = {k: v for k, v in (header.get("hardware") or {}).items() if k not in _LOOSE}
-    gpus = [{k: v for k, v in gpu.items() if k not in _LOOSE} for gpu in hardware.get("gpus") or []]
+    hardware = {k: v for k, v in mapping(header.get("hardware")).items() if k not in _LOOSE}
+    gpus = [{k: v for k, v in mapping(gpu).items() if k not in _LOOSE} for gpu in hardware.get("gpus") or []]
     said = {k: v for k, v in header.items() if k not in _SAID}
     return {**said, "hardware": {**hardware, "gpus": gpus}}
 
@@ -279,3 +269,8 @@ def _failures(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be {what}: {error.strerror}.") from error
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A value of a results file that should be an object."""
+    return dict(value) if isinstance(value, Mapping) else {}

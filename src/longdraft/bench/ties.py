@@ -73,8 +73,8 @@ def compare(
     """The first difference between two outputs of a prompt, judged by the target; None when they are equal.
 
     Args:
-        sampling: how the tokens were picked. Its processors are applied first, as the gap is that of the scores
-            that were compared; a draw is no comparison of two logits, so temperatures are judged on them all the same.
+        sampling: how the tokens were sampled. Its processors are applied first, as the gap is that of the scores
+            that were compared; sampling compares no two logits, so temperatures are judged on them all the same.
         cache: KV of the prompt, so that the judge need not read it again.
     """
     at = first_difference(tokens, reference)
@@ -89,7 +89,7 @@ def compare(
     scores = processors(torch.tensor([text], device=logits.device), logits[None].clone())[0]
     pair = scores[[tokens[at], reference[at]]]
     gap = float((pair[0] - pair[1]).abs())
-    if math.isnan(gap):  # two tokens that a filter has both ruled out: neither should have been picked
+    if math.isnan(gap):  # two tokens that a filter has both ruled out: neither should have been sampled
         gap = math.inf
     return Difference(at, tokens[at], reference[at], gap, near_tie(gap, float(pair.max()), runner.kv_shape.dtype))
 

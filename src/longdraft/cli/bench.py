@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from longdraft import drafts
@@ -19,13 +18,12 @@ from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Group, Measured, Settings, grid, method_name, prepare
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
+from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.embedded import EMBEDDED_ID
-from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.methods import METHODS, method_of
-from longdraft.verify.sampling import Sampling
 
 DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -37,6 +35,7 @@ QUICK_ROWS = 2
 
 
 def bench(
+    *,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,13 +60,7 @@ def bench(
             help=f"A first look: {QUICK_ROWS} rows of each file, {QUICK_TOKENS} tokens, one round; other options win.",
         ),
     ] = False,
-    draft: options.Draft = None,
-    widths: options.Widths = None,
-    nodes: options.Nodes = None,
-    tree: options.Tree = None,
-    depth: options.Depth = None,
-    tree_top_k: options.TreeTopK = None,
-    threshold: options.Threshold = None,
+    drafting: options.DraftOptions,
     plan: options.Plan = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[
@@ -84,13 +77,8 @@ def bench(
     repeats: Annotated[
         int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
     ] = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    repetition_window: options.RepetitionWindow = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    choosing: options.SamplingOptions,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
     ] = False,
@@ -109,11 +97,8 @@ def bench(
     llama_cpp_model: Annotated[
         Path | None, typer.Option(help="For llama-cpp: a GGUF file.", show_default="the embedded model's")
     ] = None,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
+    loading: options.ModelOptions,
     offload: options.Offload = None,
-    rope_factor: options.RopeFactor = None,
     results: Annotated[
         Path | None,
         typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
@@ -124,10 +109,9 @@ def bench(
             "--profile", help="Look into some rounds after the timed ones: where their time goes, memory, a tree."
         ),
     ] = False,
-    as_json: options.Json = False,
+    output: options.Output,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
     composed: options.Load = None,
-    debug: options.Debug = False,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
 
@@ -142,13 +126,12 @@ def bench(
         contexts = options.whole_numbers("--context", context)
     elif not data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
-    names = tuple(options.words(methods)) if methods is not None else _by_default(draft)
+    names = tuple(options.words(methods)) if methods is not None else _by_default(drafting.draft)
     with options.settings_checked():
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window)
         settings = Settings(
-            names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, sampling, seed, raw, ignore_eos,
-            cold,
-            draft_options=options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold),
+            names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, choosing.sampling(), seed, raw,
+            ignore_eos, cold,
+            draft_options=drafting.options(),
             plan=plan,
             offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
@@ -161,15 +144,19 @@ def bench(
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
-        if methods is None and draft is None:
+        loaded = loading.load(status)
+        if methods is None and drafting.draft is None:
             settings = _drafted(settings, loaded)
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
         with options.settings_checked():
             measuring = Bench(loaded, settings, progress=status)
-    file = None if results is None else Results(results, header(measuring, prompts, model or EMBEDDED_ID, read, limit))
+    file = (
+        None
+        if results is None
+        else Results(results, header(measuring, prompts, loading.model or EMBEDDED_ID, read, limit))
+    )
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
@@ -179,8 +166,7 @@ def bench(
         _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
     if out is not None:
         _write(out, found)
-    if as_json:
-        console.line(json.dumps(found))
+    output.json(found)
     if not complete:
         console.note(f"Stopped after {len(measured)} of {len(groups)} batches." + ("" if file else " Nothing is kept."))
         raise typer.Exit(EXIT_CODE)
@@ -224,37 +210,14 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
         console.note(f"{len(measured)} batches are in {file.path} already; {len(groups)} are left.")
     if not groups:
         return measured, True
-    err = console.stderr()
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} runs"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        # Drawn between the runs only: a thread that draws would take its share of what is measured.
-        auto_refresh=False,
-        disable=not err.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("warming up", total=measuring.runs(len(groups)))
-        bar.refresh()
+    with Runs(measuring.runs(len(groups))) as runs:
         try:
+            runs.draw("warming up", 0)
             measuring.wake(groups[0][0])
             for number, group in enumerate(groups, 1):
-                begun: list[str] = []
-
-                def tick(name: str, number: int = number, begun: list[str] = begun) -> None:
-                    # Called before a run: the one that is shown as done is the one before.
-                    done = measuring.runs(number - 1) + len(begun)
-                    begun.append(name)
-                    bar.update(task, completed=done, description=f"sample {number}/{len(groups)}: {name}")
-                    bar.refresh()
-
-                if not err.is_terminal:
-                    err.print(Text(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ..."))
-                one = measuring.measure(group, tick)
+                if not runs.shown:
+                    runs.say(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ...")
+                one = measuring.measure(group, runs.told(f"sample {number}/{len(groups)}", lines=False))
                 measured.append(one)
                 if file is not None:
                     file.add(one)
@@ -264,17 +227,10 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
 
 
 def _show(found: dict[str, Any], decode: Any) -> None:
-    out = console.stdout()
-    for title, table in report.tables(found):
-        out.print(Text(title, style="bold"))
-        console.show(out, table)
-        out.print()
-    for line in report.listing(found, decode):
-        out.print(Text(line, style="red" if line.startswith("MISMATCH") else ""))
-    for name, note in found["notes"].items():
-        out.print(Text(f"{name}: {note}."))
-    for line in report.DEFINITIONS:
-        out.print(Text(line, style="dim"))
+    differing = report.listing(found, decode)
+    remarks = [Text(line, style="red" if line.startswith("MISMATCH") else "") for line in differing]
+    remarks += [Text(f"{name}: {note}.") for name, note in found["notes"].items()]
+    console.report(report.tables(found), remarks, report.DEFINITIONS)
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

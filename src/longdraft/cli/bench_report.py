@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from longdraft.cli import console, options
 
 
 def bench_report(
+    *,
     files: Annotated[
         list[Path], typer.Argument(metavar="RESULTS...", help="Files that `longdraft bench --results` wrote.")
     ],
@@ -23,8 +23,7 @@ def bench_report(
             help="Folder for index.html and the charts (PNG).", show_default="RESULTS-report, beside the first file"
         ),
     ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Make an HTML page of bench results: figures, charts over contexts, a round's time, memory, a drawn tree."""
     folder = out or files[0].with_name(f"{files[0].stem}-report")
@@ -33,7 +32,6 @@ def bench_report(
         made = f"Made on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
         page = html_report.make(files, made, status)
         path = page.write(folder)
-    if as_json:
-        console.line(json.dumps({"page": str(path), "images": [str(folder / name) for name in page.images]}))
-    else:
+    if not output.as_json:
         console.line(str(path))
+    output.json({"page": str(path), "images": [str(folder / name) for name in page.images]})

@@ -6,7 +6,7 @@ import functools
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import typer
@@ -42,9 +42,7 @@ class Cancel:
             self._before = {number: signal.signal(number, self._handle) for number in self._signals}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench.ties import Difference, compare
+from longdraft.bench.tables import table
+from longdraft.bench.ties import Difference
 from longdraft.cli.figures import payload
 from longdraft.engine import Result
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.verify.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,9 @@ class Comparison:
 
     def shown(self, decode: Callable[[list[int]], str]) -> Group:
         """For people."""
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column("compared", no_wrap=True)
-        for head in ("tokens/s", "decode", "tokens", "forwards", "accepted"):
-            table.add_column(head, justify="right", no_wrap=True)
+        made = table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
         for result in (self.own, self.ar):
-            table.add_row(
+            made.add_row(
                 Text(result.method),
                 f"{result.tokens_per_second:.1f}",
                 f"{result.decode_seconds:.2f} s",
@@ -65,7 +59,7 @@ class Comparison:
                     " (one run each; `longdraft bench` measures medians)", style="not bold"
                 ),
             )
-        return Group(table, *lines)
+        return Group(made, *lines)
 
     @property
     def _sound(self) -> bool:
@@ -82,11 +76,3 @@ class Comparison:
         if d.near_tie:
             return f"{where}; a near tie: the logits are {d.gap:.1g} apart, which is rounding"
         return f"{where}; no near tie, the logits are {d.gap:.3g} apart"
-
-
-def comparison(
-    own: Result, ar: Result, prompt: list[int], runner: TargetRunner, sampling: Sampling, cache: PromptCache
-) -> Comparison:
-    """Judges two finished runs of a prompt. The cache holds the prompt's KV, and does so afterwards."""
-    difference = compare(runner, prompt, own.token_ids, ar.token_ids, sampling, cache)
-    return Comparison(own, ar, difference)

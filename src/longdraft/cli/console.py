@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
@@ -47,6 +47,19 @@ def show(target: Console, renderable: RenderableType) -> None:
         target.print(renderable)
     target.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
     target.file.flush()
+
+
+def report(
+    tables: Iterable[tuple[str, RenderableType]], remarks: Iterable[Text] = (), definitions: Iterable[str] = ()
+) -> None:
+    """Tables on stdout, each under its title; remarks; and what the figures mean."""
+    out = stdout()
+    for title, table in tables:
+        out.print(Text(title, style="bold"))
+        show(out, table)
+        out.print()
+    for remark in (*remarks, *(Text(line, style="dim") for line in definitions)):
+        out.print(remark)
 
 
 def note(message: str) -> None:

@@ -3,74 +3,35 @@
 from __future__ import annotations
 
 import sys
+import time
 import unicodedata
 from collections.abc import Sequence
-from types import TracebackType
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
 
 from longdraft.cli import console
+from longdraft.cli.progress import Bar
 from longdraft.cli.streaming import Piece
 
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
 
 
-class _Rate(ProgressColumn):
-    """Tokens a second."""
+class PrefillBar(Bar):
+    """A bar while a prompt of so many tokens is read; on what is no terminal, nothing but one line."""
 
-    def render(self, task: Task) -> Text:
-        return Text("" if not task.speed else f"{task.speed:,.0f} tokens/s", style="dim")
-
-
-class PrefillBar:
-    """A bar on stderr that is gone when it is done; on what is no terminal, nothing but one line.
-
-    Args:
-        total: prompt tokens.
-    """
+    WHAT = "Reading the prompt"
 
     def __init__(self, total: int) -> None:
-        err = console.stderr()
-        self._total = total
-        self._bar = Progress(
-            TextColumn("Reading the prompt"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens"),
-            _Rate(),
-            console=err,
-            transient=True,
-            # Drawn between the chunks only: a thread that draws would take its share of what is measured.
-            auto_refresh=False,
-            disable=not err.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=total)
-        self._open = True
-        if err.is_terminal:
-            self._bar.start()
-        else:
-            err.print(Text(f"Reading the prompt, {total:,} tokens ..."))
+        super().__init__("tokens", total)
+        self._tokens, self._began = total, time.monotonic()
+        if not self.shown:
+            self.say(f"{self.WHAT}, {total:,} tokens ...")
+        self.draw(self.WHAT, 0)
 
     def update(self, read: int) -> None:
         """Shows how many tokens have been read; the last one takes the bar away."""
-        self._bar.update(self._task, completed=read, refresh=True)
-        if read >= self._total:
+        speed = read / max(1e-9, time.monotonic() - self._began)
+        self.draw(self.WHAT, read, figures=f"{speed:,.0f} tokens/s")
+        if read >= self._tokens:
             self.close()
-
-    def close(self) -> None:
-        """Takes the bar away; more than once does no harm."""
-        if self._open:
-            self._open = False
-            self._bar.stop()
-
-    def __enter__(self) -> PrefillBar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class TextOutput:

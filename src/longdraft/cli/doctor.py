@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,24 +15,20 @@ from longdraft import drafts, native
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.cli import console, options
-from longdraft.cli.draft_check import examined
+from longdraft.drafters.kinds import kind_of
 from longdraft.errors import LongdraftError
 from longdraft.host import graphs, hosting
 from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 
 
 def doctor(
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    rope_factor: options.RopeFactor = None,
+    *,
+    loading: options.ModelOptions,
     draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder too.")] = None,
     composed: options.Load = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     with console.status() as status:
@@ -41,17 +36,16 @@ def doctor(
         found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
         runner: TargetRunner | None = None
         try:
-            loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+            loaded = loading.load(status)
             found |= _examined(loaded)
             runner = TargetRunner(loaded.model) if found["model"]["hosted"] else None
         except LongdraftError as error:
-            found |= {"attention": None, "model": {"name": model, "hosted": False, "reason": str(error)}}
-        found["drafts"] = [examined(folder, runner, True) for folder in drafts.folders()]
+            found |= {"attention": None, "model": {"name": loading.model, "hosted": False, "reason": str(error)}}
+        found["drafts"] = [_draft(folder, runner, True) for folder in drafts.folders()]
         if draft is not None:
-            found["drafts"].append(examined(draft, runner, False))
+            found["drafts"].append(_draft(draft, runner, False))
     _show(found, console.stdout())
-    if as_json:
-        console.line(json.dumps(found))
+    output.json(found)
     if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
         raise typer.Exit(1)
 
@@ -86,6 +80,40 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
             "reason": reason,
         },
     }
+
+
+def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str, Any]:
+    """Reads a draft, checks its tensors against its sizes, and it against the target.
+
+    Args:
+        runner: the target; None where there is none, and only the folder is checked.
+        shipped: it comes with the package: one made for another target is nothing to complain about.
+
+    Returns:
+        ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None where
+        it was not found out, ``reason`` says why the draft cannot be used, ``remarks`` what looks wrong otherwise.
+    """
+    found: dict[str, Any] = {
+        "name": folder.name if shipped else str(folder), "shipped": shipped, "method": None, "parameters": None,
+        "vocabulary": None, "trained_length": None, "fits": None, "reason": None, "remarks": [],
+    }  # fmt: skip
+    try:
+        draft = kind_of(folder).load(folder)
+    except LongdraftError as error:
+        return found | {"fits": False, "reason": str(error)}
+    found |= {
+        "method": draft.kind,
+        "parameters": draft.parameters,
+        "vocabulary": draft.vocabulary,
+        "trained_length": draft.trained_length,
+    }
+    if runner is None:
+        return found
+    try:
+        draft.check(runner)
+    except LongdraftError as error:
+        return found | {"fits": False, "reason": None if shipped else str(error)}
+    return found | {"fits": True, "remarks": draft.remarks(runner)}
 
 
 def _show(found: dict[str, Any], out: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from longdraft.bench.ties import compare
 from longdraft.cli import console, options, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
-from longdraft.cli.comparing import comparison
+from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
 from longdraft.cli.streaming import TextStream
@@ -21,7 +21,6 @@ from longdraft.engine import Result
 from longdraft.errors import CheckpointError
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.session import Generation
 from longdraft.speculator import Speculator
@@ -83,6 +82,7 @@ class Run:
 
 
 def generate(
+    *,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The instruction; with a file, it follows the document.")
     ] = None,
@@ -90,7 +90,6 @@ def generate(
         list[str] | None,
         typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
     ] = None,
-    model: options.Model = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -101,21 +100,10 @@ def generate(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
     ] = None,
-    draft: options.Draft = None,
-    widths: options.Widths = None,
-    nodes: options.Nodes = None,
-    tree: options.Tree = None,
-    depth: options.Depth = None,
-    tree_top_k: options.TreeTopK = None,
-    threshold: options.Threshold = None,
+    drafting: options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    repetition_window: options.RepetitionWindow = None,
+    choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
@@ -126,19 +114,15 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
     ] = False,
-    as_json: options.Json = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
+    output: options.Output,
+    loading: options.ModelOptions,
     offload: options.Offload = None,
-    rope_factor: options.RopeFactor = None,
     composed: options.Load = None,
-    debug: options.Debug = False,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, repetition_window)
-        drafting = options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
-        method_options = options.method_options(method, option or []) | drafting
+        sampling = choosing.sampling()
+        method_options = options.method_options(method, option or []) | drafting.options()
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
         method_options = Speculator(method, offload=offload, plan=plan, **method_options).options
         if max_tokens < 1:
@@ -149,7 +133,7 @@ def generate(
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        loaded = loading.load(status)
         status("Preparing the prompt")
         with options.settings_checked():
             spec = Speculator(
@@ -165,19 +149,18 @@ def generate(
     assert isinstance(cache, CountingCache)
     with Cancel() as cancel:
         run = Run(loaded, tokens, max_tokens, sampling, seed, tuple(stop or ()), cache, cancel)
-        output = TextOutput(silent=as_json)
-        own, reused = run.stream(spec, output)
+        text = TextOutput(silent=output.as_json)
+        own, reused = run.stream(spec, text)
         if restored and kv_cache is not None:
             console.note(f"{kv_cache}: {reused:,} of {len(tokens):,} prompt tokens were there")
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.show(console.stderr(), footer(own, reused, output.coloured))
+        console.show(console.stderr(), footer(own, reused, text.coloured))
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(run, spec, own)
-    if as_json:
-        console.line(json.dumps(report))
+    output.json(report)
     if cancel():
         console.note("Cancelled.")
         raise typer.Exit(EXIT_CODE)
@@ -207,9 +190,10 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
         ar = run.start(ar_spec).results()[0]
         if run.cancel():
             return None
-        found = comparison(own, ar, run.prompt, spec.runner(), run.sampling, run.cache)
+        tokens = own.token_ids, ar.token_ids
+        found = Comparison(own, ar, compare(spec.runner(), run.prompt, *tokens, run.sampling, run.cache))
     console.stderr().print()
     console.show(console.stderr(), found.shown(spec.decode))
     if spec.draws_anew and not run.sampling.greedy:
-        console.note("Residual acceptance draws another text of the same distribution: the two need not agree.")
+        console.note("Residual acceptance samples another text of the same distribution: the two need not agree.")
     return found.payload()

@@ -48,14 +48,13 @@ app = typer.Typer(
 
 
 for verb in (generate, bench, methods, doctor, export):
-    app.command()(interruptible(verb))
-app.command("bench quality")(interruptible(quality))
-app.command("bench needle")(interruptible(needle))
-app.command("bench report")(interruptible(bench_report))
+    app.command()(interruptible(options.spread(verb)))
+for name, part in (("quality", quality), ("needle", needle), ("report", bench_report)):
+    app.command(f"bench {name}")(interruptible(options.spread(part)))
 
 training = typer.Typer(cls=Trainers, no_args_is_help=True)
 training.callback()(loaded_first)
-training.command()(interruptible(data))
+training.command()(interruptible(options.spread(data)))
 app.add_typer(training, name="train")
 
 BAD_SETTING, FAILED = 2, 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from longdraft.bench import needle as needles
 from longdraft.bench import needle_report
 from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
 from longdraft.cli import console, options
-from longdraft.cli.runs import Runs
+from longdraft.cli.progress import Runs
 from longdraft.drafters.draft import Draft
 from longdraft.drafters.kinds import KINDS, kind_of
-from longdraft.host.loading import load
 from longdraft.methods import METHODS
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
@@ -27,6 +24,7 @@ CONTEXTS = (1024, 2048, 4096, 8192)
 
 
 def needle(
+    *,
     haystack: Annotated[Path, typer.Option(help="The long text that needles are put in: plain text or JSONL.")],
     views: Annotated[
         str | None,
@@ -51,12 +49,8 @@ def needle(
         str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
     ] = "0.1,0.3,0.5,0.7,0.9",
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    rope_factor: options.RopeFactor = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    loading: options.ModelOptions,
+    output: options.Output,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
     asked = None if needle_context is None else options.whole_numbers("--needle-context", needle_context)
@@ -70,7 +64,7 @@ def needle(
     if not wanted:
         raise options.SettingError("--views names none.")
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        loaded = loading.load(status)
         status("Reading drafts")
         with options.settings_checked():
             measuring = NeedleDrafts(loaded, wanted, drafts)
@@ -88,9 +82,8 @@ def needle(
             for hay in own
         ]
     report = needle_report.document(measured, measuring.names)
-    _show(report)
-    if as_json:
-        console.line(json.dumps(report))
+    console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
+    output.json(report)
 
 
 @contextmanager
@@ -140,13 +133,3 @@ def _view(word: str) -> View:
     name, *pairs = word.split(":")
     named = name if name in METHODS else SMALL[name][0] if name in SMALL else None
     return view(name, options.method_options(named, pairs))
-
-
-def _show(report: dict[str, Any]) -> None:
-    out = console.stdout()
-    for title, table in needle_report.tables(report):
-        out.print(Text(title, style="bold"))
-        console.show(out, table)
-        out.print()
-    for line in needle_report.DEFINITIONS:
-        out.print(Text(line, style="dim"))

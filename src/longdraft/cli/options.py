@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import logging
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from longdraft.cli import console
 from longdraft.errors import LongdraftError
+from longdraft.host.checkpoints import LoadedModel, Progress
+from longdraft.host.loading import load
 from longdraft.methods import DEFAULTS, METHODS
 from longdraft.methods import method as method_named
+from longdraft.verify.sampling import Sampling
+
+N = TypeVar("N", int, float)
 
 
 class SettingError(LongdraftError, ValueError):
@@ -69,18 +79,10 @@ Load = Annotated[
         show_default="none",
     ),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"),
-]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or mps.", show_default="the best there is")]
-RopeFactor = Annotated[
-    float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
-]
 Debug = Annotated[
     bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log lines and full tracebacks.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
 Offload = Annotated[
     str | None,
     typer.Option(
@@ -88,74 +90,6 @@ Offload = Annotated[
         help="Keep the KV cache elsewhere: host (memory of the host, for a GPU), disk (a temporary file, for a CPU) "
         "or a folder for that file.",
         show_default="nowhere else",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
-TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")]
-TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", min=0, max=1, help="Sample from the fewest tokens with this probability."),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the best one's probability."),
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", help="Above 1 makes tokens less likely to come again.")
-]
-RepetitionWindow = Annotated[
-    int | None,
-    typer.Option(
-        "--repetition-window", help="The penalty is for the last so many tokens of the text.", show_default="all of it"
-    ),
-]
-
-
-Draft = Annotated[
-    Path | None,
-    typer.Option("--draft", help="Draft folder, for a method that needs one.", show_default="the one that comes along"),
-]
-Widths = Annotated[
-    str | None,
-    typer.Option("--widths", help="A beam tree: drafted nodes of each level.", show_default="4,16,16,16,16 (longspec)"),
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        "--nodes",
-        help="Verify only so many drafted nodes, the best.",
-        show_default="all; 59 of a dynamic tree, 50 of an opt tree",
-    ),
-]
-Tree = Annotated[
-    str | None,
-    typer.Option(
-        "--tree", help="What a draft grows: chain, beam, dynamic or opt.", show_default="beam (longspec), else dynamic"
-    ),
-]
-Depth = Annotated[
-    int | None,
-    typer.Option(
-        "--depth",
-        help="A dynamic or opt tree: its levels, at most. A chain: its tokens.",
-        show_default="7; 10 of an opt tree, 4 of a chain",
-    ),
-]
-TreeTopK = Annotated[
-    int | None,
-    typer.Option(
-        "--tree-top-k",
-        help="A dynamic or opt tree: nodes of a level that go on; of a dynamic one, children of each too.",
-        show_default="10",
-    ),
-]
-Threshold = Annotated[
-    float | None,
-    typer.Option(
-        "--threshold",
-        help="An opt tree: another level only where the last one promised so many more accepted tokens.",
-        show_default="0.7",
     ),
 ]
 Plan = Annotated[
@@ -166,6 +100,166 @@ Plan = Annotated[
         show_default="auto, fixed where a tree is asked for",
     ),
 ]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or mps.", show_default="the best there is")]
+
+
+class Group:
+    """Options that belong together. A verb takes them as one parameter: :func:`spread`."""
+
+
+@dataclass(frozen=True)
+class Output(Group):
+    """What is said beside the result for people."""
+
+    as_json: Json = False
+    debug: Debug = False
+
+    def json(self, found: Any) -> None:
+        """Prints the object where it is asked for."""
+        if self.as_json:
+            console.line(json.dumps(found))
+
+
+@dataclass(frozen=True)
+class ModelOptions(Group):
+    """The model."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"
+        ),
+    ] = None
+    dtype: Dtype = "auto"
+    device: Device = None
+    rope_factor: Annotated[
+        float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
+    ] = None
+
+    def load(self, progress: Progress) -> LoadedModel:
+        """The model, and what its texts are made of."""
+        return load(self.model, dtype=self.dtype, device=self.device, rope_factor=self.rope_factor, progress=progress)
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Group):
+    """How tokens are chosen."""
+
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")] = 0.0
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", min=0, max=1, help="Sample from the fewest tokens with this probability."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the best one's probability."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", help="Above 1 makes tokens less likely to come again.")
+    ] = None
+    repetition_window: Annotated[
+        int | None,
+        typer.Option(
+            "--repetition-window",
+            help="The penalty is for the last so many tokens of the text.",
+            show_default="all of it",
+        ),
+    ] = None
+
+    def sampling(self) -> Sampling:
+        """Raises ValueError for values that make none."""
+        return Sampling(**vars(self))
+
+
+@dataclass(frozen=True)
+class DraftOptions(Group):
+    """A draft and its tree."""
+
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft", help="Draft folder, for a method that needs one.", show_default="the one that comes along"
+        ),
+    ] = None
+    widths: Annotated[
+        str | None,
+        typer.Option(
+            "--widths", help="A beam tree: drafted nodes of each level.", show_default="4,16,16,16,16 (longspec)"
+        ),
+    ] = None
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            help="Verify only so many drafted nodes, the best.",
+            show_default="all; 59 of a dynamic tree, 50 of an opt tree",
+        ),
+    ] = None
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            "--tree",
+            help="What a draft grows: chain, beam, dynamic or opt.",
+            show_default="beam (longspec), else dynamic",
+        ),
+    ] = None
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth",
+            help="A dynamic or opt tree: its levels, at most. A chain: its tokens.",
+            show_default="7; 10 of an opt tree, 4 of a chain",
+        ),
+    ] = None
+    tree_top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--tree-top-k",
+            help="A dynamic or opt tree: nodes of a level that go on; of a dynamic one, children of each too.",
+            show_default="10",
+        ),
+    ] = None
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            "--threshold",
+            help="An opt tree: another level only where the last one promised so many more accepted tokens.",
+            show_default="0.7",
+        ),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Those that were given, as options of a method. Raises SettingError for widths that are no numbers."""
+        given: dict[str, Any] = {name.removeprefix("tree_"): value for name, value in vars(self).items()}
+        if self.widths is not None:
+            given["widths"] = whole_numbers("widths", self.widths)
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb whose groups of options are options of its own, as typer wants them."""
+    parameters: list[Parameter] = []
+    groups: dict[str, type[Group]] = {}
+    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if isinstance(kind, type) and issubclass(kind, Group):
+            groups[parameter.name] = kind
+            parameters += inspect.signature(kind, eval_str=True).parameters.values()
+        else:
+            parameters.append(parameter)
+    parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+
+    @functools.wraps(verb)
+    def spreading(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{option: given.pop(option) for option in inspect.signature(kind).parameters})
+        verb(**given)
+
+    spreading.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spreading.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spreading
 
 
 def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
@@ -194,28 +288,6 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def draft_options(
-    draft: Path | None,
-    widths: str | None,
-    nodes: int | None,
-    tree: str | None = None,
-    depth: int | None = None,
-    top_k: int | None = None,
-    threshold: float | None = None,
-) -> dict[str, Any]:
-    """``--draft`` and the tree's options, those that were given, as options of a method.
-
-    Raises:
-        SettingError: widths that are no numbers.
-    """
-    sizes = None if widths is None else whole_numbers("widths", widths)
-    given = {
-        "draft": draft, "widths": sizes, "nodes": nodes, "tree": tree, "depth": depth, "top_k": top_k,
-        "threshold": threshold,
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
-
-
 # Options of methods that take several whole numbers.
 _LISTS = {"widths"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -228,18 +300,19 @@ def words(text: str) -> list[str]:
 
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
     """Whole numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
-    try:
-        return tuple(int(word) for word in words(text))
-    except ValueError:
-        raise SettingError(f"{name} takes whole numbers with commas between, not {text!r}.") from None
+    return _numbers(name, text, int, "whole numbers")
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
     """Numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
+    return _numbers(name, text, float, "numbers")
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], N], called: str) -> tuple[N, ...]:
     try:
-        return tuple(float(word) for word in words(text))
+        return tuple(kind(word) for word in words(text))
     except ValueError:
-        raise SettingError(f"{name} takes numbers with commas between, not {text!r}.") from None
+        raise SettingError(f"{name} takes {called} with commas between, not {text!r}.") from None
 
 
 def _value(text: str) -> Any:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from longdraft.bench import data, needle, quality_report
-from longdraft.bench.quality import METHOD, Quality, Settings
-from longdraft.bench.rouge import rouge_l
+from longdraft.bench.quality import METHOD, Quality, Settings, rouge_l
 from longdraft.bench.run import Settings as Prompts
 from longdraft.bench.run import prepare
 from longdraft.cli import console, options
-from longdraft.cli.runs import Runs
-from longdraft.host.loading import load
+from longdraft.cli.progress import Runs
 
 
 def quality(
+    *,
     data_files: Annotated[
         list[Path] | None,
         typer.Option("--data", help="JSONL: rows with `text`, or with `context` and `input`; repeatable."),
@@ -34,13 +31,7 @@ def quality(
     drafter: Annotated[
         str | None, typer.Option(help="The method whose drafter is used.", show_default="the first that has a draft")
     ] = None,
-    draft: options.Draft = None,
-    widths: options.Widths = None,
-    nodes: options.Nodes = None,
-    tree: options.Tree = None,
-    depth: options.Depth = None,
-    tree_top_k: options.TreeTopK = None,
-    threshold: options.Threshold = None,
+    drafting: options.DraftOptions,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
@@ -62,18 +53,13 @@ def quality(
     ] = "0.1,0.3,0.5,0.7,0.9",
     needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
-    model: options.Model = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    rope_factor: options.RopeFactor = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    loading: options.ModelOptions,
+    output: options.Output,
 ) -> None:
     """Compare specpv with full verification: texts (ROUGE-L), drift of hidden states, needles found."""
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
-    given = options.method_options(METHOD, option or [])
-    given |= options.draft_options(draft, widths, nodes, tree, depth, tree_top_k, threshold)
+    given = options.method_options(METHOD, option or []) | drafting.options()
     given |= {} if drafter is None else {"drafter": drafter}
     with options.settings_checked():
         settings = Settings(
@@ -89,7 +75,7 @@ def quality(
     if samples:
         rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
-        loaded = load(model, dtype=dtype, device=device, rope_factor=rope_factor, progress=status)
+        loaded = loading.load(status)
         status("Encoding")
         prompts = prepare(samples, loaded, prompting)
         haystacks = [] if search is None else needle.haystacks(search, loaded.tokenizer)
@@ -98,16 +84,15 @@ def quality(
         if prompts:
             _note_uncut(measuring.cut([len(p.tokens) + max_tokens for p in prompts]), len(prompts))
         asked = measuring.searched(haystacks) if haystacks else []
-        status("Warming up")
+        status("Warm-up")
         measuring.wake((*(p.tokens for p in prompts), *(h.tokens for h in haystacks))[0])
     total = len(prompts) * len(measuring.names) + len(haystacks) * len(asked)
     with Runs(total) as runs:
         compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
         answered = [measuring.search(h, asked, runs.told(f"needle at {h.depth:g}")) for h in haystacks]
     found = quality_report.document(measuring, compared, asked, answered)
-    _show(found)
-    if as_json:
-        console.line(json.dumps(found))
+    console.report(quality_report.tables(found), definitions=quality_report.definitions(found))
+    output.json(found)
 
 
 def _note_uncut(cut: dict[str, int], prompts: int) -> None:
@@ -116,13 +101,3 @@ def _note_uncut(cut: dict[str, int], prompts: int) -> None:
             console.note(
                 f"{name}: {prompts - count} of {prompts} prompts fit its partial cache whole: full rounds alone."
             )
-
-
-def _show(found: dict[str, Any]) -> None:
-    out = console.stdout()
-    for title, table in quality_report.tables(found):
-        out.print(Text(title, style="bold"))
-        console.show(out, table)
-        out.print()
-    for line in quality_report.definitions(found):
-        out.print(Text(line, style="dim"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.drafters.kinds import KINDS, Training
-from longdraft.errors import CheckpointError, ConfigError
+from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
@@ -43,16 +43,16 @@ def loaded_first(composed: options.Load = None) -> None:
 
 def _command(name: str, training: Training) -> Any:
     def train(
+        *,
         settings: Annotated[
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
         ] = None,
         config: Annotated[
             Path | None, typer.Option("--config", "-c", help="YAML file of settings, such as those in configs/.")
         ] = None,
-        as_json: options.Json = False,
-        debug: options.Debug = False,
+        output: options.Output,
     ) -> None:
-        _train(config, settings or [], training, as_json)
+        _train(config, settings or [], training, output)
 
     alone = typer.Typer(
         add_completion=False,
@@ -64,11 +64,11 @@ def _command(name: str, training: Training) -> Any:
         name,
         help=f"{training.summary}; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.\n\n"
         "Settings: docs/training.md, or any wrong one: the error lists them.",
-    )(interruptible(train))
+    )(interruptible(options.spread(train)))
     return typer.main.get_command(alone)
 
 
-def _train(path: Path | None, words: list[str], training: Training, as_json: bool) -> None:
+def _train(path: Path | None, words: list[str], training: Training, output: options.Output) -> None:
     """Runs a recipe on its settings, shows how it goes, and says where the draft is."""
     from longdraft.training.config import read_config
 
@@ -82,7 +82,8 @@ def _train(path: Path | None, words: list[str], training: Training, as_json: boo
         if main:
             raise
         raise typer.Exit(2) from None
-    _need_accelerate()
+    if find_spec("accelerate") is None:
+        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
         # Settings are checked before: this takes seconds.
         display.prepare("Loading what training needs", 0, 0)
@@ -102,8 +103,7 @@ def _train(path: Path | None, words: list[str], training: Training, as_json: boo
     target = f"--model {settings_.target} " if settings_.target else ""
     console.note(f"The draft is in {best} (the last step's in {best.with_name('last')}). Use it:")
     console.note(f"  longdraft generate {target}--draft {best} --prompt ...")
-    if as_json:
-        console.line(json.dumps(_payload(report, best)))
+    output.json(_payload(report, best))
 
 
 def _payload(report: Any, best: Path) -> dict[str, Any]:
@@ -123,6 +123,7 @@ class Kind(str, Enum):
 
 
 def data(
+    *,
     files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz): rows with `text`, for tokens also chats.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write; an unfinished one is gone on with.")],
     kind: Annotated[
@@ -143,19 +144,18 @@ def data(
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 3,
     temperatures: Annotated[str, typer.Option(help="Of a passage's answers, one after the other.")] = "0,0,1",
     method: Annotated[str, typer.Option(help="How to decode; every exact method gives the same answers.")] = "ar",
-    seed: Annotated[int, typer.Option(help="Of passages, prompts and draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of passages, prompts and sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default="torch's choice")] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    output: options.Output,
 ) -> None:
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
-    lengths = _numbers("--passage-tokens", passage_tokens, int)
-    heats = _numbers("--temperatures", temperatures, float)
+    lengths = options.whole_numbers("--passage-tokens", passage_tokens)
+    heats = options.numbers("--temperatures", temperatures)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
-    if min(heats) < 0:
+    if not heats or min(heats) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
@@ -175,8 +175,8 @@ def data(
             else:
                 skipped.add("without text")
     if kind is Kind.repeats:
-        have = documents.write_texts(repeats.repeats(texts, rows, seed), out)
-        _written(out, have, skipped, as_json)
+        have = documents.write(repeats.repeats(texts, rows, seed), out)
+        _written(out, have, skipped, output)
         return
     if threads:
         torch.set_num_threads(threads)
@@ -204,28 +204,11 @@ def data(
             f"Stopped. {'The same command goes on from there.' if kind is Kind.answers else 'Nothing written.'}"
         )
         raise typer.Exit(cancel.exit_code)
-    _written(out, have, skipped, as_json)
+    _written(out, have, skipped, output)
 
 
-def _written(out: Path, rows: int, skipped: Any, as_json: bool) -> None:
+def _written(out: Path, rows: int, skipped: Any, output: options.Output) -> None:
     if skipped.total:
         console.note(f"Left out: {skipped}.")
     console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    if as_json:
-        console.line(json.dumps({"out": str(out), "rows": rows, "left_out": skipped.reasons}))
-
-
-def _numbers(name: str, text: str, kind: type) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise options.SettingError(f"{name} takes numbers with commas between, not {text!r}.") from None
-
-
-def _need_accelerate() -> None:
-    from importlib.util import find_spec
-
-    from longdraft.errors import CapabilityError
-
-    if find_spec("accelerate") is None:
-        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
+    output.json({"out": str(out), "rows": rows, "left_out": skipped.reasons})

@@ -170,6 +170,12 @@ class TrainedDraft(Draft[Bound]):
         module.load_state_dict({name: t.to(device, dtype) for name, t in self.weights.items()}, assign=True)
         return module.requires_grad_(False).eval()
 
+    def trainable(self) -> Any:
+        """The module with its weights in float32, to be trained further."""
+        module = self.module()
+        module.load_state_dict({name: t.float() for name, t in self.weights.items()})
+        return module
+
     def head(self, runner: TargetRunner) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target's head (draft vocabulary, hidden), and the target id of each of its rows; None: all, in order."""
         if self.ids is None:

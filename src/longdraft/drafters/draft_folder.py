@@ -19,6 +19,8 @@ FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # The table of a draft's own vocabulary: target id - draft id, for each draft id.
 OFFSETS = "d2t"
+# How configurations of transformers name what ours name otherwise.
+PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 # Names that an error spells out before it only counts.
 _SHOWN = 6
 
@@ -215,6 +217,16 @@ def shape_of(
     if wrong:
         raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
     return kind(**{f.name: x for f, x in {**known, **flags}.items()})
+
+
+def filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A published configuration with the sizes that transformers fills in where they are left out."""
+    found, heads = dict(config), config.get("num_attention_heads")
+    if heads and not found.get("num_key_value_heads"):
+        found["num_key_value_heads"] = heads
+    if heads and not found.get("head_dim") and found.get("hidden_size"):
+        found["head_dim"] = found["hidden_size"] // heads
+    return found
 
 
 def check_tensors(

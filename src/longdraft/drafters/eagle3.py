@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -104,15 +102,6 @@ class Eagle3Drafter(RetrievingDrafter):
             self.window = None
         self.draft = draft
         self._bound: BoundDraft | None = None
-
-    @classmethod
-    def load(cls, folder: Path | str, **options: Any) -> Eagle3Drafter:
-        """From a draft folder, with the options of the drafter.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(Eagle3Draft.load(folder), **options)
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Three layers, as a rule; the draft's folder names them."""
@@ -288,7 +277,7 @@ register(
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
         Training(
             "longdraft.training.config:Eagle3Config",
-            "longdraft.training.eagle3_recipe:train_eagle3",
+            "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
         ),
         layouts={"speculators": to_speculators},

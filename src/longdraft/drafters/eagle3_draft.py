@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from longdraft.drafters import eagle3_formats, eagle3_remarks
+from longdraft.drafters import eagle3_formats
 from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder
+from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
-from longdraft.drafters.eagle3_formats import KIND, Eagle3Contents, usual_layers
+from longdraft.drafters.eagle3_formats import KIND, usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.few_rows import FewRowsModule
 from longdraft.host.rotary import Rotary
@@ -40,23 +41,22 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
     """A trained draft of any layout.
 
     Attributes:
-        contents: what the folder says.
+        layout: "longdraft", "published" or "speculators".
+        rope: RoPE's parameters as transformers names them.
+        layers: decoder layers of the target whose outputs it reads; None: the usual ones.
+        window: keys that a query sees, its own included; None: all.
     """
 
     kind, label = KIND, "EAGLE-3"
 
-    def __init__(self, folder: Path | str, contents: Eagle3Contents) -> None:
-        self.contents = contents
-        table = {} if contents.offsets is None else {OFFSETS: contents.offsets}
-        vocabulary = contents.shape.vocabulary if table else None
-        if any(offsets.shape != (vocabulary,) for offsets in table.values()):
-            raise CheckpointError(
-                f"{OFFSETS} of {folder} has the shape {tuple(table[OFFSETS].shape)} where {vocabulary} tokens need one "
-                "offset each: the draft is damaged; copy it again."
-            )
-        config = contents.config | {"trained_length": contents.trained_length, "draft_vocab_size": vocabulary}
-        super().__init__(folder, DraftFolder(KIND, config, contents.tensors | table, contents.target))
-        if contents.window is not None and (type(contents.window) is not int or contents.window < 1):
+    def __init__(self, folder: Path | str, contents: DraftFolder, rope: dict[str, Any]) -> None:
+        super().__init__(folder, contents)
+        self.rope = rope
+        self.layout: str = self.config.get("layout", "longdraft")
+        layers = self.config.get("feature_layers")
+        self.layers: tuple[int, ...] | None = None if layers is None else tuple(layers)
+        self.window: int | None = self.config.get("window")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for window.")
 
     @classmethod
@@ -76,24 +76,22 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, eagle3_formats.read(folder, rope_theta, head_dim, rope_factor))
+        return cls(folder, *eagle3_formats.read(folder, rope_theta, head_dim, rope_factor))
 
-    @property
+    @cached_property
     def shape(self) -> Eagle3Shape:
-        return self.contents.shape
+        shape = shape_of(Eagle3Shape, self.config, self.folder, self.label)
+        if shape.heads % shape.kv_heads:
+            raise CheckpointError(f"{self.folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
+        return shape
 
     @property
     def reach(self) -> int | None:
         """Tokens of context that its positions are good for, YaRN included; None where the folder does not say."""
-        rope = self.contents.rope
+        rope = self.rope
         if rope["rope_type"] == "yarn":
             return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
         return self.trained_length
-
-    @property
-    def window(self) -> int | None:
-        """Keys that a query sees, its own included; None: all."""
-        return self.contents.window
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Decoder layers of the target whose outputs it reads, low to high.
@@ -102,10 +100,10 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
             CheckpointError: the target has no such layers.
         """
         count = runner.kv_shape.layers
-        layers = self.contents.feature_layers or usual_layers(count)
+        layers = self.layers or usual_layers(count)
         if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
             raise CheckpointError(
-                f"The draft in {self.folder} reads the outputs of layers {', '.join(map(str, layers))} of its target, "
+                f"The draft in {self.folder} reads the outputs of layers {_listed(layers)} of its target, "
                 f"counted from 0; this one has {count}, and they must be there and increase. Load the target it was "
                 "trained with, or correct the layers in its config.json."
             )
@@ -118,7 +116,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         return {"hidden_size": self.shape.hidden_size}
 
     def save(self, folder: Path | str) -> None:
-        if self.contents.layout != "longdraft":
+        if self.layout != "longdraft":
             raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
         super().save(folder)
 
@@ -140,7 +138,32 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         self._rotary(torch.float32, "cpu")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        return eagle3_remarks.remarks(self, runner)
+        """What costs acceptance, none of it correctness."""
+        shape, target = self.shape, runner.parts.description
+        found = []
+        theta, own = target["rope_theta"], self.rope["rope_theta"]
+        if theta is not None and float(theta) != float(own):
+            found.append(
+                f"its rope_theta is {own:g}, the target's {float(theta):g}: if few tokens are accepted, try the other "
+                "(rope_theta in its config.json)"
+            )
+        if shape.head_dim != target["head_dim"]:
+            found.append(f"its head size is {shape.head_dim}, the target's {target['head_dim']}: check head_dim")
+        usual, layers = usual_layers(runner.kv_shape.layers), self.feature_layers(runner)
+        if layers != usual:
+            found.append(
+                f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"
+            )
+        if shape.norm_before_residual and self.layout == "published":
+            found.append("norm_before_residual is set, which the published layout does not know")
+        if self.window is None and self.reach is not None and self.reach < runner.context_length:
+            found.append(
+                f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: "
+                f"beyond, acceptance falls; give it a window (-o window={self.reach}) or a rope_factor"
+            )
+        if self.ids is not None and not bool((self.ids[1:] > self.ids[:-1]).all()):
+            found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
+        return found
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block, rotary = self.placed(runner), self._rotary(runner.kv_shape.dtype, runner.device)
@@ -148,4 +171,8 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         return BoundDraft(block, runner.parts.embedding, rotary, ids, FewRowsModule(block))
 
     def _rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
-        return Rotary(self.shape.head_dim, self.contents.rope, dtype, device)
+        return Rotary(self.shape.head_dim, self.rope, dtype, device)
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers))

@@ -51,7 +51,7 @@ def to_speculators(
             raise ValueError(f"{name} must be at least 1, got {number}")
     if Path(out).resolve() == draft.folder.resolve():
         raise CheckpointError(f"{out} is the draft itself: name another folder to write to.")
-    size = draft.shape.vocabulary if draft.ids is None else draft.contents.target.get("vocab_size")
+    size = draft.shape.vocabulary if draft.ids is None else draft.made_for.get("vocab_size")
     if size is None:
         raise CapabilityError(
             f"config.json of {draft.folder} does not say how large the target's vocabulary is, which the layout needs: "
@@ -65,7 +65,7 @@ def to_speculators(
     lost = []
     if draft.window is not None:
         lost.append(f"The layout knows no window ({draft.window} tokens): the served draft sees the whole text.")
-    if draft.contents.feature_layers is None:
+    if draft.layers is None:
         lost.append("The draft does not name the layers that it reads: the server takes its own default.")
     return lost
 
@@ -73,7 +73,7 @@ def to_speculators(
 def _config(
     draft: Eagle3Draft, size: int, verifier: str, architecture: str | None, max_position: int, speculative_tokens: int
 ) -> dict[str, Any]:
-    shape, rope = draft.shape, dict(draft.contents.rope)
+    shape, rope = draft.shape, dict(draft.rope)
     theta = rope.pop("rope_theta")
     layer = {
         "model_type": "llama",
@@ -104,7 +104,7 @@ def _config(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": shape.vocabulary,
-        "target_hidden_size": shape.feature_size // len(draft.contents.feature_layers or (0, 0, 0)),
+        "target_hidden_size": shape.feature_size // len(draft.layers or (0, 0, 0)),
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": False,
         "fc_norm": False,
@@ -118,16 +118,16 @@ def _config(
             "verifier": {"name_or_path": verifier, "architectures": [architecture] if architecture else []},
         },
     }
-    if draft.contents.feature_layers is not None:
+    if draft.layers is not None:
         # What enters a layer is the output of the one before.
-        config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.contents.feature_layers]
+        config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.layers]
     return config
 
 
 def _tensors(draft: Eagle3Draft, size: int) -> dict[str, torch.Tensor]:
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
-        for name, tensor in draft.contents.tensors.items()
+        for name, tensor in draft.weights.items()
     }
     if draft.ids is not None:
         tensors[OFFSETS] = draft.ids - torch.arange(len(draft.ids))

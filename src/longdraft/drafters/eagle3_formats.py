@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import OFFSETS
+from longdraft.drafters.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Shape
 from longdraft.errors import CheckpointError
 from longdraft.host.rotary import yarn
@@ -25,40 +24,10 @@ KIND = "eagle3"
 PICKLED = "pytorch_model.bin"
 MEMBERS = "t2d"
 THETA = 10000.0
-# How transformers' configurations name our sizes.
-_SIZES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 # Flags of `speculators` whose norms the module does not have.
 _FOREIGN_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 # Where a tensor's own name begins; what stands before is the name of the model around it.
 _BEGINNINGS = {"fc", "midlayer", "layers", "norm", "lm_head", "embed_tokens", OFFSETS, MEMBERS}
-
-
-@dataclass(frozen=True)
-class Eagle3Contents:
-    """What a folder says, in our terms.
-
-    Attributes:
-        layout: "longdraft", "published" or "speculators".
-        tensors: the module's state dict.
-        offsets: (draft vocabulary,) target id - draft id; None: none there.
-        feature_layers: decoder layers whose outputs are the features; None: the usual ones.
-        window: keys that a query sees, its own included; None: all.
-        rope: RoPE parameters as transformers names them.
-        trained_length: tokens of the longest text it was trained on; None: unknown.
-        target: what must be the same of a target.
-        config: of a folder of ours, as it stands there.
-    """
-
-    layout: str
-    shape: Eagle3Shape
-    tensors: dict[str, torch.Tensor]
-    offsets: torch.Tensor | None
-    feature_layers: tuple[int, ...] | None
-    window: int | None
-    rope: dict[str, Any]
-    trained_length: int | None
-    target: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 def usual_layers(layers: int) -> tuple[int, int, int]:
@@ -71,11 +40,14 @@ def read(
     rope_theta: float | None = None,
     head_dim: int | None = None,
     rope_factor: float | None = None,
-) -> Eagle3Contents:
-    """Reads a folder of any layout.
+) -> tuple[DraftFolder, dict[str, Any]]:
+    """What a folder of any layout holds, as ours would; config names the ``layout`` of one that is not ours.
 
     Args:
         rope_theta, head_dim, rope_factor: instead of what config.json says (or fails to say).
+
+    Returns:
+        The contents, and RoPE's parameters as transformers names them.
 
     Raises:
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
@@ -87,35 +59,33 @@ def read(
     given = {"head_dim": head_dim} if head_dim else {}
     try:
         if "longdraft_format" in config:
-            found = _ours(config | given, draft_folder.read_tensors(folder), folder)
+            found, rope = _ours(config | given, draft_folder.read_tensors(folder), folder)
         else:
-            found = _foreign(config, given, _named_as_ours(_foreign_tensors(Path(folder)), folder), folder)
-        return _with_rope(found, rope_theta, rope_factor, folder)
+            found, rope = _foreign(config, given, _named_as_ours(_foreign_tensors(Path(folder)), folder), folder)
+        return found, _completed(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
     except (TypeError, ValueError, AttributeError, IndexError) as error:  # words where numbers belong, and the like
         raise CheckpointError(
             f"config.json of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
         ) from error
 
 
-def _ours(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str) -> Eagle3Contents:
-    shape = _shape(config, {}, folder)
+def _ours(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
+) -> tuple[DraftFolder, dict[str, Any]]:
     layers = config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
-    length = config.get("trained_length")
-    rope = yarn(
-        config.get("rope_theta") or THETA, config.get("rope_factor"), config.get("rope_original_length") or length
-    )
-    offsets, _ = tensors.pop(OFFSETS, None), tensors.pop(MEMBERS, None)
-    window = config.get("window")
+    length = config.get("rope_original_length") or config.get("trained_length")
+    rope = yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
+    tensors.pop(MEMBERS, None)
     own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
-    target = dict(config.get("target") or {})
-    return Eagle3Contents("longdraft", shape, tensors, offsets, tuple(layers), window, rope, length, target, own)
+    own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
+    return DraftFolder(KIND, own, tensors, dict(config.get("target") or {})), rope
 
 
 def _foreign(
     config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
-) -> Eagle3Contents:
+) -> tuple[DraftFolder, dict[str, Any]]:
     speculators = "speculators_model_type" in config
     sizes: dict[str, Any] = dict(config.get("transformer_layer_config") or {}) if speculators else dict(config)
     sizes |= given
@@ -126,11 +96,7 @@ def _foreign(
         )
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's EAGLE-3 knows silu alone.")
-    # As transformers fills them in.
-    if not sizes.get("num_key_value_heads"):
-        sizes["num_key_value_heads"] = sizes.get("num_attention_heads")
-    if not sizes.get("head_dim") and sizes.get("hidden_size") and sizes.get("num_attention_heads"):
-        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    sizes = draft_folder.filled_in(sizes)
     fc, members = tensors.get("fc.weight"), tensors.pop(MEMBERS, None)
     known = sizes | {
         "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
@@ -138,22 +104,17 @@ def _foreign(
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "attention_bias": "midlayer.self_attn.q_proj.bias" in tensors,
     }
-    shape = _shape(known, _SIZES, folder)
+    shape = draft_folder.shape_of(Eagle3Shape, known, folder, "EAGLE-3", draft_folder.PUBLISHED)
     ids = config.get("eagle_aux_hidden_state_layer_ids") or _layers_of(config)
     vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
     target = {"hidden_size": shape.hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
-    offsets = tensors.pop(OFFSETS, None)
-    return Eagle3Contents(
-        "speculators" if speculators else "published",
-        shape,
-        tensors,
-        offsets,
-        tuple(int(i) - 1 for i in ids) if ids else None,
-        None,
-        _foreign_rope(sizes),
-        sizes.get("max_position_embeddings"),
-        target,
-    )
+    ours = shape.as_dict() | {
+        "layout": "speculators" if speculators else "published",
+        "feature_layers": [int(i) - 1 for i in ids] if ids else None,
+        "trained_length": sizes.get("max_position_embeddings"),
+        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors else None,
+    }
+    return DraftFolder(KIND, ours, tensors, target), _foreign_rope(sizes)
 
 
 def _layers_of(config: Mapping[str, Any]) -> list[int] | None:
@@ -171,10 +132,12 @@ def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"rope_type": kind, "rope_theta": float(theta)}
 
 
-def _with_rope(found: Eagle3Contents, theta: float | None, factor: float | None, folder: Path | str) -> Eagle3Contents:
-    """The contents with their RoPE as asked for, and complete."""
-    rope = found.rope if theta is None else found.rope | {"rope_theta": float(theta)}
-    length = rope.get("original_max_position_embeddings") or found.trained_length
+def _completed(
+    rope: dict[str, Any], trained: int | None, theta: float | None, factor: float | None, folder: Path | str
+) -> dict[str, Any]:
+    """RoPE's parameters as asked for, with the length that YaRN stretches."""
+    rope = rope if theta is None else rope | {"rope_theta": float(theta)}
+    length = rope.get("original_max_position_embeddings") or trained
     if factor is not None:
         rope = yarn(rope["rope_theta"], factor, length)
     elif rope["rope_type"] == "yarn":
@@ -184,15 +147,7 @@ def _with_rope(found: Eagle3Contents, theta: float | None, factor: float | None,
             f"config.json of {folder} stretches the context but does not say which: add the trained length "
             "(rope_original_length)."
         )
-    return Eagle3Contents(**{f.name: getattr(found, f.name) for f in fields(found)} | {"rope": rope})
-
-
-def _shape(config: Mapping[str, Any], names: Mapping[str, str], folder: Path | str) -> Eagle3Shape:
-    """Sizes from a config.json whose names for ours are given."""
-    shape = draft_folder.shape_of(Eagle3Shape, config, folder, "EAGLE-3", names)
-    if shape.heads % shape.kv_heads:
-        raise CheckpointError(f"{folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
-    return shape
+    return rope
 
 
 def _foreign_tensors(folder: Path) -> dict[str, torch.Tensor]:

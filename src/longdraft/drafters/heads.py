@@ -13,8 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -140,15 +138,6 @@ class HeadsDrafter(TreeDrafter):
         self._bound: BoundHeads | None = None
         self._rounds = 0
 
-    @classmethod
-    def load(cls, folder: Path | str, **options: Any) -> HeadsDrafter:
-        """From a draft folder, with the options of the drafter.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(HeadsDraft.load(folder), **options)
-
     @property
     def forwards(self) -> int:  # type: ignore[override]
         """Products with the target's head, which are what drafting costs, or forwards of the source."""
@@ -220,7 +209,7 @@ register(
         "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
         Training(
             "longdraft.training.config:HeadsConfig",
-            "longdraft.training.heads_recipe:train_heads",
+            "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",
         ),
     )

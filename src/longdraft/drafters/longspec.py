@@ -8,8 +8,6 @@ through the whole block; then the tree grows level by level.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -80,15 +78,6 @@ class LongSpecDrafter(RetrievingDrafter):
         )  # fmt: skip
         self.draft = draft
         self._bound: BoundDraft | None = None
-
-    @classmethod
-    def load(cls, folder: Path | str, **tree: Any) -> LongSpecDrafter:
-        """From a draft folder, with the tree's options.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(LongSpecDraft.load(folder), **tree)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's parts, and memory for the windows and what is retrieved.
@@ -220,7 +209,7 @@ register(
         "Yang et al. 2025, LongSpec, arXiv:2502.17421",
         Training(
             "longdraft.training.config:TrainConfig",
-            "longdraft.training.recipes:train_longspec",
+            "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),
         claims=claims,

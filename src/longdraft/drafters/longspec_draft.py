@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import DraftFolder, is_language_model, shape_of
+from longdraft.drafters.draft_folder import PUBLISHED, DraftFolder, filled_in, is_language_model, shape_of
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.errors import UnsupportedModelError
 from longdraft.few_rows import FewRowsLinear, FewRowsModule
@@ -20,8 +20,6 @@ from longdraft.host.runner import TargetRunner
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.
 _DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
-# How transformers' configurations name what we name otherwise.
-_PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 
 
 @dataclass(frozen=True)
@@ -70,26 +68,27 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
-        cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
-        if cos.shape[-1] != self.shape.head_dim:
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {self.shape.head_dim} dimensions of a head; "
-                "LongSpec drafts share rotary embeddings of whole heads only. Use another method: prompt-lookup."
-            )
+        check_rotary(runner)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block = self.placed(runner)
         return BoundDraft(block, runner.parts, *self.head(runner), FewRowsModule(block))
 
 
+def check_rotary(runner: TargetRunner) -> None:
+    """Raises UnsupportedModelError for a target whose rotary embedding a draft cannot share."""
+    cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
+    if cos.shape[-1] != (size := runner.kv_shape.head_dim):
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {size} dimensions of a head; LongSpec drafts "
+            "share rotary embeddings of whole heads only. Use another method: prompt-lookup."
+        )
+
+
 def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     """A published draft by our names: transformers calls its sizes otherwise, and leaves some out."""
-    config = dict(published.config)
-    if config.get("num_attention_heads") is not None and not config.get("num_key_value_heads"):
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    if not config.get("head_dim") and config.get("hidden_size") and config.get("num_attention_heads"):
-        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
-    shape = shape_of(LongSpecShape, config, folder, "LongSpec", _PUBLISHED)
+    config = filled_in(published.config)
+    shape = shape_of(LongSpecShape, config, folder, "LongSpec", PUBLISHED)
     ours = shape.as_dict() | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
     target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
     tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -115,15 +113,6 @@ class SmallLMDrafter(RetrievingDrafter):
             recent = RECENT if recent is None else recent
             self.retrieval = retrieval_of(**given, sink=sink, recent=recent, room=room, fresh=fresh)
         self._bound: BoundLM | None = None
-
-    @classmethod
-    def load(cls, folder: Path | str, **options: Any) -> SmallLMDrafter:
-        """From a folder or hub id of a model, with the options of the drafter.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
-        return cls(SmallLMDraft.load(folder), **options)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Hosts the model, and takes memory for its keys and values.
@@ -285,7 +274,7 @@ register(
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
         Training(
             "longdraft.training.config:LmConfig",
-            "longdraft.training.lm_recipe:train_lm",
+            "longdraft.training.lm:train_lm",
             "Train a small language model to draft",
             "lm",
         ),

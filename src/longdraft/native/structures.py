@@ -79,21 +79,12 @@ class DecoderLayer:
         scale: float,
     ) -> None:
         self.heads, self.d = heads, d
-        self._norms, self._products = norms, products
+        self._norms, self._products = norms, products  # kept alive: the structure points into them
         (first, eps), (second, second_eps) = norms
         self.struct = _Layer(
             first.data_ptr(), second.data_ptr(), eps, second_eps, scale, *map(Matrix.of, products),
             first.shape[0], heads, kv_heads, d, products[4][0].shape[0],
         )  # fmt: skip
-
-    def is_of(self, norms: Sequence[tuple[torch.Tensor, float]], products: Sequence[Weights]) -> bool:
-        """Whether it was made of tensors in these places."""
-        pairs = [(a, b) for (a, _), (b, _) in zip(self._norms, norms, strict=True)]
-        for mine, other in zip(self._products, products, strict=True):
-            if (mine[1] is None) != (other[1] is None):
-                return False
-            pairs += [(a, b) for a, b in zip(mine, other, strict=True) if a is not None and b is not None]
-        return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
 
 
 class Rows:

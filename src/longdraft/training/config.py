@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -16,6 +16,22 @@ from longdraft.errors import ConfigError
 DEPTH = 5
 
 Config = TypeVar("Config", bound="RunConfig")
+
+# What a number must be, by the settings of all kinds of run.
+_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "must be positive": (
+        lambda x: x > 0,
+        "max_length min_length rows accumulate top keep lr epochs clip intermediate_size vocabulary threads noise "
+        "window ttt rope_theta rope_original_length layers heads",
+    ),
+    "must not be negative": (
+        lambda x: x >= 0,
+        "anchor_offset save_every measure_every eps weight_decay retrieval_layer",
+    ),
+    "is a share between 0 and 1": (lambda x: 0 <= x <= 1, "sample held_out distill warmup min_lr"),
+    "is a share above 0, up to 1": (lambda x: 0 < x <= 1, "decay"),
+    "stretches, so it is at least 1": (lambda x: x >= 1, "rope_factor rope_factor_inference"),
+}
 
 
 @dataclass(frozen=True)
@@ -89,25 +105,15 @@ class RunConfig:
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check_positive(
-            "max_length", "min_length", "rows", "accumulate", "top", "keep", "lr", "epochs", "clip",
-            "intermediate_size", "vocabulary", "threads",
-        )  # fmt: skip
-        for name in ("anchor_offset", "save_every", "measure_every", "eps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("sample", "held_out", "distill", "warmup", "min_lr"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is a share between 0 and 1, got {getattr(self, name)}")
+        for what, (right, names) in _RULES.items():
+            for name in names.split():
+                value = getattr(self, name, None)
+                if isinstance(value, int | float) and not right(value):
+                    raise ConfigError(f"{name} {what}, got {value}")
         if self.precision not in ("bf16", "no"):
             raise ConfigError(f"precision is bf16 or no, got {self.precision}")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"betas are two numbers from 0 to below 1, got {self.betas}")
-
-    def _check_positive(self, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
 
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -128,10 +134,6 @@ class TrainConfig(RunConfig):
     noise: int = 5
     window: int = 512
     final_norm: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_positive("noise", "window")
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,6 @@ class Eagle3Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_positive("ttt", "window", "rope_theta", "rope_original_length")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay is a share above 0, up to 1, got {self.decay}")
-        for name in ("rope_factor", "rope_factor_inference"):
-            if getattr(self, name) is not None and not getattr(self, name) >= 1:
-                raise ConfigError(f"{name} stretches, so it is at least 1, got {getattr(self, name)}")
         if self.rope_factor_inference is not None and self.rope_factor is None:
             raise ConfigError("rope_factor_inference goes with rope_factor, the factor of training: give both.")
         if self.window is not None and self.window <= max(self.ttt, DEPTH):
@@ -203,9 +199,6 @@ class LmConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_positive("layers", "rope_theta")
-        if self.retrieval_layer is not None and self.retrieval_layer < 0:
-            raise ConfigError(f"retrieval_layer is a layer's number from 0 on, got {self.retrieval_layer}")
         if self.anchor_offset:
             raise ConfigError("anchor_offset is for drafts that read the target: leave it out.")
         if self.start_from is not None and self.init is not None:
@@ -234,9 +227,6 @@ class HeadsConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_positive("heads")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay is a share above 0, up to 1, got {self.decay}")
         if self.anchor_offset:
             raise ConfigError("anchor_offset is for drafts with positions of their own; heads have none: leave it out.")
         if self.intermediate_size is not None:

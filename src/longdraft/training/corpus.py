@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
-from longdraft.training.positions import largest_offset
 
 # Documents that share this many first tokens are the same passage with other instructions.
 SAME_PASSAGE = 48
@@ -104,4 +103,4 @@ def digest(documents: Iterable[Document]) -> str:
 def offsets(documents: Sequence[Document], anchor_offset: int, context_length: int, seed: int) -> list[int]:
     """One random anchor-offset a document, uniform in 0 .. ``anchor_offset``, less where it would leave the context."""
     rng = random.Random(f"{seed}/offsets")
-    return [rng.randint(0, largest_offset(len(d.tokens), anchor_offset, context_length)) for d in documents]
+    return [rng.randint(0, max(0, min(anchor_offset, context_length - len(d.tokens)))) for d in documents]

@@ -126,12 +126,14 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def write(
-    found: Iterable[Document],
+    found: Iterable[Document | str],
     out: Path,
     progress: Callable[[int, int], None] = lambda rows, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Writes documents as rows of ``tokens`` and ``start``; the file appears whole or not at all.
+    """Writes documents as rows of ``tokens`` and ``start``, texts as rows of ``text``.
+
+    The file appears whole or not at all.
 
     Args:
         progress: told rows and tokens so far, now and then.
@@ -144,33 +146,16 @@ def write(
         CheckpointError: the file cannot be written.
         PromptError: there are no documents.
     """
-    tokens = 0
-
-    def encoded() -> Iterator[dict[str, Any]]:
-        nonlocal tokens
-        for document in found:
-            tokens += len(document.tokens)
-            yield {"tokens": document.tokens, "start": document.start}
-
-    return _write(encoded(), out, lambda rows: progress(rows, tokens), stop)
-
-
-def write_texts(texts: Iterable[str], out: Path) -> int:
-    """Writes rows of ``text``, as :func:`write` does."""
-    return _write(({"text": text} for text in texts), out, lambda rows: None, lambda: False)
-
-
-def _write(
-    found: Iterable[dict[str, Any]], out: Path, progress: Callable[[int], None], stop: Callable[[], bool]
-) -> int:
     part = out.with_name(f".{out.name}.part")
-    rows = 0
+    rows, tokens = 0, 0
     try:
         with part.open("w", encoding="utf-8") as file:
-            for rows, row in enumerate(found, 1):
+            for rows, one in enumerate(found, 1):
+                tokens += 0 if isinstance(one, str) else len(one.tokens)
+                row = {"text": one} if isinstance(one, str) else {"tokens": one.tokens, "start": one.start}
                 file.write(json.dumps(row) + "\n")
                 if rows % 100 == 0:
-                    progress(rows)
+                    progress(rows, tokens)
                     if stop():
                         return rows
         if not rows:
@@ -182,5 +167,5 @@ def _write(
         raise CheckpointError(f"{out} cannot be written: {error}.") from error
     finally:
         part.unlink(missing_ok=True)
-    progress(rows)
+    progress(rows, tokens)
     return rows

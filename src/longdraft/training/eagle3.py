@@ -1,42 +1,53 @@
-"""EAGLE-3's training step: the training-time test, from a few documents' features to the loss of one block.
+"""How an EAGLE-3 draft is trained: the training-time test, from a few documents' features to a loss, and a whole run.
 
 Step 0 is the draft behind the target's own features. Step i > 0 stands in for the draft's i-th token beyond them: a
 row's g is the draft's output of the step before, one row back, while its token stays the text's. Every row goes through
 every step, and sees just what it will see when drafting (:mod:`longdraft.training.drafted_attention`).
 
 Row t joins the features of position t with token t+1 and says token t+2; its rotary position is t's in every step.
+
+The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a draft that was trained on short text,
+``rope_factor`` stretches its positions with YaRN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
-from longdraft.drafters.eagle3_block import Eagle3Block
+from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3_formats import KIND, THETA, usual_layers
+from longdraft.errors import ConfigError
 from longdraft.host.parts import SharedParts
+from longdraft.host.rotary import Rotary, yarn
+from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features
-from longdraft.training.longspec import StepOutput
-from longdraft.training.losses import soft_cross_entropy, targets
-from longdraft.training.vocabulary import to_draft
+from longdraft.training.run_log import Report
+from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.vocabulary import rows_of
 
-# positions (T,) -> cos and sin (T, d)
-Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Size of a fresh fc's random part, against what passes through.
+REST = 0.3
 
 
-class Eagle3Trainee(nn.Module):
+class Eagle3Trainee(Trainee):
     """The block with what it borrows from the target. The block alone has parameters, its head among them.
 
     Args:
         rotary: the draft's own.
-        kept: (V',) target ids of the draft's vocabulary, None for all.
         steps: of the training-time test. decay: weight of a step, against the one before.
         window: keys of its own that a row sees, its own included; None for all.
-        distill: share of the loss that follows the target's own distribution.
-        product_dtype: of the head's matrix products, and of the features.
+        kept, distill, product_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them; the dtype is that of
+            the features too.
     """
+
+    ahead = 2  # the token after the row's is the one that the draft reads
 
     def __init__(
         self,
@@ -50,14 +61,9 @@ class Eagle3Trainee(nn.Module):
         distill: float = 1.0,
         product_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        super().__init__(parts, kept, distill, product_dtype)
         self.block = block
-        self.steps, self.decay, self.window, self.distill = steps, decay, window, distill
-        self._parts = parts  # no module: nothing of the target is registered, so none of it is trained or saved
-        self._rotary, self._product_dtype = rotary, product_dtype
-        vocabulary = parts.head.shape[0]
-        kept = torch.arange(vocabulary) if kept is None else kept.cpu()
-        self._to_draft = to_draft(kept, vocabulary).to(parts.head.device)
+        self.steps, self.decay, self.window, self._rotary = steps, decay, window, rotary
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
@@ -74,31 +80,25 @@ class Eagle3Trainee(nn.Module):
         Returns:
             ``depths`` are 1 for step 0, and so on.
         """
-        ids, features, positions, queries, truth, top_ids, top_log_probs = [], [], [], [], [], [], []
+        ids, features, positions, queries = [], [], [], []
+        firsts: list[int] = []
         lengths: list[int] = []
         counts: list[int] = []
         for document in documents:
-            first, end = document.start - 1, len(document.tokens) - 2  # the last two tokens are said, not read
-            if first >= end:
-                raise ValueError(f"a document of {len(document.tokens)} tokens has none to learn from {first + 1} on")
+            first, end = self.bounds(document)
             low = 0 if self.window is None else max(0, first - self.window + 1)
             ids.append(document.tokens[low + 1 : end + 1])
             features.append(document.hidden[low:end])
             positions.append(document.positions[low:end])
             queries.append(torch.arange(first - low, end - low) + sum(lengths))
-            truth.append(document.tokens[first + 2 :])
-            top_ids.append(document.top_ids[1:])
-            top_log_probs.append(document.top_log_probs[1:])
+            firsts.append(first)
             lengths.append(end - low)
             counts.append(end - first)
         device = self._to_draft.device
+        said = self.said(documents, firsts)
         with torch.no_grad():
             x = self._parts.embedding(torch.cat(ids).to(device)).float()
             cos, sin = self._rotary(torch.cat(positions).to(device))
-            wanted = self._to_draft[torch.cat(truth).to(device)]
-            likely = self._to_draft[torch.cat(top_ids).to(device)]
-            target_ids, weights = targets(wanted, likely, torch.cat(top_log_probs).to(device), self.distill)
-            weights = weights * (likely[:, :1] >= 0)
 
         # Float32: sums of the residual stream are; the products are autocast's.
         g = self.block.project(torch.cat(features).to(device, self._product_dtype)).float()
@@ -118,10 +118,9 @@ class Eagle3Trainee(nn.Module):
         depths = torch.cat([torch.full((len(r),), i + 1, device=device) for i, r in enumerate(rows)])
         row = torch.cat(rows)
         head = self.block.lm_head.weight.to(self._product_dtype)
-        loss, ranks = soft_cross_entropy(
-            self.block.norm(torch.cat(outputs)), head, target_ids[row], weights[row] * torch.cat(decays)[:, None]
-        )
-        return StepOutput(loss, torch.where(wanted[row] >= 0, ranks, len(head)), depths)
+        said = said.at(row)
+        weight = (said.likely[:, :1] >= 0) * torch.cat(decays)[:, None]
+        return self.output(self.block.norm(torch.cat(outputs)), head, said, depths, weight)
 
 
 class _Steps:
@@ -166,3 +165,142 @@ class _Steps:
             later = [torch.stack([pair[i][:, :n] for pair in self._later[d]], 2) for i in (0, 1) if self._later[d]]
             out.append(drafted(mine, *self._first[d], (later[0], later[1]) if later else None, self.window))
         return torch.cat(out, 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run trains, and what its folder will say.
+
+    Attributes:
+        kept: target ids of the draft's vocabulary, None for all.
+        layers: decoder layers whose output is read.
+        rope_length: tokens that YaRN stretches; None where nothing is stretched.
+    """
+
+    block: Eagle3Block
+    kept: torch.Tensor | None
+    layers: tuple[int, ...]
+    window: int | None
+    rope_theta: float
+    rope_length: int | None
+
+    def described(self, config: Eagle3Config) -> dict[str, Any]:
+        """As the draft's config.json has it."""
+        return self.block.shape.as_dict() | {
+            "feature_layers": list(self.layers),
+            "draft_vocab_size": self.block.shape.vocabulary,
+            "window": self.window,
+            "rope_theta": self.rope_theta,
+            "rope_factor": config.rope_factor_inference or config.rope_factor,
+            "rope_factor_trained": config.rope_factor,
+            "rope_original_length": self.rope_length,
+            "trained_length": config.max_length,
+        }
+
+
+def train_eagle3(
+    config: Eagle3Config, progress: Progress = silent, stop: Callable[[], bool] = never
+) -> Iterator[Report]:
+    """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, section 4.1), as :mod:`longdraft.training.session` says."""
+    # A row for every step, the steps of measuring included.
+    session = begin(config, max(config.ttt, DEPTH), progress, stop)
+    runner = session.runner
+    plan = _plan(config, session)
+    reader = session.reader(plan.layers)
+    if (source := session.source(reader)) is None:
+        return
+    if config.init is None:
+        fit(plan.block, source[0], len(plan.layers))
+    rope = yarn(plan.rope_theta, config.rope_factor, plan.rope_length)
+    trainee = Eagle3Trainee(
+        plan.block,
+        runner.parts,
+        Rotary(plan.block.shape.head_dim, rope, device=runner.device),
+        plan.kept,
+        config.ttt,
+        config.decay,
+        plan.window,
+        config.distill,
+        session.product_dtype,
+    )
+    yield from session.train(trainee, reader, source, KIND, plan.described(config), levels=config.ttt)
+
+
+def fit(block: Eagle3Block, document: Features, layers: int) -> None:
+    """Fits a fresh block to its target: logits of the right size, features as loud as each other.
+
+    Layers differ by orders of magnitude, so ``fc`` is divided by the size of what it reads; by the median over a text,
+    for the first token's states can be a thousand times the others'. The latest layer, nearest to the head, passes
+    through beside the random rest. The last norm makes logits of unit size: with the target's rows for a head and unit
+    weights, a fresh draft is as sure as the target and always wrong, and takes a hundred steps to unlearn that.
+    """
+    features = document.hidden.cpu().float().chunk(layers, dim=-1)
+    sizes = [part.square().mean(-1).sqrt().median().clamp_min(1e-6) for part in features]
+    with torch.no_grad():
+        columns = block.fc.weight.chunk(layers, dim=1)
+        for part, size in zip(columns, sizes, strict=True):
+            part.mul_(REST / size)
+        columns[-1].add_(torch.eye(block.shape.hidden_size) / sizes[-1])
+        block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
+
+
+def default_layers(layers: int) -> tuple[int, ...]:
+    """Those that EAGLE-3 reads.
+
+    Raises:
+        ConfigError: the target has too few layers to tell them apart.
+    """
+    found = usual_layers(layers)
+    if not 0 <= found[0] < found[1] < found[2]:
+        raise ConfigError(f"A target of {layers} layers has no layers {found}: set feature_layers.")
+    return found
+
+
+def _plan(config: Eagle3Config, session: Session) -> Plan:
+    """A new draft, or the one in ``config.init``: it keeps its sizes, vocabulary, layers and rotary base."""
+    runner = session.runner
+    if config.init is not None:
+        return _further(config, session)
+    parts, kv = runner.parts, runner.kv_shape
+    layers = config.feature_layers or default_layers(kv.layers)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < kv.layers:
+        raise ConfigError(
+            f"feature_layers {list(layers)} are not increasing indices of the target's {kv.layers} layers."
+        )
+    kept = session.vocabulary()
+    shape = Eagle3Shape(
+        parts.hidden_size,
+        config.intermediate_size or parts.intermediate_size,
+        parts.heads,
+        kv.kv_heads,
+        kv.head_dim,
+        len(layers) * parts.hidden_size,
+        runner.vocab_size if kept is None else len(kept),
+        parts.rms_norm_eps,
+    )
+    block = Eagle3Block(shape)
+    block.initialise(config.seed, head=rows_of(parts.head, kept).cpu())
+    theta = config.rope_theta or parts.description.get("rope_theta") or THETA
+    length = config.rope_original_length
+    if config.rope_factor is not None and length is None:
+        raise ConfigError("rope_factor without init needs rope_original_length: the length that it stretches.")
+    return Plan(block, kept, layers, config.window, float(theta), length if config.rope_factor else None)
+
+
+def _further(config: Eagle3Config, session: Session) -> Plan:
+    init = Eagle3Draft.load(config.init or "")
+    init.check(session.runner)
+    layers = init.feature_layers(session.runner)
+    if config.feature_layers and config.feature_layers != layers:
+        raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
+    if init.layout != "longdraft" and init.rope["rope_type"] != "default":
+        raise ConfigError(
+            f"{config.init} stretches its positions ({init.rope['rope_type']}): start from one that does not."
+        )
+    window = config.window if "window" in config.fields_set else init.window
+    length = None
+    if config.rope_factor is not None:
+        length = config.rope_original_length or init.config.get("rope_original_length") or init.trained_length
+        if length is None:
+            raise ConfigError(f"{config.init} does not say how long its texts were: set rope_original_length.")
+    return Plan(init.trainable(), init.ids, layers, window, float(init.rope["rope_theta"]), length)

@@ -14,9 +14,24 @@ from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.training.documents import Document
-from longdraft.training.positions import anchor_offset
 
 CHUNK = 1024
+# The first tokens draw attention whatever they say; they keep their place.
+ANCHORS = 4
+
+
+def anchor_offset(length: int, offset: int) -> torch.Tensor:
+    """Anchor-offset indices (LongSpec, section 3.2): 0 .. 3 stay, every later token is shifted by one offset.
+
+    With offsets sampled over the whole context, a draft that is trained on short text meets every position, and the
+    target, given the same indices, loses next to nothing.
+
+    Returns:
+        (length,) int64; ``0 .. length - 1`` for offset 0.
+    """
+    positions = torch.arange(length)
+    positions[ANCHORS:] += offset
+    return positions
 
 
 @dataclass

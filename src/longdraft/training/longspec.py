@@ -1,44 +1,30 @@
-"""LongSpec's training step: from a few documents' features to the loss of one block."""
+"""How a LongSpec draft is trained: a step, from a few documents' features to the loss of one block, and a whole run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
 
-from longdraft.drafters.longspec_block import LongSpecBlock
+from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.drafters.longspec_draft import KIND, LongSpecDraft, check_rotary
 from longdraft.host.parts import SharedParts
 from longdraft.training import liger
+from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
-from longdraft.training.losses import soft_cross_entropy, targets
+from longdraft.training.measure import by_shift
 from longdraft.training.noisy_attention import noisy, windowed
-from longdraft.training.vocabulary import to_draft
+from longdraft.training.run_log import Report
+from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.trainee import StepOutput, Trainee
 
 
-class StepOutput(NamedTuple):
-    """A tuple, so that FSDP finds the loss in it.
-
-    Attributes:
-        loss: summed over the learned rows, with its graph.
-        ranks: (rows,) how many tokens the draft holds likelier than the text's next: 0 is a hit. None where the loss
-            came from a kernel that does not tell.
-        depths: (rows,) the shift j that each row was trained for: 1 for the root's.
-    """
-
-    loss: torch.Tensor
-    ranks: torch.Tensor | None
-    depths: torch.Tensor
-
-
-class LongSpecTrainee(nn.Module):
+class LongSpecTrainee(Trainee):
     """The block with what it borrows from the target. The block alone has parameters.
 
     Args:
-        kept: (V',) target ids of the draft's vocabulary, None for all.
-        distill: share of the loss that follows the target's own distribution.
-        head_dtype: of the head's matrix products.
+        kept, distill, head_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them.
     """
 
     def __init__(
@@ -49,38 +35,36 @@ class LongSpecTrainee(nn.Module):
         distill: float = 0.0,
         head_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        super().__init__(parts, kept, distill, head_dtype)
         self.block = block
-        self.distill = distill
-        self._parts = parts  # no module: nothing of the target is registered, so none of it is trained or saved
-        head = parts.head if kept is None else parts.head[kept.to(parts.head.device)]
-        self._head = head.detach().to(head_dtype)
-        vocabulary = parts.head.shape[0]
-        self._to_draft = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary).to(head.device)
+        self._head = self.borrowed_head()
+
+    def learned(self, tokens: int, start: int, shift: int) -> int:
+        """Earlier rows have no key that far back."""
+        return tokens - 1 - max(start - 1, shift)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
         """The loss of a packed batch: documents lie end to end, and none sees another.
 
         Args:
             shifts: j of each document (flash noisy training): cross-attention's newest key lies j positions back.
+
+        Returns:
+            ``depths`` are the shifts.
         """
         window = self.block.shape.window
-        inputs, positions, rows, next_tokens, top_ids, top_log_probs, depths = [], [], [], [], [], [], []
+        inputs, positions, rows, depths = [], [], [], []
+        firsts: list[int] = []
         input_rows: list[int] = []
         query_rows: list[int] = []
         for d, shift in zip(documents, shifts, strict=True):
-            end = len(d.tokens) - 1  # the last token predicts nothing
-            first = max(d.start - 1, shift)  # earlier rows have no key that far back
-            if first >= end:
-                raise ValueError(f"a document of {len(d.tokens)} tokens has none to learn at shift {shift}")
+            first, end = self.bounds(d, shift)
             low = max(0, first - window + 1)
             inputs.append(d.tokens[low:end])
             positions.append(d.positions[low:end])
             rows.append(torch.arange(first - low, end - low) + sum(input_rows))
-            next_tokens.append(d.tokens[first + 1 : end + 1])
-            top_ids.append(d.top_ids[first + 1 - d.start :])
-            top_log_probs.append(d.top_log_probs[first + 1 - d.start :])
             depths.append(torch.full((end - first,), shift))
+            firsts.append(first)
             input_rows.append(end - low)
             query_rows.append(end - first)
         device = self._head.device
@@ -100,14 +84,55 @@ class LongSpecTrainee(nn.Module):
             return torch.cat(out, 1)
 
         hidden = self.block(x, cos, sin, self_attend, cross_attend, torch.cat(rows).to(device))
-        truth = torch.cat(next_tokens).to(device)
-        levels = torch.cat(depths).to(device)
+        said, levels = self.said(documents, firsts), torch.cat(depths).to(device)
         if self.training and self.distill == 0 and (fused := liger.cross_entropy(device)) is not None:
-            return StepOutput(fused(hidden, self._head, self._to_draft[truth]), None, levels)
-        ids, weights = targets(
-            self._to_draft[truth], self._to_draft[torch.cat(top_ids).to(device)], torch.cat(top_log_probs).to(device),
-            self.distill,
-        )  # fmt: skip
-        loss, ranks = soft_cross_entropy(hidden, self._head, ids, weights)
-        ranks = torch.where(self._to_draft[truth] >= 0, ranks, len(self._head))
-        return StepOutput(loss, ranks, levels)
+            return StepOutput(fused(hidden, self._head, said.text), None, levels)
+        return self.output(hidden, self._head, said, levels)
+
+
+def train_longspec(
+    config: TrainConfig, progress: Progress = silent, stop: Callable[[], bool] = never
+) -> Iterator[Report]:
+    """Trains a LongSpec draft (LongSpec, section 3.2 and appendix E), as :mod:`longdraft.training.session` says."""
+    session = begin(config, config.noise, progress, stop)
+    runner = session.runner
+    check_rotary(runner)
+    block, kept = _draft(config, session)
+    trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
+    reader = session.reader()
+    if (source := session.source(reader)) is None:
+        return
+    lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
+    described = block.shape.as_dict() | lengths
+    yield from session.train(
+        trainee, reader, source, KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
+    )
+
+
+def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.Tensor | None]:
+    """The block to train and the target ids of its vocabulary: a new one, or the one in ``config.init``.
+
+    A draft that is trained further keeps its sizes and its vocabulary; the window may be set anew.
+    """
+    runner = session.runner
+    if config.init is None:
+        parts, kv = runner.parts, runner.kv_shape
+        shape = LongSpecShape(
+            parts.hidden_size,
+            config.intermediate_size or parts.intermediate_size,
+            parts.heads,
+            kv.kv_heads,
+            kv.head_dim,
+            parts.rms_norm_eps,
+            config.window,
+            config.final_norm,
+        )
+        block = LongSpecBlock(shape)
+        block.initialise(config.seed)
+        return block, session.vocabulary()
+    init = LongSpecDraft.load(config.init)
+    init.check(runner)
+    block = init.trainable()
+    if "window" in config.fields_set:
+        block.shape = replace(block.shape, window=config.window)
+    return block, init.ids

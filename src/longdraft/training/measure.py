@@ -18,7 +18,7 @@ import torch
 
 from longdraft.training.config import DEPTH
 from longdraft.training.features import Features
-from longdraft.training.longspec import StepOutput
+from longdraft.training.trainee import StepOutput
 
 WIDTHS = (4, 3, 2, 1, 1)
 

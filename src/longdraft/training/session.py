@@ -1,4 +1,15 @@
-"""What every training recipe begins with: processes, the target, the documents, and where their features come from."""
+"""The skeleton of every training recipe.
+
+It begins with processes, the target, the documents, and where their features come from (:func:`begin`); it ends with
+the trainer, what is measured, and the draft's folder (:meth:`Session.train`). Between the two stands what a kind of
+draft is: its module, new or read.
+
+A recipe takes its settings, a ``progress`` that is told what is being prepared, how much is done, and of how much (0:
+not known), and a ``stop`` that is asked after each step and while the target reads: True writes a checkpoint and ends.
+It resumes where ``config.out`` holds a run. The draft with the best simulated acceptance is in ``out/best``, the last
+one in ``out/last``. Started by torchrun or ``accelerate launch``, every process calls it. It raises LongdraftError: bad
+data, no room on disk, a draft or a checkpoint of something else, a target that takes no drafts.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from torch import nn
 
 from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.training import corpus
@@ -22,9 +31,9 @@ from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features
-from longdraft.training.longspec import StepOutput
-from longdraft.training.measure import Ranks, Simulated, by_step, simulate
+from longdraft.training.measure import Ranks, by_step, simulate
 from longdraft.training.run_log import Report
+from longdraft.training.trainee import Trainee
 from longdraft.training.trainer import FeatureSource, Trainer
 from longdraft.training.vocabulary import most_frequent
 
@@ -40,6 +49,15 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """A progress that nobody is told of."""
+
+
+def never() -> bool:
+    """A stop that is never asked for."""
+    return False
+
+
 class LiveFeatures:
     """Features computed as they are asked for, and forgotten: the same whatever was asked for before."""
 
@@ -52,11 +70,6 @@ class LiveFeatures:
     def __getitem__(self, i: int) -> Features:
         self.reader.forget()
         return self.reader.read(self.texts[i], self.offsets[i])
-
-
-def follow_root(document: Document) -> int:
-    """Learned tokens but the first, which the target itself says from what the draft reads."""
-    return len(document.tokens) - 1 - document.start
 
 
 @dataclass(frozen=True)
@@ -134,52 +147,39 @@ class Session:
 
     def train(
         self,
-        trainee: nn.Module,
+        trainee: Trainee,
         reader: FeatureReader,
         source: FeatureSource,
-        made: Callable[[Mapping[str, torch.Tensor]], DraftFolder],
+        kind: str,
+        config: Mapping[str, Any],
         *,
         levels: int,
         measured: int = DEPTH,
         ranks_of: Ranks = by_step,
-        rows: Callable[[Document], int] = follow_root,
-        count: Callable[[Document, int], int] = lambda document, shift: follow_root(document),
         shifts: int = 1,
     ) -> Iterator[Report]:
-        """Trains a module, a report a step; resumes where ``config.out`` holds a run.
-
-        The draft with the best simulated acceptance is in ``out/best``, the last one in ``out/last``. Started by
-        torchrun or ``accelerate launch``, every process calls this.
+        """Trains a module, a report a step.
 
         Args:
-            trainee: called with (documents, shifts); returns a :class:`~longdraft.training.longspec.StepOutput`. One
-                part of it is what is trained.
-            made: that part's weights -> the draft as its folder holds it.
+            trainee: one part of it is what is trained.
+            kind, config: of the draft, as its folder will have them.
             levels: depths that the trainee tells rows of. measured: depths that simulated acceptance drafts.
-            ranks_of: how the trainee is asked for that.
-            rows: learned tokens of a document. count: its learned rows at a shift. shifts: the largest shift.
-
-        Raises:
-            LongdraftError: no room on disk, or a checkpoint of something else.
+            ranks_of: how the trainee is asked for that. shifts: the largest shift that a document is given.
         """
-        learned, held_out = self.data.learned, self.held_out(reader)
-
-        def measure(module: Callable[..., StepOutput]) -> Simulated:
-            return simulate(module, held_out, measured, ranks_of=ranks_of)
+        held_out = self.held_out(reader)
 
         def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
-            own = {n.partition(".")[2]: t for n, t in weights.items()}
-            draft_folder.save(Path(self.config.out) / name, made(own))
+            own = {path.partition(".")[2]: t for path, t in weights.items()}  # without the trainee's name for it
+            draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
+            draft_folder.save(Path(self.config.out) / name, draft)
 
         yield from Trainer(
             self.config,
             self.accelerator,
             trainee.to(self.runner.device),
+            self.data.learned,
             source,
-            [rows(document) for document in learned],
-            lambda i, shift: count(learned[i], shift),
-            corpus.digest(learned),
-            measure if held_out else None,
+            (lambda module: simulate(module, held_out, measured, ranks_of=ranks_of)) if held_out else None,
             save_draft,
             shifts,
             levels,

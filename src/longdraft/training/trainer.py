@@ -17,16 +17,16 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import nn
 
 from longdraft.errors import CheckpointError, NumericalError, PromptError
-from longdraft.training import checkpoints
+from longdraft.training import checkpoints, corpus
 from longdraft.training.batches import Batch, Schedule
 from longdraft.training.config import RunConfig
+from longdraft.training.documents import Document
 from longdraft.training.features import Features
-from longdraft.training.longspec import StepOutput
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report, RunLog
+from longdraft.training.trainee import StepOutput, Trainee
 
 
 class FeatureSource(Protocol):
@@ -45,11 +45,7 @@ class Trainer:
     """Trains one module.
 
     Args:
-        module: called with (documents, shifts); returns a :class:`~longdraft.training.longspec.StepOutput`.
-        source: the documents' features, of all processes alike.
-        rows: learned tokens of each document of ``source``.
-        count: learned rows of document i at shift j: what the loss is divided by.
-        documents: names the data: a resumed run must have the same.
+        documents: that are learned; a resumed run must have the same. source: their features, of all processes alike.
         measure: simulated acceptance of the module on held-out documents; None where there are none. Called by every
             process, with the same documents.
         save_draft: writes the draft; called by the main process.
@@ -63,20 +59,21 @@ class Trainer:
         self,
         config: RunConfig,
         accelerator: Accelerator,
-        module: nn.Module,
+        module: Trainee,
+        documents: Sequence[Document],
         source: FeatureSource,
-        rows: Sequence[int],
-        count: Callable[[int, int], int],
-        documents: str,
         measure: Callable[[Callable[..., StepOutput]], Simulated] | None,
         save_draft: SaveDraft,
         shifts: int,
         levels: int,
     ) -> None:
-        self.config, self.accelerator, self.source, self.count = config, accelerator, source, count
-        self.documents, self.measure, self.save_draft, self.levels = documents, measure, save_draft, levels
+        self.config, self.accelerator, self.source = config, accelerator, source
+        self.measure, self.save_draft, self.levels = measure, save_draft, levels
+        self._lengths = [(len(d.tokens), d.start) for d in documents]
+        self._learned, self._digest = module.learned, corpus.digest(documents)
         self.out = Path(config.out)
         processes = accelerator.num_processes
+        rows = [module.learned(*lengths, 0) for lengths in self._lengths]
         self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate)
         if not self.schedule.at(0):
             raise PromptError(
@@ -143,7 +140,9 @@ class Trainer:
             group["lr"] = lr
         world, levels = self.accelerator.num_processes, self.levels
         # The same in every process: nothing has to be summed before the backward pass.
-        rows = sum(self.count(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
+        rows = sum(
+            self._learned(*self._lengths[i], j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True)
+        )
         mine = batches[self.accelerator.process_index :: world]
         # The loss, then hits and rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
@@ -205,7 +204,7 @@ class Trainer:
             "best": self.best,
             "config": _comparable(self.config),
             "steps": self.schedule.steps,
-            "documents": self.documents,
+            "documents": self._digest,
             "width": self.schedule.width,
         }
         checkpoints.save(self.accelerator, self.out / "checkpoints", self.step, state, self.config.keep)
@@ -217,7 +216,7 @@ class Trainer:
         path, state = found
         here, there = _comparable(self.config), state.get("config", {})
         different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
-        if (state.get("documents", self.documents), state.get("steps")) != (self.documents, self.schedule.steps):
+        if (state.get("documents", self._digest), state.get("steps")) != (self._digest, self.schedule.steps):
             different.append("the documents")
         if state.get("width", self.schedule.width) != self.schedule.width:
             different.append("processes times accumulate")

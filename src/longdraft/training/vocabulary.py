@@ -40,3 +40,8 @@ def to_draft(kept: torch.Tensor, vocab_size: int) -> torch.Tensor:
     table = torch.full((vocab_size,), -1, dtype=torch.long)
     table[kept] = torch.arange(len(kept))
     return table
+
+
+def rows_of(head: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """A head's rows of the target ids ``kept``; None: all."""
+    return head if kept is None else head[kept.to(head.device)]
