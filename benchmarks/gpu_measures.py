@@ -21,9 +21,10 @@ from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
 from longdraft.host import graphs
 from longdraft.host.runner import Taps, TargetRunner
-from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
+from longdraft.verify.specpv import partial_view
+from longdraft.views.cache import TrueCache
 
 # How much of the time has to be over before a part begins nothing more.
 SHARES = {"attention": 0.15, "methods": 0.4, "kernels": 0.55, "steps": 0.8, "end_to_end": 1.0}
@@ -281,11 +282,10 @@ def _steps_at(runner: TargetRunner, name: str, context: int, sizes: Sizes, clock
         for layer in tensor:
             layer.normal_()  # what a forward costs does not depend on what the keys say
     full.lengths[0] = context
-    layout = PartialLayout(sizes.budget)
-    partial = PartialCache(full, runner.new_store, layout, nodes + 1)
+    partial = TrueCache(full, runner.new_store, partial_view(sizes.budget), 2 * (nodes + 1), summaries=True)
     every = Taps(queries=tuple(range(full.shape.layers)))
     asked = verify_trees(runner, full, [0], [star(1)], taps=every).queries
-    partial.refresh(0, {layer: q[0] for layer, q in asked.items()})
+    partial.choose(0, {layer: q[0] for layer, q in asked.items()})
     found: Rows = []
     for size in sizes.nodes:
         if not clock.allows("steps", f"{name}, {context:,} tokens, {size} nodes"):

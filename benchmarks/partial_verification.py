@@ -26,8 +26,9 @@ from rich.table import Table
 import longdraft
 from longdraft.bench import machine
 from longdraft.host.runner import Taps, TargetRunner
-from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
+from longdraft.verify.specpv import partial_view
+from longdraft.views.cache import TrueCache
 
 MARGIN = 20
 
@@ -67,8 +68,9 @@ def measured(
     looked = runner.forward(full.block([0], tokens, **shape), full, taps=every).queries
     queries = {layer: q[0] for layer, q in looked.items()}
     for budget in budgets:
-        caches[budget] = PartialCache(full, runner.new_store, PartialLayout(budget, margin=margin), nodes + 1)
-        caches[budget].refresh(0, queries)
+        view = partial_view(budget, margin=margin)
+        caches[budget] = TrueCache(full, runner.new_store, view, 2 * (nodes + 1), summaries=True)
+        caches[budget].choose(0, queries)
     long = [list(range(margin + nodes))]
     times: dict[Any, list[float]] = {key: [] for key in ["full", "refresh", *budgets]}
     gathers: dict[int, list[float]] = {budget: [] for budget in budgets}
@@ -76,7 +78,7 @@ def measured(
         found = {"full": milliseconds(lambda: verify(full))}
         found |= {budget: milliseconds(lambda b=budget: verify(caches[b].store)) for budget in budgets}  # type: ignore[misc]
         found["refresh"] = milliseconds(lambda: runner.forward(full.block([0], long), full, taps=every))
-        gathered = {b: milliseconds(lambda b=b: caches[b].refresh(0, queries)) for b in budgets}  # type: ignore[misc]
+        gathered = {b: milliseconds(lambda b=b: caches[b].choose(0, queries)) for b in budgets}  # type: ignore[misc]
         for key, value in found.items() if i else ():
             times[key].append(value)
         for key, value in gathered.items() if i else ():

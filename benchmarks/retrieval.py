@@ -98,7 +98,7 @@ def measured(
     store = filled(runner, length, nodes + 64, retrieving().feature_layers(runner))
     drafter, whole = (reading(make, runner, store, text) for make in (retrieving, plain))
     assert drafter.retrieval is not None
-    layer = drafter.retrieval.layer(runner.kv_shape.layers)
+    (layer,) = drafter.retrieval.layers(runner.kv_shape.layers)
     # A star: every node a child of the root; the mask costs what any tree's does.
     mask = torch.eye(nodes, dtype=torch.bool)[None].clone()
     mask[:, :, 0] = True

@@ -128,5 +128,5 @@ def test_wherever_the_cache_is_kept(offload, level, tmp_path):
     text, tokens = list(range(50)), [3, 1, 4, 1, 5]
     store = other.new_store(1, 64)
     read(other, store, 0, text)
-    logits = other.forward([tokens], store, [0]).logits[0]
+    logits = forward(other, [tokens], store, [0]).logits[0]
     assert torch.equal(logits[4], plainly(other, text, tokens))

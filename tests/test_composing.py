@@ -15,10 +15,10 @@ from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.kv.partial import PartialLayout
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
-from longdraft.verify.specpv import ExactSpecPV, SpecPV
+from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
+from longdraft.views.view import View
 from tests.drafts import small_lm
 from tests.tiny import tiny_model
 
@@ -38,8 +38,8 @@ def lookups(n: int = 3):
     return UnitedDrafter(NGramDrafter(), ReuseDrafter(n))
 
 
-def layout() -> PartialLayout:
-    return PartialLayout(16, 4, 4, 4, 6, "minmax", "mean")
+def view() -> View:
+    return partial_view(16, 4, 4, 4, 6, "minmax", "mean")
 
 
 def three_levels():
@@ -49,7 +49,7 @@ def three_levels():
 
 @pytest.mark.parametrize(
     ("drafter", "schedule"),
-    [(lookups, None), (three_levels, None), (lookups, lambda: ExactSpecPV(layout()))],
+    [(lookups, None), (three_levels, None), (lookups, lambda: ExactSpecPV(view()))],
     ids=["lookups", "three levels", "lookups, partly verified"],
 )
 def test_what_is_composed_decodes_as_the_target_does(drafter, schedule):
@@ -64,7 +64,7 @@ def test_what_is_composed_decodes_as_the_target_does(drafter, schedule):
 
 
 def test_its_options_are_its_parameters():
-    made = compose("mine", lookups, schedule=lambda budget=16: SpecPV(layout()))
+    made = compose("mine", lookups, schedule=lambda budget=16: SpecPV(view()))
     assert set(made.options) == {"n", "budget"} and not made.exact
     assert next(m for m in listed() if m["name"] == "mine")["exact"] is False
     with pytest.raises(ValueError, match="Method mine has no option m"):
@@ -91,7 +91,7 @@ def test_one_with_a_draft(tmp_path):
         ("", {}, "has no colon"),
         ("mine", {"draft": "bert"}, "draft must be one of longspec"),
         ("mine", {"draft": "eagle3"}, "takes no `draft`, but eagle3 was named"),
-        ("mine", {"schedule": lambda n=3: SpecPV(layout())}, "both have an option n"),
+        ("mine", {"schedule": lambda n=3: SpecPV(view())}, "both have an option n"),
     ],
 )
 def test_what_cannot_be_a_method(name, options, said):

@@ -20,9 +20,8 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.tokenswift import tokenswift
 from longdraft.errors import UnknownMethodError
-from longdraft.kv.partial import PartialLayout
 from longdraft.verify.schedule import Schedule
-from longdraft.verify.specpv import ExactSpecPV, SpecPV
+from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ def _specpv(
     kind: type[SpecPV], budget: int = 1024, selector: str = "minmax", reduction: str = "mean", margin: int = 20,
     sink: int = 32, recent: int = 128, block: int = 16,
 ) -> SpecPV:  # fmt: skip
-    """A schedule from a method's options: :class:`PartialLayout`'s, with ``recent`` for its window."""
-    return kind(PartialLayout(budget, sink, recent, block, margin, selector, reduction))
+    """A schedule from a method's options: :func:`partial_view`'s, with ``recent`` for its window."""
+    return kind(partial_view(budget, sink, recent, block, margin, selector, reduction))
 
 
 _DRAFTER = inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, default=None)

@@ -17,10 +17,10 @@ from longdraft.cli.main import main
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.drafters.retrieval import ChunkRetrieval
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import ContextError, UnknownMethodError
 from longdraft.host.runner import TargetRunner
+from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -121,7 +121,7 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
 def test_who_retrieves_is_told_of_every_token(loaded, text, drafts, tmp_path, monkeypatch, name):
     loaded.model.save_pretrained(tmp_path)
     told = []
-    monkeypatch.setattr(ChunkRetrieval, "observe", lambda self, store, slot, query: told.append(store.lengths[slot]))
+    monkeypatch.setattr(Retrieval, "look", lambda self, store, slot, *asked: told.append(store.lengths[slot]))
     options = {} if name == "retrieval" else {"retrieval": True}
     one = view(name, {**options, "sink": 8, "recent": 16, "chunk": 8, "chunks": 4})
     asking, found = measured(loaded, text, [one], {**drafts, "small-lm": SmallLMDraft.load(tmp_path)})

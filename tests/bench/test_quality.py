@@ -24,10 +24,10 @@ from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.host.chat import chat_prompt
 from longdraft.host.runner import TargetRunner
-from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler, Sampling
+from longdraft.verify.specpv import partial_view
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -63,18 +63,18 @@ class Eager(RecordedSpecPV):
     def mode(self, sequence):
         if not self.partial.in_use(sequence.slot):
             return "refresh"
-        return "partial" if self.partial.waiting(sequence.slot) <= self.layout.margin else "refresh"
+        return "partial" if self.partial.waiting(sequence.slot) <= self.view.room else "refresh"
 
     def _refresh(self, sequence, path, rows):
         slot = sequence.slot
         self.store.commit(slot, path)
         queries = self._queries.pop(slot)
-        self.partial.refresh(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
 
 
-def drifts(model, layout, kind=RecordedSpecPV):
+def drifts(model, view, kind=RecordedSpecPV):
     listener, cache = Listener(TargetRunner(model)), PromptCache()
-    schedule = kind(layout, listener)
+    schedule = kind(view, listener)
     s = Sequence(0, list(PROMPT), 40, sampler=Sampler(True, Sampling().processors()))
     steps = decoded(Engine(listener, NGramDrafter(), schedule, cache), [s])
     found = drift(listener, cache, PROMPT, s.output, schedule.computed)
@@ -84,7 +84,7 @@ def drifts(model, layout, kind=RecordedSpecPV):
 
 def test_a_partial_cache_that_holds_everything_does_not_drift():
     model = tiny_model(vocab=11, dtype=torch.float64)
-    found, modes = drifts(model, PartialLayout(200, 4, 4, 4, 6), Eager)
+    found, modes = drifts(model, partial_view(200, 4, 4, 4, 6), Eager)
     assert "partial" in modes and any(d.distance for d in found)
     assert min(min(d.cosines) for d in found) == pytest.approx(1.0, abs=1e-6)
 
@@ -92,7 +92,7 @@ def test_a_partial_cache_that_holds_everything_does_not_drift():
 @pytest.mark.parametrize("selector", ["minmax", "streaming"])
 def test_a_small_one_drifts_and_a_full_pass_does_not(selector):
     model = tiny_model(vocab=11, dtype=torch.float64)
-    found, _ = drifts(model, PartialLayout(8, 4, 4, 4, 6, selector))
+    found, _ = drifts(model, partial_view(8, 4, 4, 4, 6, selector))
     full = [d for d in found if not d.distance]
     partial = [d for d in found if d.distance]
     assert full and min(min(d.cosines) for d in full) == pytest.approx(1.0, abs=1e-6)
@@ -190,7 +190,7 @@ def test_a_cache_larger_than_every_text_is_refused(loaded):
     ("over", "message"),
     [
         ({"budgets": (6,)}, "multiple of block"),
-        ({"margins": (0,)}, "margin must be at least 1"),
+        ({"margins": (0,)}, "margin must be a whole number of at least 1"),
         ({"selectors": ("best",)}, "selector must be one of"),
         ({"margins": ()}, "margins must name one"),
         ({"max_tokens": 1}, "max-tokens"),

@@ -299,7 +299,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
     for _ in range(3):
         for _ in range(options["every"]):
             decoding.drafter.observe(attended(s, {5: 9 * torch.randn(6, 16)}))
-        chosen.append(retrieval.selected(0))
+        chosen.append(retrieval.chosen(0))
         seen = retrieval.rows(0, len(s.tokens) - 1).tolist()
         assert len(seen) < len(s.tokens) - 10
         for token in (3, 1, 4):
@@ -313,7 +313,6 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
     decoding.store.truncate(0, decoding.store.lengths[0] - back)
     del s.output[-back:]
     decoding.drafter.observe(taken_back(s))
-    assert retrieval._states[0].length == len(s.tokens) - 1
     decoding.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
 
 
@@ -333,14 +332,14 @@ def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
 
 def test_the_room_of_a_window_decides_how_much_is_retrieved(tmp_path):
     draft = Eagle3Draft.load(random_eagle3(tmp_path, six_layers(), window=512))
-    assert Eagle3Drafter(draft, retrieval=True).retrieval.chunks == 8
-    assert Eagle3Drafter(draft, retrieval=True, depth=2, sink=0, recent=32, chunk=16).retrieval.chunks == 27
+    assert Eagle3Drafter(draft, retrieval=True).retrieval.view.chunks == 8
+    assert Eagle3Drafter(draft, retrieval=True, depth=2, sink=0, recent=32, chunk=16).retrieval.view.chunks == 27
     with pytest.raises(ValueError, match="give at most 8 chunks"):
         Eagle3Drafter(draft, retrieval=True, chunks=64)
     with pytest.raises(ValueError, match="a smaller sink and recent window"):
         Eagle3Drafter(draft, retrieval=True, recent=512)
     unbounded = Eagle3Draft.load(random_eagle3(tmp_path, six_layers()))
-    assert Eagle3Drafter(unbounded, retrieval=True).retrieval.chunks == 64
+    assert Eagle3Drafter(unbounded, retrieval=True).retrieval.view.chunks == 64
     with pytest.raises(ValueError, match="give one of them"):
         Eagle3Drafter(unbounded, retrieval=True, window=64)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.drafters.window import Window
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVShape
 from longdraft.sequence import Sequence
+from longdraft.views.ring import Ring
 from tests.drafts import random_draft
 from tests.events import attended, begun, replaced, taken_back
 from tests.forwards import forward
@@ -189,7 +189,7 @@ def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
     for _ in range(3):
         for _ in range(options["every"]):
             drafter.observe(attended(s, {2: 9 * torch.randn(6, 16)}))
-        chosen.append(drafter.retrieval.selected(0))
+        chosen.append(drafter.retrieval.chosen(0))
         rows = drafter.retrieval.rows(0, len(s.tokens) - 1).tolist()
         assert len(rows) < len(s.tokens) - 10
         for token in (3, 1, 4):
@@ -271,7 +271,7 @@ def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
 @given(st.integers(2, 9), st.lists(st.integers(1, 5), min_size=1, max_size=12))
 def test_the_ring_holds_the_last_tokens(window, pieces):
     shape = KVShape(1, 1, 4, torch.float32)
-    ring = Window(shape, 1, window, 0, "cpu")
+    ring = Ring(shape, 1, window, 0, "cpu")
     position = 0
     for n in pieces:
         n = min(n, window)

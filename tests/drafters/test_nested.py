@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters import self_drafter, small_lm_cache
+from longdraft.drafters import self_drafter
 from longdraft.drafters.base import NoDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.ngram import NGramDrafter
@@ -18,6 +18,8 @@ from longdraft.engine import Engine
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler
+from longdraft.views import compact
+from longdraft.views.cache import TrueCache
 from tests import chi_square
 from tests.drafts import small_lm
 from tests.events import decoded
@@ -33,8 +35,8 @@ DRAWN_HARD = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 def three_layers():
@@ -106,20 +108,20 @@ def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
         assert [s.output for s in sequences] == want
 
 
-def test_nothing_of_a_level_is_left_in_the_full_store():
+def test_nothing_of_a_level_is_left_in_the_full_store(monkeypatch):
     """The KV after a run is that of one forward over the text, and no row counts as shown."""
     model = three_layers()
     cache = PromptCache()
     drafter = NestedDrafter(NGramDrafter(), SelfDrafter("chunks", **VIEW))
     committed = []
-    keep = SelfDrafter.keep
+    keep = TrueCache.keep
 
-    def kept(self, sequence, path):
+    def kept(self, slot, path):
         before = list(self.full.lengths)
-        keep(self, sequence, path)
+        keep(self, slot, path)
         committed.append(self.full.lengths == before)
 
-    drafter.level.keep = kept.__get__(drafter.level)
+    monkeypatch.setattr(TrueCache, "keep", kept)
     (s,) = run(drafter, model, [PROMPTS[2]], 40, cache)
     store, runner = cache.store, TargetRunner(model)
     assert committed and all(committed) and store.unverified == [0] and s.drafted > s.accepted > 0

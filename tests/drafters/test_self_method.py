@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters import self_drafter, small_lm_cache
+from longdraft.drafters import self_drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
@@ -19,6 +19,7 @@ from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler
+from longdraft.views import compact
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
 from tests.forwards import forward
@@ -37,8 +38,8 @@ views = pytest.mark.parametrize("view", VIEWS, ids=str)
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 def tokens(results):

@@ -9,12 +9,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from longdraft import Speculator
-from longdraft.drafters import small_lm_cache
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
+from longdraft.views import compact
 from tests.drafts import small_lm
 from tests.events import begun, taken_back
 from tests.tiny import FAMILIES, tiny_model
@@ -27,8 +27,8 @@ PROMPTS = [[1, 2, 3], [t % 11 for t in range(30)], [(3 * t * t) % 11 for t in ra
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
-    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
     if drafter.view == "full" or cache.whole(s.slot):
         return text
     kept = cache.full.lengths[s.slot]
-    return [text[r] for r in cache.selection.rows(s.slot, kept)] + text[kept:]
+    return [text[r] for r in cache.retrieval.rows(s.slot, kept)] + text[kept:]
 
 
 def assert_defined(model, tokens, tree, limit=14):
@@ -250,17 +250,18 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
 
 
 def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(small_lm_cache, "FRESH", 64)
+    monkeypatch.setattr(compact, "FRESH", 64)
     long = SmallLMDraft.load(small_lm(tmp_path / "long", context=2048))
     short = SmallLMDraft.load(small_lm(tmp_path / "short", context=512))
     for draft, chunks, recent in ((long, 32, 1024), (short, 7, 409)):
         drafter = SmallLMDrafter(draft, view="retrieval")
-        assert (drafter.retrieval.chunk, drafter.retrieval.chunks, drafter.retrieval.every) == (32, chunks, 4)
+        view = drafter.retrieval.view
+        assert (view.scorer, view.chunk, view.chunks, drafter.retrieval.refresh.every) == ("attention", 32, chunks, 4)
         assert (drafter.max_nodes, drafter.tree.depth) == (50, 10)  # OPT-Tree
-        assert SmallLMDrafter(draft, view="streaming").layout.recent == recent
+        assert SmallLMDrafter(draft, view="streaming").retrieval.view.window == recent
     assert SmallLMDrafter(long).max_nodes == 59  # a dynamic tree
     # A schedule's sizes of the same names mean nothing in full view.
-    assert SmallLMDrafter(long, sink=5, recent=3).layout is None
+    assert SmallLMDrafter(long, sink=5, recent=3).retrieval is None
 
 
 def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):

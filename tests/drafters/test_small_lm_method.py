@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.drafters import small_lm_cache
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.views import compact
 from tests.drafts import random_draft, small_lm
 from tests.tiny import tiny_model
 
@@ -18,8 +18,8 @@ RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
-    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 @pytest.mark.parametrize("view", [{"widths": (1, 1, 1)}, STREAMING, RETRIEVAL], ids=str)
@@ -63,7 +63,7 @@ def test_a_folder_of_transformers_is_a_method_with_its_draft(tmp_path):
         assert spec.method.name == "small-lm"
     spec = Speculator("specextend", target=model, draft=folder, sink=4, recent=8, chunk=4)
     drafter = spec._recipe(spec.runner()).drafter()
-    assert (drafter.view, drafter.max_nodes, drafter.retrieval.chunks) == ("retrieval", 50, 32)
+    assert (drafter.view, drafter.max_nodes, drafter.retrieval.view.chunks) == ("retrieval", 50, 32)
     expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
     results = spec.generate(PROMPTS, max_new_tokens=12)
     assert [(r.token_ids, r.method) for r in results] == [(r.token_ids, "specextend") for r in expected]

@@ -76,6 +76,11 @@ VARIANTS = {
         "longspec", "longspec",
         {"retrieval": True, **RETRIEVAL, "adaptive": True, "every": 5, "tree": "opt", "depth": 3},
     ),
+    "longspec retrieval quest": Case(
+        "longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE, "scorer": "quest"}, kept_alike=True
+    ),
+    "specextend snapkv": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "scorer": "snapkv"}),
+    "specextend-eagle3 minmax": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE | {"scorer": "minmax"}),
     "eagle3 defaults": Case("eagle3", "eagle3"),
     "eagle3 cut": Case("eagle3", "eagle3", {"widths": (4, 5, 3), "nodes": 7}),
     "eagle3 chain": Case("eagle3", "eagle3", {"widths": (1, 1, 1)}),
@@ -101,6 +106,11 @@ VARIANTS = {
     "self tokens tree": Case(
         "self", None, TOKENS | {"adaptive": True, "refresh": 0, "tree": "opt", "nodes": 9, "threshold": 0.2}
     ),
+    **{
+        f"self {view}": Case("self", None, CHUNKS | {"view": view, "refresh": 2})
+        for view in ("minmax", "quest", "attention", "mean-key")
+    },
+    "self snapkv by chunks": Case("self", None, CHUNKS | {"view": "snapkv", "refresh": 2}),
     "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
     "nested longspec": Case("nested", "longspec wide", {"widths": (2, 2), **LEVEL}),
@@ -140,5 +150,12 @@ VARIANTS = {
     "specpv-exact self chunks": specpv(None, drafter="self", view="chunks", chunk=4, window=4, budget=24),
     "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
     "specpv-exact heads": specpv("heads"),
+    **{
+        f"specpv-exact {selector}": specpv(None, drafter="prompt-lookup", selector=selector, reduction=reduction)
+        for selector, reduction in (
+            ("quest", "max"), ("mean-key", "last"), ("attention", "mean"), ("snapkv", "max"), ("tokens", "mean"),
+            ("streaming", "mean"),
+        )
+    },
 }  # fmt: skip
 CASES = METHODS | VARIANTS

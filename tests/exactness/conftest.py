@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.drafters import self_drafter, small_lm_cache
+from longdraft.drafters import self_drafter
+from longdraft.views import compact
 from tests.exactness.workshop import Workshop
 
 
@@ -16,5 +17,5 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(small_lm_cache, "FRESH", 8)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)

@@ -14,12 +14,13 @@ from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
 from longdraft.events import last_query
 from longdraft.host.runner import Taps, TargetRunner
-from longdraft.kv.partial import PartialLayout
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.schedule import Schedule
-from longdraft.verify.specpv import ExactSpecPV, SpecPV
+from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
 from tests.drafts import random_draft, random_eagle3
 from tests.events import begun, decoded
 from tests.forwards import forward
@@ -29,8 +30,8 @@ SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
 
 
-def layout(budget: int = 8, **over) -> PartialLayout:
-    return PartialLayout(budget, **SMALL | over)
+def sizes(budget: int = 8, **over) -> View:
+    return partial_view(budget, **SMALL | over)
 
 
 def run(
@@ -70,7 +71,7 @@ def drafter(kind: str, model, folder) -> Drafter:
 def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kind):
     model = tiny_model(family, vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter())
-    got, steps, _ = run(model, ExactSpecPV(layout()), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, ExactSpecPV(sizes()), drafter(kind, model, tmp_path))
     assert outputs(got) == outputs(want)
     assert {step.mode for step in steps} == {"prefill", "full", "refresh", "partial"}
     # Tokens are emitted by full passes alone.
@@ -81,7 +82,7 @@ def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kin
 def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind):
     model = tiny_model(vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
-    got, steps, _ = run(model, SpecPV(layout(200)), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, SpecPV(sizes(200)), drafter(kind, model, tmp_path))
     assert outputs(got) == outputs(want) and {s.mode for s in steps} == {"prefill", "full"}
 
 
@@ -98,7 +99,7 @@ class Eagerly:
         slot = sequence.slot
         self.store.commit(slot, path)
         queries = self._queries.pop(slot)
-        self.partial.refresh(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
 
 
 class Eager(Eagerly, SpecPV):
@@ -112,7 +113,7 @@ class EagerExact(Eagerly, ExactSpecPV):
 def test_guesses_use_the_draws_to_come(tmp_path):
     """With a partial cache that holds everything, every guess is what is drawn at T = 1."""
     model = tiny_model(vocab=11, dtype=torch.float64)
-    got, _, _ = run(model, EagerExact(layout(200)), NoDrafter(), n=60, sampling=Sampling(1.0))
+    got, _, _ = run(model, EagerExact(sizes(200)), NoDrafter(), n=60, sampling=Sampling(1.0))
     assert all(s.partial_rounds > 40 and s.taken_back == 0 for s in got)
     # After the first, shorter wait, a full pass comes after eight guesses and adds a token of its own.
     assert all(s.rounds - s.partial_rounds < 11 for s in got)
@@ -121,7 +122,7 @@ def test_guesses_use_the_draws_to_come(tmp_path):
 def test_fewer_guesses_wait_after_a_wrong_one(tmp_path):
     """Partial verification without retrieval guesses badly on a model that attends everywhere."""
     model = tiny_model(vocab=11, dtype=torch.float64)
-    schedule = ExactSpecPV(layout(selector="streaming", margin=20))
+    schedule = ExactSpecPV(sizes(selector="streaming", margin=20))
     schedule.close = lambda sequence: None  # its margin is looked at below
     got, _, _ = run(model, schedule, NoDrafter(), [PROMPTS[0]], 60)
     assert got[0].taken_back > 0 and schedule._margins[0] < 10  # it began with 10, and may have 20
@@ -133,7 +134,7 @@ def test_partial_verification_on_a_cache_that_holds_everything_is_full_verificat
     """Catches a rejected node whose KV survives, a gap before the window and a gather from a wrong offset."""
     model = tiny_model(vocab=11, dtype=torch.float32 if transposed else torch.float64)
     want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
-    got, steps, _ = run(model, Eager(layout(200)), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, Eager(sizes(200)), drafter(kind, model, tmp_path))
     assert outputs(got) == outputs(want)
     assert sum(s.mode == "partial" for s in steps) > 20
 
@@ -141,7 +142,7 @@ def test_partial_verification_on_a_cache_that_holds_everything_is_full_verificat
 def test_specpv_emits_from_partial_rounds_and_is_approximate(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter())
-    got, steps, _ = run(model, SpecPV(layout()), NoDrafter())
+    got, steps, _ = run(model, SpecPV(sizes()), NoDrafter())
     assert any(s.token_ids for s in steps if s.mode == "partial")
     assert outputs(got) != outputs(want)  # random models attend everywhere
     assert outputs(got)[2][:8] == outputs(want)[2][:8]  # a short text is verified in full
@@ -149,14 +150,14 @@ def test_specpv_emits_from_partial_rounds_and_is_approximate(tmp_path):
 
 def test_refreshes_come_when_more_than_the_margin_waits(tmp_path):
     model = tiny_model(vocab=11)
-    _, steps, _ = run(model, SpecPV(layout(margin=6)), NoDrafter(), [PROMPTS[0]])
+    _, steps, _ = run(model, SpecPV(sizes(margin=6)), NoDrafter(), [PROMPTS[0]])
     modes = [s.mode for s in steps if s.mode != "prefill"]
     assert modes[:9] == ["refresh", *["partial"] * 7, "refresh"]
 
 
 def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
-    for schedule in (SpecPV(layout()), ExactSpecPV(layout())):
+    for schedule in (SpecPV(sizes()), ExactSpecPV(sizes())):
         got, _, engine = run(model, schedule, NGramDrafter(), [PROMPTS[0]], 13)
         store = engine.cache.store
         n = store.lengths[0]
@@ -172,7 +173,7 @@ def test_an_end_of_sequence_that_was_only_guessed_does_not_end_the_text(tmp_path
     model = tiny_model(vocab=11, dtype=torch.float64)
     for eos in (0, 3, 7, 10):
         want, _, _ = run(model, Schedule(), NoDrafter(), eos=[eos])
-        got, _, _ = run(model, ExactSpecPV(layout()), drafter("ngram", model, tmp_path), eos=[eos])
+        got, _, _ = run(model, ExactSpecPV(sizes()), drafter("ngram", model, tmp_path), eos=[eos])
         assert outputs(got) == outputs(want)
         assert [s.finish_reason for s in got] == [s.finish_reason for s in want]
 
@@ -181,7 +182,7 @@ def test_an_end_of_sequence_that_was_only_guessed_does_not_end_the_text(tmp_path
 def test_small_budgets_of_tokens(tmp_path, n):
     model = tiny_model(vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter(), n=n)
-    got, _, _ = run(model, ExactSpecPV(layout()), drafter("longspec", model, tmp_path), n=n)
+    got, _, _ = run(model, ExactSpecPV(sizes()), drafter("longspec", model, tmp_path), n=n)
     assert outputs(got) == outputs(want)
 
 
@@ -216,7 +217,7 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, wi
     model = tiny_model(vocab=11, layers=6, dtype=torch.float64)
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
     eagle = Checked(draft, widths=(2, 3))
-    got, _, engine = run(model, schedule(layout()), eagle, [PROMPTS[0]])
+    got, _, engine = run(model, schedule(sizes()), eagle, [PROMPTS[0]])
     assert eagle.checked >= 2
     store, n = engine.cache.store, engine.cache.store.lengths[0]
     exact = TargetRunner(model).new_store(1, n, store.feature_layers)
@@ -269,9 +270,36 @@ def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
     model = tiny_model(vocab=11, dtype=torch.float64)
     want, _, _ = run(model, Schedule(), NoDrafter())
     listening, inexact = Listening(outputs(want)), kind in (SpecPV, ExactSpecPV)
-    schedule = Schedule() if kind is Schedule else kind(layout(8 if inexact else 200))
+    schedule = Schedule() if kind is Schedule else kind(sizes(8 if inexact else 200))
     got, steps, _ = run(model, schedule, listening)
     assert outputs(got) == outputs(want) or kind is SpecPV
     assert {s.mode for s in steps} >= ({"full"} if kind is Schedule else {"refresh", "partial"})
     assert listening.heard > 10 and sum(s.accepted for s in steps) > 10
     assert kind is not ExactSpecPV or sum(s.taken_back for s in got) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"budget": 4}, "budget must be at least sink"),
+        ({"budget": 30}, "budget must be a multiple of block"),
+        ({"sink": 3}, "sink must be a multiple of block"),
+        ({"window": 0}, "window must be a whole number of at least 1"),
+        ({"window": 6}, "window must be a multiple of block"),
+        ({"margin": 0}, "margin must be"),
+        ({"block": 0}, "block must be"),
+        ({"budget": -4}, "budget must be"),
+        ({"selector": "best"}, "selector must be one of minmax"),
+        ({"reduction": "sum"}, "reduction must be one of mean"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_view(options, word):
+    with pytest.raises(ValueError, match=word):
+        sizes(**options)
+
+
+@pytest.mark.parametrize("selector", list(SCORERS))
+def test_what_a_view_of_each_selector_holds(selector):
+    view = sizes(12, selector=selector)
+    assert (view.budget, view.room) == (8 if selector == "streaming" else 20, 6)

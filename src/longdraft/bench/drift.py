@@ -17,12 +17,12 @@ from longdraft.attention.block import Block
 from longdraft.engine import PREFILL_CHUNK
 from longdraft.events import Event
 from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
-from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Verified
 from longdraft.verify.specpv import SpecPV
+from longdraft.views.view import View
 
 
 class Listener(TargetRunner):
@@ -76,8 +76,8 @@ class RecordedSpecPV(SpecPV):
         listener: the runner of the run.
     """
 
-    def __init__(self, layout: PartialLayout, listener: Listener) -> None:
-        super().__init__(layout)
+    def __init__(self, view: View, listener: Listener) -> None:
+        super().__init__(view)
         self._listener = listener
         self.computed: list[Computed] = []
 

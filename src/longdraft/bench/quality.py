@@ -20,14 +20,14 @@ from longdraft.engine import Engine, eos_rule
 from longdraft.errors import CapabilityError, ContextError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.runner import TargetRunner
-from longdraft.kv.partial import PartialLayout
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.kv.scorers import SCORERS
 from longdraft.methods import method
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Sequence as Text
 from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.specpv import SpecPV
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
 
 METHOD, FULL, REFERENCE = "specpv", "full", "ar"
 
@@ -97,7 +97,7 @@ class Settings:
     @property
     def variants(self) -> list[Variant]:
         """All that is compared, each once."""
-        # An unknown selector is a variant too: the layout refuses it, with the names there are.
+        # An unknown selector is a variant too: the method refuses it, with the names there are.
         budgets = {s: self.budgets if SCORERS.get(s, s) else (None,) for s in self.selectors}
         return list(dict.fromkeys(Variant(s, b, m) for s in self.selectors for b in budgets[s] for m in self.margins))
 
@@ -201,11 +201,11 @@ class Quality:
         """Contenders, in the order in which they decode a prompt."""
         return list(self._recipes)
 
-    def layout(self, name: str) -> PartialLayout:
-        """The partial cache of a variant."""
+    def view(self, name: str) -> View:
+        """What a variant's partial verification sees."""
         schedule = self._recipes[name].schedule()
         assert isinstance(schedule, SpecPV)
-        return schedule.layout
+        return schedule.view
 
     def cut(self, lengths: Sequence[int]) -> dict[str, int]:
         """How many texts of these lengths each variant's partial cache really cuts.
@@ -215,7 +215,7 @@ class Quality:
         """
         found = {}
         for name in self.variants:
-            total = self.layout(name).total
+            total = self.view(name).budget
             found[name] = sum(length > total for length in lengths)
             if not found[name]:
                 raise ContextError(
@@ -234,7 +234,7 @@ class Quality:
         able = [
             name
             for name, v in self.variants.items()
-            if v.margin == self.settings.margins[0] and self.layout(name).total < shortest
+            if v.margin == self.settings.margins[0] and self.view(name).budget < shortest
         ]
         if not able:
             raise ContextError(
@@ -261,7 +261,7 @@ class Quality:
             tick(name)
             recorded = None
             if self.settings.drift and name in self.variants:
-                recorded = RecordedSpecPV(self.layout(name), self.runner)
+                recorded = RecordedSpecPV(self.view(name), self.runner)
             runs[name] = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
             if recorded is not None:
                 drifts[name] = drift(self.runner, self._cache, prompt.tokens, runs[name].tokens, recorded.computed)

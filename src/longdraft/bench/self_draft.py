@@ -14,12 +14,13 @@ from longdraft.drafters.base import Drafter
 from longdraft.errors import ContextError
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
-from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
+from longdraft.verify.specpv import partial_view
+from longdraft.views.cache import TrueCache
 
 # Logits (V,) of the next token, and (V,) the target's ids that they are of; None: the target's vocabulary.
 Heard = tuple[torch.Tensor, torch.Tensor | None]
@@ -31,7 +32,8 @@ class SelfDrafter(Drafter):
     It proposes nothing, for the verification's own answer would be as dear. :attr:`heard` is what it is for.
 
     Args:
-        budget, block, sink, recent: tokens; see :class:`PartialLayout`. The budget is that of 32 chunks of 32.
+        budget, block, sink, recent: tokens; see :func:`~longdraft.verify.specpv.partial_view`. The budget is that of
+            32 chunks of 32.
         every: verifications from one retrieval to the next; 0: only after the prompt, as TriForce does.
         selector: what ranks the blocks; mean-key as in TriForce.
         _tokens: emitted after the prompt at most.
@@ -59,7 +61,7 @@ class SelfDrafter(Drafter):
         for name, size in sizes.items():
             if type(size) is not int or size < 0:
                 raise ValueError(f"{name} must be a whole number of at least 0, got {size!r}")
-        self.layout = PartialLayout(budget, sink, recent, block, _tokens, selector, "last")
+        self.view = partial_view(budget, sink, recent, block, _tokens, selector, "last")
         self.every = every
         self.heard: list[Heard] = []
 
@@ -78,7 +80,7 @@ class SelfDrafter(Drafter):
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, resident=True)
 
-        self.partial = PartialCache(store, new_store, self.layout, 1)
+        self.partial = TrueCache(store, new_store, self.view, 2, summaries=True)
         self._verified = [0] * store.slots
 
     def observe(self, event: Event) -> None:
@@ -89,17 +91,17 @@ class SelfDrafter(Drafter):
         """
         slot, partial = event.sequence.slot, self.partial
         length = self._store.lengths[slot]
-        if length <= self.layout.sink:
+        if length <= self.view.sink:
             raise ContextError(
-                f"The text has {length} tokens and the sink holds {self.layout.sink}: lower sink, or give a longer one."
+                f"The text has {length} tokens and the sink holds {self.view.sink}: lower sink, or give a longer one."
             )
         self._verified[slot] += 1
         due = self.every > 0 and self._verified[slot] >= self.every
         if due or not partial.in_use(slot):
-            partial.refresh(slot, {layer: q[:, -1:] for layer, q in event.queries.items()})
+            partial.choose(slot, {layer: q[:, -1:] for layer, q in event.queries.items()})
             self._verified[slot] = 0
         else:
-            self._append(slot)
+            partial.follow(slot)
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]
@@ -111,12 +113,4 @@ class SelfDrafter(Drafter):
         return roots
 
     def release(self, sequence: Sequence) -> None:
-        self.partial.close(sequence.slot)
-
-    def _append(self, slot: int) -> None:
-        """Copies the last committed row, so that what was drafted on is what the full cache holds."""
-        own, row = self.partial.store, self._store.lengths[slot] - 1
-        for layer in range(own.shape.layers):
-            for source, target in zip(self._store.layer(layer), own.layer(layer), strict=True):
-                target[slot, :, own.lengths[slot]] = source[slot, :, row]
-        own.lengths[slot] += 1
+        self.partial.forget(sequence.slot)

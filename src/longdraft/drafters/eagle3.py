@@ -19,11 +19,8 @@ from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import LevelAttention
-from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
-from longdraft.drafters.retrieved import RetrievedWindow
-from longdraft.drafters.tree_drafter import TreeDrafter
-from longdraft.drafters.window import Window
-from longdraft.events import Event, last_query
+from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
+from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
 from longdraft.kv.store import KVShape, KVStore
@@ -32,6 +29,8 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
+from longdraft.views.retrieved import CompactRing
+from longdraft.views.ring import Ring
 
 # Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
 CHUNK = 1024
@@ -41,7 +40,7 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
-class Eagle3Drafter(TreeDrafter):
+class Eagle3Drafter(RetrievingDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
     Args:
@@ -57,9 +56,9 @@ class Eagle3Drafter(TreeDrafter):
         retrieval: it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
             keys of the whole text behind them (SpecExtend, section 2.2); a window that its folder names is then the
             room that they have.
-        chunk, chunks, every, adaptive, sink, recent, layer: of the retrieval, as
-            :class:`~longdraft.drafters.retrieval.ChunkRetrieval` takes them; None: 32, 64 or as many as fit the
-            window, 8, False.
+        chunk, chunks, every, adaptive, sink, recent, layer, scorer: of the retrieval, as
+            :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 64 or as many as fit the window,
+            8, False.
 
     Raises:
         ValueError: for sizes that make no tree, one deeper than the window, or no retrieval; ``window`` and
@@ -84,6 +83,7 @@ class Eagle3Drafter(TreeDrafter):
         sink: int = 32,
         recent: int = 128,
         layer: int | None = None,
+        scorer: str | None = None,
     ) -> None:
         self.tree = tree_kind("opt" if retrieval else "dynamic", widths, nodes, tree, depth, top_k, threshold)
         self.window = draft.window if window is None else window
@@ -95,29 +95,17 @@ class Eagle3Drafter(TreeDrafter):
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
         room = None if self.window is None else self.window - self.tree.depth
         self.retrieval = retrieval_options(
-            retrieval,
-            sink,
-            recent,
-            RETRIEVED,
-            room,
-            chunk=chunk,
-            chunks=chunks,
-            every=every,
-            adaptive=adaptive,
-            layer=draft.retrieval_layer if layer is None and retrieval is True else layer,
-        )
+            retrieval, draft, sink, recent, room,
+            chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
+        )  # fmt: skip
         if self.retrieval is not None:
-            self.window, self._room = None, room or self.retrieval.most + self.retrieval.recent
+            self.window = None
         self.draft = draft
         self._bound: BoundDraft | None = None
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Three layers, as a rule; the draft's folder names them."""
         return self.draft.feature_layers(runner)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
-        return () if self.retrieval is None else (self.retrieval.layer(runner.kv_shape.layers),)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.
@@ -133,15 +121,15 @@ class Eagle3Drafter(TreeDrafter):
         own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
         # Without a window, one that no text of this run outgrows.
         rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
-        beside = self.tree.max_expanded + (0 if self.retrieval is None else self._room + self.tree.depth)
+        beside = self.tree.max_expanded + (0 if self.retrieval is None else self.retrieval.view.limit + self.tree.depth)
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
-            self.cache = Window(own, store.slots, rows, self.tree.max_expanded, runner.device)
+            self.cache = Ring(own, store.slots, rows, self.tree.max_expanded, runner.device)
         else:
-            self.cache = RetrievedWindow(
+            self.cache = CompactRing(
                 own, store.slots, rows, self.tree.max_expanded, runner.device,
-                self.retrieval, self._room, self.tree.depth, self._bound.rotary.turns,
+                self.retrieval, self.tree.depth, self._bound.rotary.turns,
             )  # fmt: skip
         # For each slot, how many leading rows can no longer change.
         self._settled = [0] * store.slots
@@ -152,13 +140,10 @@ class Eagle3Drafter(TreeDrafter):
         slot = event.sequence.slot
         if event.begins:
             self._warn(event.sequence)
-            if self.retrieval is not None:
-                self.retrieval.reset(slot)
             self.cache.forget(slot, 0)
             self._settled[slot] = 0
             self._fill(event.sequence)
-        if self.retrieval is not None and event.queries:
-            self.retrieval.observe(self._store, slot, *last_query(event).values())
+        self.tell(self._store, event)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
         if event.taken_back:
@@ -176,8 +161,6 @@ class Eagle3Drafter(TreeDrafter):
     def _rewind(self, sequence: Sequence) -> None:
         """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
         slot = sequence.slot
-        if self.retrieval is not None:
-            self.retrieval.truncate(slot, self._store.readable(slot))
         self.cache.forget(slot, 0 if self.cache.wrapped(slot) else min(self._settled[slot], last_row(sequence)))
         self._fill(sequence)
 
@@ -213,7 +196,7 @@ class Eagle3Drafter(TreeDrafter):
         reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
         what, remedy = "this one has", f"window={reach}"
         if self.retrieval is not None:
-            length = min(length, self._room + self.tree.depth)
+            length = min(length, self.retrieval.view.limit + self.tree.depth)
             what, remedy = "its working cache has", "fewer chunks"
         if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
             return

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from longdraft.drafters.layers import SelfAttend
-from longdraft.drafters.window import Window
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.trees.level import Level
 from longdraft.trees.masks import Ancestors
+from longdraft.views.ring import Ring
 
 
 def feed_level(
@@ -48,7 +48,7 @@ class LevelAttention:
         slots: of each sequence of the batch.
     """
 
-    def __init__(self, window: Window, slots: Sequence[int]) -> None:
+    def __init__(self, window: Ring, slots: Sequence[int]) -> None:
         self._window, self._slots = window, slots
         self._ancestors = Ancestors()
 

@@ -17,11 +17,8 @@ from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import LevelAttention
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft, claims
-from longdraft.drafters.retrieval import RETRIEVED, retrieval_options
-from longdraft.drafters.retrieved import RetrievedKV
-from longdraft.drafters.tree_drafter import TreeDrafter
-from longdraft.drafters.window import Window
-from longdraft.events import Event, last_query
+from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
+from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -29,9 +26,11 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
+from longdraft.views.retrieved import RetrievedKV
+from longdraft.views.ring import Ring
 
 
-class LongSpecDrafter(TreeDrafter):
+class LongSpecDrafter(RetrievingDrafter):
     """Drafts trees with a LongSpec block.
 
     Args:
@@ -44,8 +43,8 @@ class LongSpecDrafter(TreeDrafter):
         threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
         retrieval: cross-attention sees the chunks of the text that the target attends to, at their true positions,
             instead of all of it (SpecExtend, section 2.2); its time then no longer grows with the context.
-        chunk, chunks, every, adaptive, sink, recent, layer: of the retrieval, as
-            :class:`~longdraft.drafters.retrieval.ChunkRetrieval` takes them; None: 32, 64, 8, False.
+        chunk, chunks, every, adaptive, sink, recent, layer, scorer: of the retrieval, as
+            :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 64, 8, False.
 
     Raises:
         ValueError: for sizes that make no tree, one deeper than the draft's window, or no retrieval.
@@ -68,27 +67,17 @@ class LongSpecDrafter(TreeDrafter):
         sink: int = 32,
         recent: int = 128,
         layer: int | None = None,
+        scorer: str | None = None,
     ) -> None:
         self.tree = tree_kind("beam", widths, nodes, tree, depth, top_k, threshold)
         if self.tree.depth >= draft.shape.window:
             raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
         self.retrieval = retrieval_options(
-            retrieval,
-            sink,
-            recent,
-            RETRIEVED,
-            chunk=chunk,
-            chunks=chunks,
-            every=every,
-            adaptive=adaptive,
-            layer=draft.retrieval_layer if layer is None and retrieval is True else layer,
-        )
+            retrieval, draft, sink, recent,
+            chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
+        )  # fmt: skip
         self.draft = draft
         self._bound: BoundDraft | None = None
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
-        return () if self.retrieval is None else (self.retrieval.layer(runner.kv_shape.layers),)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's parts, and memory for the windows and what is retrieved.
@@ -100,9 +89,7 @@ class LongSpecDrafter(TreeDrafter):
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
-        self.window = Window(
-            runner.kv_shape, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device
-        )
+        self.window = Ring(runner.kv_shape, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device)
         self.retrieved: RetrievedKV | None = None
         if self.retrieval is not None:
             transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
@@ -115,19 +102,16 @@ class LongSpecDrafter(TreeDrafter):
         Emitted tokens enter the window at the start of the next round.
         """
         s = event.sequence
+        self.tell(self._store, event)
+        if self.retrieved is not None:
+            # The store's rows are read where they lie; what was gathered of them is gathered again.
+            if event.replaced is not None:
+                self.retrieved.forget(s.slot, event.replaced)
+            if event.begins or event.taken_back:
+                self.retrieved.forget(s.slot, 0 if event.begins else self._store.readable(s.slot))
         if event.begins:
-            if self.retrieved is not None:
-                self.retrieved.begin(s.slot)
             self._fill(s.slot, s.prompt)
-        if self.retrieval is not None and event.queries:
-            self.retrieval.observe(self._store, s.slot, *last_query(event).values())
-        # The store's rows are read where they lie; what was gathered of them is gathered again.
-        if self.retrieved is not None and event.replaced is not None:
-            self.retrieved.forget(s.slot, event.replaced)
-        if event.taken_back:
-            if self.retrieved is not None:
-                self.retrieved.rewind(s.slot)
-            # The ring holds tokens that were taken back where older ones stood.
+        if event.taken_back:  # the ring holds tokens that were taken back where older ones stood
             self._fill(s.slot, s.tokens[:-1])
 
     def _fill(self, slot: int, text: list[int]) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
-from longdraft.drafters.self_views import BUDGET, sparse_view
+from longdraft.drafters.self_views import BUDGET, self_view
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_cache import fresh_room
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.options import tree_kind
+from longdraft.views.compact import fresh_room
 
 VIEWS = ("streaming", "snapkv")
 
@@ -75,7 +75,7 @@ def magicdec_small_lm(
     longest = max(LONGEST, chain.depth)
     if budget is None and window is None:
         budget = min(BUDGET, draft.trained_length - longest - fresh_room(longest))
-    sizes = sparse_view(view, budget, sink, window, None)
+    sizes = self_view(view, budget, sink, window, None)
     # Made for the longest chain that a planner may want.
     made = SmallLMDrafter(draft, tree="chain", depth=longest, view=view, sink=sizes.sink, recent=sizes.window)
     made.tree = chain

@@ -22,7 +22,7 @@ from math import exp
 import torch
 
 from longdraft.drafters.base import Drafter
-from longdraft.drafters.self_drafter import Mark, SelfDrafter
+from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_views import SINK
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
@@ -48,14 +48,12 @@ class _Walk:
     Attributes:
         twin: the sequence with what the level emitted; its sampler is the level's.
         start: tokens of the sequence before. room: how many may be emitted.
-        mark: where level and store were.
         log_probs: of each emitted token, as the level says.
     """
 
     twin: Sequence
     start: int
     room: int
-    mark: Mark
     log_probs: list[float] = field(default_factory=list)
 
     @property
@@ -154,13 +152,13 @@ class NestedDrafter(Drafter):
             self._step(going)
             going = [w for w in going if w.room and (not price or exp(sum(w.log_probs)) > price)]
         for w in walks:
-            self.level.drop(w.twin, w.mark)
+            self.level.cache.drop(w.twin.slot)
         return [self._chain(s) for s in sequences]
 
     def _begin(self, s: Sequence, room: int) -> _Walk:
         twin = s.fork()
         twin.sampler = s.sampler.rehearsal()
-        return _Walk(twin, len(s.prompt) + len(s.output), room, self.level.mark(s))
+        return _Walk(twin, len(s.prompt) + len(s.output), room)
 
     def _step(self, walks: list[_Walk]) -> None:
         """The drafter proposes, the level verifies, and both go on behind what it emitted."""
@@ -171,7 +169,7 @@ class NestedDrafter(Drafter):
             accepted = accept(tree, logits, w.twin.sampler, w.twin.ids, w.emit)
             said = torch.log_softmax(logits[list(accepted.path)], -1)
             w.log_probs += said.gather(1, torch.tensor(accepted.tokens, device=said.device)[:, None])[:, 0].tolist()
-            self.level.keep(w.twin, list(accepted.path))
+            self.level.cache.keep(w.twin.slot, accepted.path)
             self.inner.observe(Event(w.twin, tree, accepted.from_draft, accepted.path, accepted.tokens))
 
     def _chain(self, s: Sequence) -> TokenTree:

@@ -2,7 +2,7 @@
 
 A draft forward reads all of the weights, but a few hundred rows of KV instead of the text's. So it pays where the KV
 is what a forward waits for: long texts, and batches, whose sequences share the weights and not the KV (Sadhukhan et
-al. 2024, MagicDec). What part: see :mod:`longdraft.drafters.self_views`.
+al. 2024, MagicDec). What part: a :class:`~longdraft.views.view.View`.
 
 A round: the view takes in the exact rows that the last verification left in the full store, then the root and the tree
 behind it are fed level by level, each level's rows behind those before. These rows are forgotten afterwards.
@@ -10,15 +10,13 @@ behind it are fed level by level, each level's rows behind those before. These r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.self_cache import SparseCache
-from longdraft.drafters.self_views import sparse_view
+from longdraft.drafters.self_views import self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
@@ -30,36 +28,27 @@ from longdraft.trees.masks import Ancestors
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
+from longdraft.views.cache import TrueCache
+from longdraft.views.queries import LastQueries
+from longdraft.views.refresh import Refresh
+from longdraft.views.view import check_sizes
 
 # New rows that a view takes in before it is chosen anew, as a share of its budget, and at least.
 FRESH_SHARE, FRESH = 4, 64
 # Verifications from one choice to the next.
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
-# Adaptive choice: the last verifications are few enough to follow a change of topic, and half their usual luck is
-# clearly less (as in the retrieval of chunks).
-LAST, CLEARLY = 2, 0.5
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Attributes:
-    held: rows of a view. unverified: rows of the full store that are shown beside the committed ones.
-    """
-
-    held: int
-    unverified: int
 
 
 class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
-        view: what it sees: "streaming" (the first and the last rows), "snapkv", "chunks" or "tokens" (these, and rows
-            that its queries choose).
+        view: what it sees: "streaming" (the first and the last rows), or these and the rows that its queries choose:
+            "snapkv", "chunks", "tokens", "minmax", "quest" or "attention".
         budget: rows of each layer and KV head, sink and window among them; 512 by default.
         sink, window: first and last rows, always seen; 16 and 32 by default, with "streaming" a window of all that the
             budget leaves.
-        chunk: with "chunks", rows that are chosen together; 8 by default.
+        chunk: rows that are chosen together; 8 by default, 1 with "snapkv" and "tokens".
         refresh: verifications from one choice to the next, 0: only when the view has no room for new rows; by default
             16 with "snapkv", whose choice costs several forwards on a CPU, and 8 with others.
         adaptive: choose earlier when acceptance falls: when the last two verifications accepted less than half of what
@@ -92,14 +81,11 @@ class SelfDrafter(TreeDrafter):
         threshold: float | None = None,
         acceptance: str = "draw",
     ) -> None:
-        self.view = sparse_view(view, budget, sink, window, chunk)
-        if refresh is None:
-            refresh = REFRESH.get(view, USUAL_REFRESH)
-        if type(refresh) is not int or refresh < 0:
-            raise ValueError(f"refresh must be a whole number of at least 0, got {refresh!r}")
-        if type(adaptive) is not bool:
-            raise ValueError(f"adaptive must be True or False, got {adaptive!r}")
-        self.refresh, self.adaptive = refresh, adaptive
+        sizes = self_view(view, budget, sink, window, chunk)
+        self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
+        every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh
+        check_sizes(0, refresh=every)
+        self.refresh = Refresh(every, adaptive)
         self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
@@ -127,12 +113,8 @@ class SelfDrafter(TreeDrafter):
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, feature_layers, resident=True)
 
-        fresh = max(FRESH, self.view.budget // FRESH_SHARE)
-        self.cache = SparseCache(full, new_store, self.view, fresh, self.rows)
-        # (layers, Hq, M, d) the last queries of each slot's text, the newest last; None: not asked for, or none yet.
-        self._queries: list[torch.Tensor | None] = [None] * full.slots
-        # Drafted tokens that each verification since the last choice accepted.
-        self._accepted: list[list[int]] = [[] for _ in range(full.slots)]
+        self.cache = TrueCache(full, new_store, self.view, self.rows)
+        self._queries = LastQueries(self.view.looks)
 
     @property
     def rows(self) -> int:
@@ -152,8 +134,9 @@ class SelfDrafter(TreeDrafter):
     def follow(self, sequences: SequenceOf[Sequence]) -> None:
         """Brings the views up to the rows that can be read of each text, chosen anew where that is due."""
         for s in sequences:
-            if self.cache.follow(s.slot, self._chooses_by(s.slot), self._due(s.slot)):
-                self._accepted[s.slot] = []
+            due = self.view.looks > 0 and self.refresh.due(s.slot)
+            if self.cache.follow(s.slot, self._queries.of(s.slot), due):
+                self.refresh.done(s.slot)
 
     def observe(self, event: Event) -> None:
         """Keeps the queries that rows are chosen by, and how drafts fared; forgets copies of rows that have changed."""
@@ -161,19 +144,13 @@ class SelfDrafter(TreeDrafter):
         if event.begins:  # nothing is kept of the last text in the slot
             self._begin(slot)
         if self.view.looks and event.queries:
-            self.keep_queries(slot, event.queries)
+            self._queries.add(slot, event.queries)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
         if event.taken_back:
             self.cache.forget(slot, self.full.readable(slot))
         elif event.tree.drafted:  # a plain round says nothing of the view
-            self._accepted[slot].append(event.accepted)
-
-    def keep_queries(self, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
-        """Appends queries (layer -> (Hq, n, d)) to the last ones of a slot's text, as many as rows are chosen by."""
-        new, before = torch.stack(list(queries.values())), self._queries[slot]
-        whole = new if before is None else torch.cat([before, new], dim=2)
-        self._queries[slot] = whole[:, :, -self.view.looks :]
+            self.refresh.note(slot, event.accepted)
 
     def release(self, sequence: Sequence) -> None:
         self._begin(sequence.slot)
@@ -184,7 +161,7 @@ class SelfDrafter(TreeDrafter):
     def judge(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
         """Its logits (at least tree.size, vocabulary) on a tree of each sequence, rooted at its last token.
 
-        The views hold all before the roots: :meth:`follow`, and since then :meth:`keep`.
+        The views hold all before the roots: :meth:`follow`, and since then what :attr:`cache` was told to keep.
         """
         self.forwards += 1
         slots, bases = [s.slot for s in sequences], [_root(s) for s in sequences]
@@ -192,45 +169,10 @@ class SelfDrafter(TreeDrafter):
         assert out.logits is not None
         return list(out.logits)
 
-    def mark(self, sequence: Sequence) -> Mark:
-        """Where the view of a text ends, to come back to."""
-        slot = sequence.slot
-        return Mark(self.cache.store.lengths[slot], self.full.unverified[slot])
-
-    def keep(self, sequence: Sequence, path: list[int]) -> None:
-        """Takes in what was accepted of a judged tree, until :meth:`drop`; drafters can read it in the full store."""
-        slot, store = sequence.slot, self.cache.store
-        own = slice(store.lengths[slot], store.lengths[slot] + len(path))
-        store.commit(slot, path)
-        features = None if store.features is None else store.features[slot, own]
-        keys, values = store.keys[:, slot, :, own], store.values[:, slot, :, own]
-        # Behind the committed rows, where the next verification writes.
-        self.full.put_rows(slot, self.full.readable(slot), keys, values, features)
-        self.full.unverified[slot] += len(path)
-
-    def drop(self, sequence: Sequence, mark: Mark) -> None:
-        """Forgets what was taken in since a mark."""
-        self.cache.store.truncate(sequence.slot, mark.held)
-        self.full.unverified[sequence.slot] = mark.unverified
-
-    def _chooses_by(self, slot: int) -> list[torch.Tensor] | None:
-        queries = self._queries[slot]
-        return None if queries is None else list(queries)
-
-    def _due(self, slot: int) -> bool:
-        """Whether it is time to choose."""
-        found = self._accepted[slot]
-        if not self.view.looks:
-            return False
-        if self.refresh and len(found) >= self.refresh:
-            return True
-        if not self.adaptive or len(found) <= LAST:
-            return False
-        return sum(found[-LAST:]) / LAST < CLEARLY * sum(found) / len(found)
-
     def _begin(self, slot: int) -> None:
         self.cache.forget(slot)
-        self._queries[slot], self._accepted[slot] = None, []
+        self._queries.forget(slot)
+        self.refresh.done(slot)
 
 
 def _root(sequence: Sequence) -> int:

@@ -15,7 +15,6 @@ import torch
 
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import check_length
-from longdraft.drafters.small_lm_cache import PIECE
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.events import Event
 from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
@@ -23,6 +22,7 @@ from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
+from longdraft.views.compact import PIECE
 
 # Of tokens that the model does not know.
 _NEVER = -1e9
@@ -147,8 +147,8 @@ class SparseLMDrafter(SelfDrafter):
         if not out.queries:
             return
         # Of a text's first rows all that choose; later the newest, as of the target's.
-        first = max(0, count - self.view.looks) if self._queries[s.slot] is None else count - 1
-        self.keep_queries(s.slot, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
+        first = max(0, count - self.view.looks) if self._queries.of(s.slot) is None else count - 1
+        self._queries.add(s.slot, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
 
     def _commit(self, s: Sequence, tokens: list[int]) -> None:
         self.full.commit(s.slot, range(len(tokens)))

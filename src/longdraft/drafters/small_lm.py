@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -22,12 +21,10 @@ import torch
 from longdraft.drafters.draft_folder import is_language_model
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.retrieval import ChunkRetrieval
-from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming, TextCache, fresh_room
+from longdraft.drafters.retrieving import RetrievingDrafter, given_sizes, retrieval_of
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
-from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.errors import CapabilityError
-from longdraft.events import Event, last_query
+from longdraft.events import Event
 from longdraft.host.parts import rotary_module
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
@@ -38,11 +35,13 @@ from longdraft.trees.level import Level
 from longdraft.trees.masks import Ancestors
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
+from longdraft.views.compact import CompactCache, FullCache, TextCache, fresh_room
+from longdraft.views.refresh import Refresh
+from longdraft.views.retrieval import Retrieval
+from longdraft.views.view import View, check_sizes
 
 VIEWS = ("full", "streaming", "retrieval")
-# SpecExtend, appendix E.1: chunks of 32 positions, the 32 best of them, every 4 verifications; a working cache of
-# about 1K tokens is best for a draft of 68M parameters.
-CHUNK, CHUNKS, EVERY = 32, 32, 4
+# A working cache of about 1K tokens is best for a draft of 68M parameters (SpecExtend, appendix E.1).
 STREAMED, RECENT = 1024, 128
 
 logger = logging.getLogger("longdraft")
@@ -50,7 +49,7 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
-class SmallLMDrafter(TreeDrafter):
+class SmallLMDrafter(RetrievingDrafter):
     """Drafts trees with a small language model.
 
     Args:
@@ -65,9 +64,9 @@ class SmallLMDrafter(TreeDrafter):
         view: what the draft sees: "full", "streaming" or "retrieval".
         sink, recent: first and last tokens that it sees, unless the view is full. None: 128 tokens beside retrieved
             chunks, else 1024, or as many as it was trained for.
-        chunk, chunks, every, adaptive: of the retrieval: tokens that are retrieved together, and how many times so
-            many; verifications from one choice to the next; whether to choose earlier when acceptance falls. None: 32,
-            32 or as many as the draft was trained for, 4, False.
+        chunk, chunks, every, adaptive, layer, scorer: of the retrieval, as
+            :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 32 or as many as the draft was
+            trained for, 4, False.
         acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from; see
             :func:`~longdraft.trees.options.tree_kind`.
 
@@ -92,33 +91,28 @@ class SmallLMDrafter(TreeDrafter):
         every: int | None = None,
         adaptive: bool | None = None,
         layer: int | None = None,
+        scorer: str | None = None,
         acceptance: str = "draw",
     ) -> None:
         if view not in VIEWS:
             raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
-        retrieving = {"chunk": chunk, "chunks": chunks, "every": every, "adaptive": adaptive, "layer": layer}
-        given = {name: value for name, value in retrieving.items() if value is not None}
-        if given and view != "retrieval":
-            raise ValueError(f"{', '.join(given)} shape the retrieval of chunks: give view=retrieval too")
+        given = given_sizes(
+            view == "retrieval", "view=retrieval",
+            chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
+        )  # fmt: skip
         default = "opt" if view == "retrieval" else "dynamic"
         self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
         self.draft, self.view = draft, view
         # sink and recent mean nothing in full view: schedules have options of these names too.
-        self.retrieval: ChunkRetrieval | None = None
-        self.layout: CompactLayout | None = None
-        room = draft.trained_length - self.tree.depth - fresh_room(self.tree.depth)
+        fresh = fresh_room(self.tree.depth)
+        room = draft.trained_length - self.tree.depth - fresh
         if view == "streaming":
-            self.layout = _streaming(sink, recent, room, self.tree.depth, draft.trained_length)
+            self.retrieval = _streaming(sink, recent, room, fresh)
         elif view == "retrieval":
-            self.retrieval = _retrieval(sink, recent, room, {"layer": draft.retrieval_layer, **given})
-            self.layout = CompactLayout(
-                sink, self.retrieval.recent, self.retrieval.most, self.tree.depth, draft.trained_length
-            )
+            given = {"layer": draft.retrieval_layer} | given
+            recent = RECENT if recent is None else recent
+            self.retrieval = retrieval_of(**given, sink=sink, recent=recent, room=room, fresh=fresh)
         self._bound: BoundLM | None = None
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
-        return () if self.retrieval is None else (self.retrieval.layer(runner.kv_shape.layers),)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Hosts the model, and takes memory for its keys and values.
@@ -131,13 +125,13 @@ class SmallLMDrafter(TreeDrafter):
         self._bound = bound = self.draft.bound(runner)
         self._store = store
         # A text has no more tokens than the target's store has rows.
-        if self.layout is None:
-            self.cache: TextCache = FullCache(bound.runner, store.slots, store.capacity, self.tree.max_expanded)
+        shown = self.tree.max_expanded
+        self.cache: TextCache
+        if self.retrieval is None:
+            self.cache = FullCache(bound.runner, store.slots, store.capacity, shown)
         else:
-            selection = self.retrieval or Streaming(self.layout.sink, self.layout.recent)
-            self.cache = CompactCache(
-                bound.runner, store.slots, store.capacity, self.tree.max_expanded, selection, self.layout
-            )
+            trained = self.draft.trained_length
+            self.cache = CompactCache(bound.runner, store.slots, store.capacity, shown, self.retrieval, trained)
         # What was fed of each slot's text, token by token.
         self._fed: list[list[int]] = [[] for _ in range(store.slots)]
 
@@ -150,13 +144,12 @@ class SmallLMDrafter(TreeDrafter):
         """
         assert self._bound is not None
         s = event.sequence
+        self.tell(self._store, event)
         if event.begins:
-            if self.layout is None:
+            if self.retrieval is None:
                 check_length(self.draft, self._bound, s)
-            self._begin(s.slot)
+            self._cut(s.slot, 0)
             self._read(s.slot, s.prompt)
-        if self.retrieval is not None and event.queries:
-            self.retrieval.observe(self._store, s.slot, *last_query(event).values())
         if event.taken_back:  # what the texts before and now have in common stays
             self._cut(s.slot, common_prefix(self._fed[s.slot], s.tokens[:-1]))
 
@@ -167,7 +160,7 @@ class SmallLMDrafter(TreeDrafter):
         return self.grow(sequences, expand, self._bound.ids, self._bound.runner.device, budget)
 
     def release(self, sequence: Sequence) -> None:
-        self._begin(sequence.slot)
+        self._cut(sequence.slot, 0)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
         """The tokens that the draft has not seen, the root the last of them, ready to be fed at once."""
@@ -186,12 +179,8 @@ class SmallLMDrafter(TreeDrafter):
         self.cache.store.commit(slot, range(len(tokens)))
         self._fed[slot] += tokens
 
-    def _begin(self, slot: int) -> None:
-        self.cache.begin(slot)
-        self._fed[slot] = []
-
     def _cut(self, slot: int, length: int) -> None:
-        self.cache.cut(slot, length)
+        self.cache.forget(slot, length)
         del self._fed[slot][length:]
 
     def _read(self, slot: int, tokens: list[int]) -> None:
@@ -229,29 +218,18 @@ def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
         )  # fmt: skip
 
 
-def _streaming(sink: int, recent: int | None, room: int, depth: int, trained: int) -> CompactLayout:
+def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieval:
+    """The first and the last tokens, and no choice between."""
+    check_sizes(0, sink=sink)
     if recent is None:
-        recent = max(1, min(STREAMED, room - sink)) if type(sink) is int else STREAMED
-    for name, size, least in (("sink", sink, 0), ("recent", recent, 1)):
-        if type(size) is not int or size < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
-    return CompactLayout(sink, recent, sink + recent, depth, trained)
-
-
-def _retrieval(sink: int, recent: int | None, room: int, given: dict[str, Any]) -> ChunkRetrieval:
-    """Given sizes, and for others those of the paper; no more chunks than the room has, unless they were asked for."""
-    options = {"chunk": CHUNK, "chunks": CHUNKS, "every": EVERY, "adaptive": False, **given}
-    options |= {"sink": sink, "recent": RECENT if recent is None else recent}
-    found = ChunkRetrieval(**options)
-    if "chunks" in given or found.most <= room:
-        return found
-    fit = found.chunks - -(-(found.most - room) // found.chunk)
-    if fit * found.chunk < found.sink + found.recent:
+        recent = max(1, min(STREAMED, room - sink))
+    check_sizes(1, recent=recent)
+    if sink + recent > room:
         raise ValueError(
-            f"the draft was trained for {room} tokens beside those of a round, which have no room for sink + recent "
-            f"({found.sink + found.recent} tokens) and as many retrieved ones: give a smaller sink and recent window"
+            f"a working cache of {sink + recent} tokens does not fit the {room} that the draft was trained for, beside "
+            "those of a round: lower sink, recent or the tree's depth"
         )
-    return ChunkRetrieval(**options | {"chunks": fit})
+    return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True), Refresh(0))
 
 
 class _Round:

@@ -41,11 +41,11 @@ class KeyRotation:
 
     def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys without a position (..., n, d) -> keys at positions (n,)."""
-        return _turned(keys, self._cos[positions], self._sin[positions])
+        return turned(keys, self._cos[positions], self._sin[positions])
 
     def unturn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys at positions (n,) -> keys without one; (..., n, d)."""
-        return _turned(keys, self._cos[positions], -self._sin[positions])
+        return turned(keys, self._cos[positions], -self._sin[positions])
 
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (n, rotated dimensions) of the model's own embedding, float32."""
@@ -87,7 +87,7 @@ class KeyRotation:
         )
 
 
-def _turned(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turned(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE by halves on the first dimensions of a head, as many as cos and sin (n, r) have; float32 at least."""
     size = cos.shape[-1]
     x = keys[..., :size].to(torch.promote_types(keys.dtype, torch.float32))

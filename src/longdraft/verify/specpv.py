@@ -24,29 +24,68 @@ import torch
 
 from longdraft.events import Event, Mode
 from longdraft.host.runner import Taps, TargetRunner
-from longdraft.kv.partial import PartialCache, PartialLayout
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Schedule, Verified, verify_trees
+from longdraft.views.cache import TrueCache
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View, check_multiples, check_name, check_sizes
+
+
+def partial_view(
+    budget: int = 1024,
+    sink: int = 32,
+    window: int = 128,
+    block: int = 16,
+    margin: int = 20,
+    selector: str = "minmax",
+    reduction: str = "mean",
+) -> View:
+    """What partial verification attends to (section 3.2): sink | retrieved blocks | window | buffer.
+
+    Each layer and KV head has its own blocks, those that the last full pass's queries want most.
+
+    Args:
+        budget: retrieved tokens; what the paper calls SpecPV-4K has 4,096.
+        sink, window: the first and the last tokens, always there.
+        block: tokens that are selected together; all sizes are multiples of it.
+        margin: tokens that may wait for a full pass.
+        selector: one of ``SCORERS``; "streaming" retrieves nothing.
+        reduction: one of ``REDUCTIONS``, over the queries.
+
+    Raises:
+        ValueError: for sizes that make no view, or names that are not known.
+    """
+    check_sizes(0, budget=budget, sink=sink)
+    check_sizes(1, window=window, block=block, margin=margin)
+    check_multiples("block", block, budget=budget, sink=sink, window=window)
+    check_name("selector", selector, tuple(SCORERS))
+    retrieves = SCORERS[selector] is not None
+    if retrieves and budget < sink + window:
+        raise ValueError(
+            f"budget must be at least sink + window ({sink + window} tokens), got {budget}; selector 'streaming' "
+            "retrieves nothing."
+        )
+    return View(selector, budget if retrieves else 0, sink, window, block, margin, reduction)
 
 
 class SpecPV(Schedule):
     """Partial verification as published: what it accepts is emitted.
 
     Args:
-        layout: sizes of the partial cache.
+        view: of :func:`partial_view`; its room is the margin.
     """
 
     exact = False
 
-    def __init__(self, layout: PartialLayout) -> None:
-        self.layout = layout
+    def __init__(self, view: View) -> None:
+        self.view = view
 
     def extra_rows(self, max_nodes: int) -> int:
         # A refresh appends the tokens in waiting too; the shorter of a batch are padded to the longest.
-        return self.layout.margin + max_nodes + 1
+        return self.view.room + max_nodes + 1
 
     def open(
         self,
@@ -60,7 +99,8 @@ class SpecPV(Schedule):
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, store.feature_layers, resident=True)
 
-        self.partial = PartialCache(store, new_store, self.layout, max_nodes + 1)
+        # Behind the margin, the tokens that go over it and the next tree.
+        self.partial = TrueCache(store, new_store, self.view, 2 * (max_nodes + 1), summaries=True)
         self._taps = Taps(queries=tuple(range(store.shape.layers)))
         # The queries of the last full pass, of a slot's whole block: layer -> (Hq, rows, d).
         self._queries: dict[int, dict[int, torch.Tensor]] = {}
@@ -69,12 +109,12 @@ class SpecPV(Schedule):
         """How a sequence is verified next (the paper's SelectMode)."""
         slot = sequence.slot
         if not self.partial.in_use(slot):
-            return "refresh" if self.store.lengths[slot] > self.layout.total else "full"
+            return "refresh" if self.store.lengths[slot] > self.view.budget else "full"
         return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
 
     def _margin(self, sequence: Sequence) -> int:
         """Tokens that may wait while partial verification goes on."""
-        return self.layout.margin
+        return self.view.room
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
@@ -130,7 +170,7 @@ class SpecPV(Schedule):
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
         slot, event = verified.sequence.slot, verified.event(accepted)
         if verified.mode == "partial":
-            self.partial.keep(slot, list(accepted.path))
+            self.partial.keep(slot, accepted.path)
             return replace(event, unconfirmed=len(accepted.tokens))
         start, waiting = self.store.lengths[slot], self.partial.waiting(slot)
         path = [*range(waiting), *(waiting + node for node in accepted.path)]
@@ -146,14 +186,14 @@ class SpecPV(Schedule):
         slot = sequence.slot
         self.store.commit(slot, path)
         queries = self._queries.pop(slot)
-        if self.store.lengths[slot] <= self.layout.total:
+        if self.store.lengths[slot] <= self.view.budget:
             return
-        if self.layout.reduction == "last":
+        if self.view.reduction == "last":
             rows = path[-1:]  # the newest verified token
-        self.partial.refresh(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
 
     def close(self, sequence: Sequence) -> None:
-        self.partial.close(sequence.slot)
+        self.partial.forget(sequence.slot)
         self.store.unverified[sequence.slot] = 0
 
 
@@ -161,7 +201,7 @@ class ExactSpecPV(SpecPV):
     """Partial verification only guesses; a full pass confirms before anything is emitted: exact.
 
     A wrong guess makes all behind it worthless, so how many may wait follows the last ones: twice as many, up to the
-    layout's margin, when all were right; as many as were right when not.
+    view's margin, when all were right; as many as were right when not.
     """
 
     exact = True
@@ -177,7 +217,7 @@ class ExactSpecPV(SpecPV):
         # The sequences with what was guessed behind what is certain; those whose samplers rehearse already.
         self._guesses: dict[int, Sequence] = {}
         self._rehearsing: set[int] = set()
-        self._margins: defaultdict[int, int] = defaultdict(lambda: (self.layout.margin + 1) // 2)
+        self._margins: defaultdict[int, int] = defaultdict(lambda: (self.view.room + 1) // 2)
 
     def seen(self, sequence: Sequence) -> Sequence:
         if sequence.index not in self._guesses:
@@ -202,7 +242,7 @@ class ExactSpecPV(SpecPV):
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
         sequence, event = verified.sequence, verified.event(accepted)
         if verified.mode == "partial":
-            self.partial.keep(sequence.slot, list(accepted.path))
+            self.partial.keep(sequence.slot, accepted.path)
             return replace(event, emitted=(), from_draft=0, unconfirmed=len(accepted.tokens))
         start, waiting = self.store.lengths[sequence.slot], self.partial.waiting(sequence.slot)
         # With nothing waiting, the root is the last certain token. With w rows waiting, they are that token and the
@@ -213,7 +253,7 @@ class ExactSpecPV(SpecPV):
         self._refresh(sequence, list(accepted.path), rows)
         if waiting:
             margin = 2 * self._margins[sequence.index] if right == waiting else right
-            self._margins[sequence.index] = min(max(margin, 2), self.layout.margin)
+            self._margins[sequence.index] = min(max(margin, 2), self.view.room)
         guess = self.seen(sequence)
         self._rehearsing.discard(sequence.index)
         guess.follow(sequence)

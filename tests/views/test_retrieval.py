@@ -1,4 +1,4 @@
-"""Which chunks are retrieved: scores against plain attention, and what any sequence of events must leave true."""
+"""Which chunks are retrieved, and when; what any sequence of events must leave true."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.retrieval import ChunkRetrieval, retrieval_options
-from longdraft.drafters.retrieved import RetrievedKV, WorkingSets
+from longdraft.drafters.retrieving import retrieval_of, retrieval_options
 from longdraft.errors import CheckpointError
 from longdraft.kv.store import KVShape, KVStore
+from longdraft.views.copied import Copied
+from longdraft.views.retrieval import Retrieval
+from longdraft.views.retrieved import RetrievedKV
+from longdraft.views.scorers import SCORERS
 from tests.drafts import random_draft, random_eagle3, small_lm
 from tests.tiny import tiny_model
 
 SHAPE = KVShape(2, 2, 8, torch.float32)
+CHOOSING = [name for name, each in SCORERS.items() if each is not None]
 SMALL = {"chunk": 4, "chunks": 3, "every": 3, "sink": 4, "recent": 8}
 
 
@@ -38,40 +42,20 @@ def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Ten
     return query
 
 
-# --- scores ---
+def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor, accepted: int = 0) -> None:
+    (layer,) = retrieval.layers(store.shape.layers)
+    retrieval.look(store, slot, {layer: query[:, None]}, accepted)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (6, 6), (8, 1)], ids=str)
-@pytest.mark.parametrize("n", [1, 4, 7, 32, 61])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_the_mean_mass_of_plain_attention(heads, n, dtype):
-    q_heads, kv_heads = heads
-    query, keys = torch.randn(q_heads, 8).to(dtype), (3 * torch.randn(kv_heads, n, 8)).to(dtype)
-    masses = []
-    for head in range(q_heads):
-        k = keys[head // (q_heads // kv_heads)].double()
-        masses.append(torch.softmax(k @ query[head].double() / 8**0.5, 0))
-    mass = sum(masses) / q_heads
-    expected = torch.stack([part.mean() for part in mass.split(4)])
-    scores = ChunkRetrieval.score(keys, query, 4)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores.double(), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_small_masses_of_a_long_text_do_not_vanish():
-    """Where 1 / n is not a number of half precision's sums any more, two chunks still differ."""
-    keys = torch.zeros(1, 32768, 8, dtype=torch.float16)
-    keys[:, 320:352] = 0.01
-    scores = ChunkRetrieval.score(keys, torch.ones(2, 8, dtype=torch.float16))
-    assert scores.argmax() == 10 and scores[10] > scores[11]
+# --- which ---
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_best_chunks_between_sink_and_recent_window_are_chosen(transposed):
-    store, retrieval = filled(80, transposed=transposed), ChunkRetrieval(**SMALL)
+    store, retrieval = filled(80, transposed=transposed), retrieval_of(**SMALL)
     # Chunk 0 is the sink, and 18 and 19 are recent: they are there anyway.
-    retrieval.observe(store, 0, peaked(store, 0, 0, 19, 13, 2, 18, 9))
-    assert retrieval.selected(0) == [8, 36, 52]
+    look(retrieval, store, 0, peaked(store, 0, 0, 19, 13, 2, 18, 9))
+    assert retrieval.chosen(0) == [2, 9, 13]
     rows = retrieval.rows(0, 80).tolist()
     assert rows == [*range(4), *range(8, 12), *range(36, 40), *range(52, 56), *range(72, 80)]
 
@@ -80,58 +64,57 @@ def test_the_best_chunks_between_sink_and_recent_window_are_chosen(transposed):
 
 
 def test_every_few_verifications_are_scored():
-    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
-    assert retrieval.wanted(0) and retrieval.selected(0) is None
+    store, retrieval = filled(80), retrieval_of(**SMALL)
+    assert retrieval.chosen(0) is None
     versions = []
     for chunk in (2, 3, 4, 5, 6, 7):
-        retrieval.observe(store, 0, peaked(store, 0, chunk))
-        versions.append((retrieval.version(0), chunk * 4 in retrieval.selected(0)))
-        assert retrieval.wanted(0) is False
+        look(retrieval, store, 0, peaked(store, 0, chunk))
+        versions.append((retrieval.version(0), chunk in retrieval.chosen(0)))
     first = versions[0][0]
     assert [v for v, _ in versions[:3]] == [first] * 3 and versions[0][1]
     assert [v for v, _ in versions[3:]] == [first + 1] * 3 and versions[3][1]
 
 
 def test_the_same_choice_is_no_new_version():
-    store, retrieval = filled(80), ChunkRetrieval(**SMALL | {"every": 1})
+    store, retrieval = filled(80), retrieval_of(**SMALL | {"every": 1})
     query = peaked(store, 0, 3, 7, 8)
-    retrieval.observe(store, 0, query)
+    look(retrieval, store, 0, query)
     version = retrieval.version(0)
-    retrieval.observe(store, 0, query)
+    look(retrieval, store, 0, query)
     assert retrieval.version(0) == version
 
 
 @pytest.mark.parametrize(("adaptive", "scored"), [(False, [0, 10]), (True, [0, 6, 10])])
 def test_a_fall_of_acceptance_brings_the_next_scoring_forward(adaptive, scored):
     """Accepted are 4 drafted tokens each time, then none: six verifications later the last two have half the mean."""
-    store, retrieval = filled(60), ChunkRetrieval(**SMALL | {"every": 10, "adaptive": adaptive})
+    store, retrieval = filled(60), retrieval_of(**SMALL | {"every": 10, "adaptive": adaptive})
     found = []
     for i, accepted in enumerate([0, 4, 4, 4, 4, 0, 0, 3, 3, 3, 3]):
         before = retrieval.version(0)
         store.lengths[0] += accepted + 1
-        retrieval.observe(store, 0, peaked(store, 0, 1 + i))
+        look(retrieval, store, 0, peaked(store, 0, 1 + i), accepted)
         if retrieval.version(0) != before:
             found.append(i)
     assert found == (scored if not adaptive else scored[:2])
 
 
 def test_slots_do_not_know_of_each_other():
-    store, retrieval = filled(80, slots=2), ChunkRetrieval(**SMALL)
-    retrieval.observe(store, 0, peaked(store, 0, 3))
-    assert retrieval.selected(1) is None and retrieval.wanted(1) and not retrieval.wanted(0)
-    retrieval.observe(store, 1, peaked(store, 1, 9))
-    assert 36 in retrieval.selected(1) and 12 in retrieval.selected(0)
+    store, retrieval = filled(80, slots=2), retrieval_of(**SMALL)
+    look(retrieval, store, 0, peaked(store, 0, 3))
+    assert retrieval.chosen(1) is None and 3 in retrieval.chosen(0)
+    look(retrieval, store, 1, peaked(store, 1, 9))
+    assert 9 in retrieval.chosen(1) and 3 in retrieval.chosen(0)
     version = retrieval.version(1)
     retrieval.reset(0)
-    assert retrieval.selected(0) is None and retrieval.selected(1) and retrieval.version(1) == version
+    assert retrieval.chosen(0) is None and retrieval.chosen(1) and retrieval.version(1) == version
 
 
 def test_a_reset_is_a_new_version():
     """Also when as many choices have been made after it as before."""
-    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
+    store, retrieval = filled(80), retrieval_of(**SMALL)
     seen = set()
     for _ in range(3):
-        retrieval.observe(store, 0, peaked(store, 0, 3))
+        look(retrieval, store, 0, peaked(store, 0, 3))
         assert retrieval.version(0) not in seen
         seen.add(retrieval.version(0))
         retrieval.reset(0)
@@ -139,12 +122,12 @@ def test_a_reset_is_a_new_version():
 
 def test_what_follows_a_cut_has_not_been_scored():
     """Chunks chosen behind the cut are gone for good, and those of the new text may fill their places."""
-    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
-    retrieval.observe(store, 0, peaked(store, 0, 3, 13, 14))
-    assert retrieval.selected(0) == [12, 52, 56]
+    store, retrieval = filled(80), retrieval_of(**SMALL)
+    look(retrieval, store, 0, peaked(store, 0, 3, 13, 14))
+    assert retrieval.chosen(0) == [3, 13, 14]
     version = retrieval.version(0)
     retrieval.truncate(0, 48)
-    assert retrieval.selected(0) == [12] and retrieval.version(0) > version
+    assert retrieval.chosen(0) == [3] and retrieval.version(0) > version
     assert retrieval.rows(0, 80).tolist() == [*range(4), *range(12, 16), *range(64, 80)]
 
 
@@ -157,12 +140,12 @@ sizes = st.fixed_dictionaries(
 changes = st.lists(st.tuples(st.sampled_from(["read", "back", "look", "reset"]), st.integers(1, 9)), max_size=25)
 
 
-@given(sizes, st.integers(1, 60), changes, st.booleans())
-def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, adaptive):
+@given(sizes, st.integers(1, 60), changes, st.booleans(), st.sampled_from(CHOOSING))
+def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, adaptive, scorer):
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = ChunkRetrieval(chunk, given_sizes["chunks"], 2, adaptive, sink, recent)
+    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, adaptive, sink, recent, scorer=scorer)
     store = filled(length)
     for event, n in [("look", 1), *events]:
         length = store.lengths[0]
@@ -174,15 +157,15 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
         elif event == "reset":
             retrieval.reset(0)
         else:
-            retrieval.observe(store, 0, torch.randn(4, 8))
+            look(retrieval, store, 0, torch.randn(4, 8))
         length = store.lengths[0]
         rows = retrieval.rows(0, length).tolist()
         assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] == length - 1
         assert set(range(min(sink, length))) <= set(rows) and set(range(max(0, length - recent), length)) <= set(rows)
-        assert len(rows) <= retrieval.most
-        chosen = retrieval.selected(0)
-        for start in chosen or ():
-            assert set(range(start, start + chunk)) <= set(rows)
+        assert len(rows) <= retrieval.view.most
+        chosen = retrieval.chosen(0)
+        for c in chosen or ():
+            assert set(range(c * chunk, (c + 1) * chunk)) <= set(rows)
         if length <= sink + recent + given_sizes["chunks"] * chunk:
             assert rows == list(range(length))
         elif chosen is None:
@@ -196,11 +179,11 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = ChunkRetrieval(chunk, given_sizes["chunks"], 2, False, sink, recent)
+    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, False, sink, recent)
     store = filled(length, transposed=transposed)
     store.values.copy_(torch.arange(200.0)[:, None])  # a value says which row it is of
     working = RetrievedKV(store, retrieval, transposed)
-    retrieval.observe(store, 0, torch.randn(4, 8))
+    look(retrieval, store, 0, torch.randn(4, 8))
     for event, n in events:
         if event == "read":
             store.lengths[0] = min(store.lengths[0] + n, 150)
@@ -208,39 +191,40 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
             store.truncate(0, max(store.lengths[0] - n, 1))
             # What follows is another text.
             store.keys[:, :, :, store.lengths[0] :] = torch.randn(2, 1, 2, 200 - store.lengths[0], 8)
-            working.rewind(0)
+            retrieval.truncate(0, store.lengths[0])
+            working.forget(0, store.lengths[0])
         elif event == "reset":
             store.keys.copy_(torch.randn(store.keys.shape))
-            working.begin(0)
+            retrieval.reset(0)
+            working.forget(0)
         else:
-            retrieval.observe(store, 0, torch.randn(4, 8))
+            look(retrieval, store, 0, torch.randn(4, 8))
         keys, values = working.read(0)
         whole = store.keys[-1, 0, :, : store.lengths[0]]
         rows = values[0, :, 0].long().tolist()
         assert torch.equal(keys, whole[:, rows])
         assert rows == sorted(set(rows)) and rows[-1] == store.lengths[0] - 1
-        fresh = retrieval.rows(0, store.lengths[0]).tolist()
-        for start in retrieval.selected(0) or ():
-            assert set(range(start, start + chunk)) <= set(rows)
-        assert set(range(min(sink, rows[-1] + 1))) <= set(rows) and set(fresh[-recent:]) <= set(rows)
+        for c in retrieval.chosen(0) or ():
+            assert set(range(c * chunk, (c + 1) * chunk)) <= set(rows)
+        n = store.lengths[0]
+        assert set(range(min(sink, n))) | set(range(max(0, n - recent), n)) <= set(rows)
 
 
-def test_a_working_set_is_gathered_when_it_must_be_and_appended_to_otherwise():
-    store, retrieval = filled(80), ChunkRetrieval(**SMALL)
-    sets = WorkingSets(retrieval, 1, retrieval.most + 8, "cpu")
-    retrieval.observe(store, 0, peaked(store, 0, 3))
-    kept, rows = sets.take(0, 80)
-    size = len(rows)
-    assert (kept, rows.tolist()) == (0, retrieval.rows(0, 80).tolist()) and sets.shift(0) == size - 80
-    assert [x if isinstance(x, int) else x.tolist() for x in sets.take(0, 80)] == [size, []]
-    assert [x if isinstance(x, int) else x.tolist() for x in sets.take(0, 83)] == [size, [80, 81, 82]]
-    assert sets.shift(0) == size - 80  # what is appended moves with the rest
-    sets.forget(0, 83)
-    assert sets.take(0, 83)[0] == size + 3
-    sets.forget(0, 82)
-    assert sets.take(0, 83)[0] == 0
-    assert sets.take(0, 140)[0] == 0  # no room for so many more
-    assert sets.take(0, 130)[0] == 0  # a shorter text
+def test_a_copy_is_chosen_anew_when_it_must_be_and_appended_to_otherwise():
+    copied = Copied(1, 24)
+    assert not copied.appends(0, 80, due=False)
+    copied.fill(0, 16, 72, 80)
+    assert copied.appends(0, 80, due=False) and copied.append(0, 80) == (slice(16, 16), slice(80, 80))
+    assert not copied.appends(0, 80, due=True)
+    assert copied.appends(0, 83, due=False) and copied.append(0, 83) == (slice(16, 19), slice(80, 83))
+    copied.forget(0, 83)
+    assert copied.sizes == [19]
+    copied.forget(0, 82)
+    assert copied.sizes == [18] and copied.appends(0, 83, due=False)
+    assert not copied.appends(0, 140, due=False)  # no room for so many more
+    assert copied.appends(0, 82, due=False) and copied.ends == [82]
+    assert not copied.appends(0, 60, due=False) and copied.ends == [0]  # chosen rows are gone
+    assert copied.appends(0, 24, due=True) and copied.whole(0)  # all of it fits
 
 
 # --- options ---
@@ -258,15 +242,16 @@ def test_a_working_set_is_gathered_when_it_must_be_and_appended_to_otherwise():
 )  # fmt: skip
 def test_sizes_that_make_no_working_cache_are_refused(given_options, word):
     with pytest.raises(ValueError, match=word):
-        ChunkRetrieval(**given_options)
+        retrieval_of(**given_options)
 
 
 def test_options_without_retrieval_are_refused_and_sizes_of_schedules_are_not():
-    assert retrieval_options(False, 4, 4, {}, chunk=None) is None
+    draft = object()
+    assert retrieval_options(False, draft, 4, 4, chunk=None) is None
     with pytest.raises(ValueError, match=r"chunks, every shape the retrieval .* give retrieval=True"):
-        retrieval_options(False, 32, 128, {}, chunks=3, every=2, chunk=None)
+        retrieval_options(False, draft, 32, 128, chunks=3, every=2, chunk=None)
     with pytest.raises(ValueError, match="retrieval must be True or False"):
-        retrieval_options("yes", 32, 128, {})
+        retrieval_options("yes", draft, 32, 128)
 
 
 # --- whose attention ranks ---
@@ -278,18 +263,18 @@ def test_chunks_are_ranked_by_the_layer_that_was_asked_for():
     last = peaked(store, 0, 3, 13, 14)  # of the last layer alone
     first = store.keys[0]
     first.copy_(store.keys[1].roll(16, dims=2))  # the first one's peaks lie four chunks further on
-    for layer, chosen in ((None, [12, 52, 56]), (1, [12, 52, 56]), (0, [28])):
-        retrieval = ChunkRetrieval(**SMALL, layer=layer)
-        retrieval.observe(store, 0, last)
-        assert set(chosen) <= set(retrieval.selected(0))
+    for layer, chosen in ((None, [3, 13, 14]), (1, [3, 13, 14]), (0, [7])):
+        retrieval = retrieval_of(**SMALL, layer=layer)
+        look(retrieval, store, 0, last)
+        assert set(chosen) <= set(retrieval.chosen(0))
 
 
 def test_a_layer_that_the_target_does_not_have():
-    assert ChunkRetrieval(**SMALL).layer(30) == 29 and ChunkRetrieval(**SMALL, layer=18).layer(30) == 18
+    assert retrieval_of(**SMALL).layers(30) == (29,) and retrieval_of(**SMALL, layer=18).layers(30) == (18,)
     with pytest.raises(ValueError, match=r"one of the target's 30, 0 to 29, got 30"):
-        ChunkRetrieval(**SMALL, layer=30).layer(30)
+        retrieval_of(**SMALL, layer=30).layers(30)
     with pytest.raises(ValueError, match="layer must be a whole number"):
-        ChunkRetrieval(**SMALL, layer=-1)
+        retrieval_of(**SMALL, layer=-1)
 
 
 @pytest.mark.parametrize("method", ["longspec", "eagle3", "specextend"])

@@ -1,4 +1,4 @@
-"""The window of a draft's self-attention: a ring of the last keys and values, and the tree's behind it.
+"""A ring KV cache: the last keys and values of each text, and the tree's behind them.
 
 The K/V of a LongSpec block depend on token and position alone, so the ring is all a draft has to remember: its
 memory is the same at any context length. The token at position p stands in row p % window. Behind the ring lies
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from longdraft.kv.store import KVShape
 
 
-class Window:
+class Ring:
     """Rings and scratch space, one of each a slot.
 
     Args:

@@ -7,11 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters import small_lm_cache
-from longdraft.drafters.retrieval import ChunkRetrieval
-from longdraft.drafters.small_lm_cache import CompactCache, CompactLayout, FullCache, Streaming
+from longdraft.drafters.retrieving import retrieval_of
 from longdraft.host.rotation import KeyRotation
 from longdraft.host.runner import TargetRunner
+from longdraft.views import compact
+from longdraft.views.compact import CompactCache, FullCache
+from longdraft.views.refresh import Refresh
+from longdraft.views.retrieval import Retrieval
+from longdraft.views.view import View
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 TRAINED, SLOTS = 60, 2
@@ -19,8 +23,7 @@ TRAINED, SLOTS = 60, 2
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
-    monkeypatch.setattr(small_lm_cache, "FRESH", 6)
-    monkeypatch.setattr(small_lm_cache, "PIECE", 16)
+    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 # One layer: keys and values depend on token and position alone, whatever was attended to.
@@ -37,14 +40,14 @@ def read(cache, slot: int, tokens: list[int]) -> None:
 
 
 def feed(cache, slot: int, tokens: list[int]) -> None:
-    RUNNER.forward([tokens], cache.store, [slot], logits="none")
+    forward(RUNNER, [tokens], cache.store, [slot], logits="none")
     cache.store.commit(slot, range(len(tokens)))
 
 
 def computed(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (Hkv, n, d) of these tokens at positions 0, 1, 2, ..., as the model computes them."""
     store = RUNNER.new_store(1, len(tokens))
-    RUNNER.forward([tokens], store, [0], logits="none")
+    forward(RUNNER, [tokens], store, [0], logits="none")
     return store.keys[0, 0], store.values[0, 0]
 
 
@@ -58,9 +61,10 @@ def assert_holds(cache, slot: int, tokens: list[int]) -> None:
 
 
 class Chosen:
-    """A selection that a test makes: sink, some rows, recent."""
+    """A retrieval that a test makes: sink, some rows, window."""
 
     def __init__(self) -> None:
+        self.view = View("quest", 8, 3, 5, room=6, shared=True)
         self.rows_of: list[set[int]] = [set() for _ in range(SLOTS)]
         self.versions = [0] * SLOTS
 
@@ -82,7 +86,10 @@ class Chosen:
         self.choose(slot, {r for r in self.rows_of[slot] if r < length})
 
 
-LAYOUT = {"sink": 3, "recent": 5, "most": 3 + 8 + 5, "depth": 3, "trained": TRAINED}
+def streaming(sink: int, window: int) -> Retrieval:
+    return Retrieval(View("streaming", 0, sink, window, room=6, shared=True), Refresh(0))
+
+
 slots = st.integers(0, SLOTS - 1)
 EVENTS = st.one_of(
     st.tuples(st.just("read"), slots, st.integers(1, 90)),
@@ -97,7 +104,7 @@ EVENTS = st.one_of(
 def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
     """Rows of the selection and all that was fed since, at compact positions; keys as if they were computed there."""
     chosen = Chosen()
-    cache = CompactCache(RUNNER, SLOTS, 1000, 4, chosen, CompactLayout(**LAYOUT))
+    cache = CompactCache(RUNNER, SLOTS, 1000, 4, chosen, TRAINED)
     texts: list[list[int]] = [[], []]
     for name, slot, what in events:
         text = texts[slot]
@@ -110,7 +117,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             before = len(text)
             cache.ready(slot, what)
             rows = cache.store.lengths[slot]
-            assert rows + what <= cache.layout.limit
+            assert rows + what <= cache.retrieval.view.limit
             if not cache.whole(slot):
                 # The selection as it was when it was gathered, and behind it what has been fed since.
                 at = rows - cache._copied[slot]
@@ -124,14 +131,16 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             chosen.choose(slot, what)
         elif name == "cut":
             length = int(what * len(text))
-            cache.cut(slot, length)
+            chosen.truncate(slot, length)
+            cache.forget(slot, length)
             del text[length:]
         else:
-            cache.begin(slot)
+            chosen.reset(slot)
+            cache.forget(slot)
             text.clear()
         for s, own in enumerate(texts):
-            assert cache.length(s) == len(own)
-            assert cache.store.lengths[s] <= cache.layout.reach
+            assert cache.full.lengths[s] + cache.store.lengths[s] - cache._copied[s] == len(own)
+            assert cache.store.lengths[s] <= cache.reach
             kept = cache.full.lengths[s]
             if kept:
                 keys, values = computed(own[:kept])
@@ -142,7 +151,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
 
 
 def test_a_text_that_fits_is_never_gathered():
-    cache = CompactCache(RUNNER, 1, 100, 4, Streaming(3, 5), CompactLayout(3, 5, 30, 3, TRAINED))
+    cache = CompactCache(RUNNER, 1, 100, 4, streaming(3, 27), TRAINED)
     text = list(range(20))
     read(cache, 0, text)
     for token in range(30, 45):
@@ -155,7 +164,7 @@ def test_a_text_that_fits_is_never_gathered():
 
 def test_a_prompt_is_read_behind_a_sliding_window():
     """No position beyond those of training, and no piece that sees less than sink and recent tokens."""
-    cache = CompactCache(RUNNER, 1, 400, 4, Streaming(3, 5), CompactLayout(3, 5, 8, 3, 40))
+    cache = CompactCache(RUNNER, 1, 400, 4, streaming(3, 5), 40)
     seen: list[tuple[int, int]] = []
     text = [i % 61 for i in range(300)]
     at = 0
@@ -164,15 +173,15 @@ def test_a_prompt_is_read_behind_a_sliding_window():
         seen.append((cache.store.lengths[0], count))
         feed(cache, 0, text[at : at + count])
         at += count
-    assert all(n + count <= cache.layout.reach <= 40 for n, count in seen)
+    assert all(n + count <= cache.reach <= 40 for n, count in seen)
     assert all(n >= 8 for n, _ in seen[1:])
-    assert len(seen) == 300 / cache.layout.piece
+    assert len(seen) == 300 / cache.piece
     cache.ready(0, 1)
     assert_holds(cache, 0, text[:3] + text[-5:])
 
 
 def test_recent_rows_slide_on():
-    cache = CompactCache(RUNNER, 1, 400, 4, Streaming(2, 6), CompactLayout(2, 6, 8, 3, 40))
+    cache = CompactCache(RUNNER, 1, 400, 4, streaming(2, 6), 40)
     text = [i % 61 for i in range(50)]
     read(cache, 0, text)
     for token in range(40):
@@ -180,22 +189,22 @@ def test_recent_rows_slide_on():
         feed(cache, 0, [token])
         text.append(token)
         n = cache.store.lengths[0]
-        assert 9 <= n <= cache.layout.limit
+        assert 9 <= n <= cache.retrieval.view.limit
         assert_holds(cache, 0, text[:2] + text[-(n - 2) :])
 
 
 def test_a_retrievals_choice_is_gathered():
-    retrieval = ChunkRetrieval(4, 3, 1, False, 4, 8)
-    cache = CompactCache(RUNNER, 1, 400, 4, retrieval, CompactLayout(4, 8, retrieval.most, 3, TRAINED))
+    retrieval = retrieval_of(4, 3, 1, False, 4, 8, fresh=6)
+    cache = CompactCache(RUNNER, 1, 400, 4, retrieval, TRAINED)
     text = [(i * i) % 61 for i in range(99)]
     read(cache, 0, text)
     cache.ready(0, 1)
     assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
     target = RUNNER.new_store(1, 120)
-    RUNNER.forward([text], target, [0], logits="none")
+    forward(RUNNER, [text], target, [0], logits="none")
     target.commit(0, range(99))
-    retrieval.observe(target, 0, torch.randn(6, 16))
-    assert retrieval.selected(0) is not None
+    retrieval.look(target, 0, {0: torch.randn(6, 1, 16)})
+    assert retrieval.chosen(0) is not None
     cache.ready(0, 1)
     assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
 
@@ -206,14 +215,8 @@ def test_all_of_a_text_at_true_positions():
         read(cache, slot, list(range(40)))
         cache.ready(slot, 5)
         feed(cache, slot, [1, 2, 3])
-    cache.cut(1, 20)
+    cache.forget(1, 20)
     assert_holds(cache, 0, [*range(40), 1, 2, 3])
     assert_holds(cache, 1, list(range(20)))
-    cache.begin(0)
+    cache.forget(0)
     assert cache.store.lengths == [0, 20]
-
-
-def test_a_working_cache_that_was_not_trained_for_is_refused():
-    assert CompactLayout(3, 5, 30, 3, 39).limit == 36
-    with pytest.raises(ValueError, match="more than the 38 tokens that the draft was trained for: lower sink, recent"):
-        CompactLayout(3, 5, 30, 3, 38)

@@ -1,0 +1,159 @@
+"""The rows that a view shows, at their true positions, and behind them all rows since then.
+
+    sink | chosen chunks | window | rows since then | rows that wait
+
+The copies are exact, each a row of the full store, keys with the RoPE of their true positions. A forward on them writes
+behind them; what it accepts may wait there (:meth:`TrueCache.keep`) and is shown to drafters as unverified rows of the
+full store, but never counts as committed there. Until a text is longer than the view and its room, all of it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from longdraft.kv.store import KVStore
+from longdraft.views.copied import Copied, gather
+from longdraft.views.scorers import SCORERS
+from longdraft.views.summaries import Summaries
+from longdraft.views.view import View
+
+# Of each layer, (Hq, M, d) after RoPE, the newest last.
+Queries = Mapping[int, torch.Tensor] | torch.Tensor
+
+
+class ViewCache(Protocol):
+    """The KV that is seen of a batch of texts, at true positions (:class:`TrueCache`) or at compact ones, 0, 1, 2, ...
+    (:class:`~longdraft.views.compact.CompactCache`).
+
+    Attributes:
+        store: what forwards run on; they write behind its committed rows.
+    """
+
+    store: KVStore
+
+    def whole(self, slot: int) -> bool:
+        """Whether all of the text is there."""
+
+    def forget(self, slot: int, start: int = 0) -> None:
+        """Told that the text's rows from ``start`` on are others than they were, or gone."""
+
+
+class TrueCache:
+    """The views of a batch; slots do not know of each other.
+
+    Args:
+        full: the store with all KV.
+        new_store: builds a store from (slots, capacity).
+        view: which rows are chosen, and how many new ones there is room for.
+        scratch: rows of a forward that are written behind them.
+        first: layers from this one on are copied.
+        summaries: whether summaries of the chunks are kept, so that choosing need not read all keys.
+
+    Attributes:
+        store: rows ``[0, sizes[slot])`` of a slot are copies, the committed rows behind them wait. A forward on it
+            needs ``bases``: a row's position is not its index.
+
+    Raises:
+        MemoryBudgetError: it does not fit the memory that is free.
+    """
+
+    def __init__(
+        self,
+        full: KVStore,
+        new_store: Callable[[int, int], KVStore],
+        view: View,
+        scratch: int,
+        first: int = 0,
+        summaries: bool = False,
+    ) -> None:
+        self.full, self.view, self._first = full, view, first
+        # No text has more rows than the full store.
+        self.store = new_store(full.slots, min(view.limit, full.capacity) + scratch)
+        self._copied = Copied(full.slots, view.limit)
+        scorer = SCORERS[view.scorer]
+        kinds = scorer.summaries if summaries and scorer is not None else ()
+        self._summaries = Summaries(full, view.chunk, kinds) if kinds else None
+
+    def whole(self, slot: int) -> bool:
+        """Whether all of the text is there."""
+        return self._copied.whole(slot)
+
+    def in_use(self, slot: int) -> bool:
+        """Whether anything of the text is there."""
+        return self._copied.sizes[slot] > 0
+
+    def follow(self, slot: int, queries: Queries | None = None, due: bool = False) -> bool:
+        """Takes in the rows that the full store has gained; chooses anew where there is no room for them.
+
+        Args:
+            queries: what to choose by; None: the latest rows.
+            due: choose in any case, unless all of the text is there.
+
+        Returns:
+            Whether rows were chosen.
+        """
+        end = self.full.readable(slot)
+        if not self._copied.appends(slot, end, due):
+            self.choose(slot, queries)
+            return True
+        own, rows = self._copied.append(slot, end)
+        if rows.start < rows.stop:
+            # Not through `layer`: a store off the device would fetch whole layers for these few rows.
+            layers = slice(self._first, self.full.shape.layers)
+            for portion in self.full.portions if not self._first else [layers]:
+                to = portion if not self._first else slice(None)
+                new = self.full.stored(slot, portion, self.full.capacity)
+                for source, target in zip(new, (self.store.keys, self.store.values), strict=True):
+                    target[to, slot, :, own] = source[:, :, rows]
+        self.store.lengths[slot] = own.stop
+        return False
+
+    def choose(self, slot: int, queries: Queries | None = None) -> None:
+        """Fills a slot anew from the full store; nothing waits then."""
+        end = self.full.readable(slot)
+        if self._summaries is not None:
+            self._summaries.update(slot, end)
+        for layer in range(self._first, self.full.shape.layers):
+            full = [x[slot, :, :end] for x in self.full.layer(layer)]
+            rows = self._rows(slot, layer, full[0], None if queries is None else queries[layer])
+            for source, target in zip(full, self.store.layer(layer - self._first), strict=True):
+                target[slot, :, : rows.shape[1]] = gather(source, rows)
+        self.store.lengths[slot] = rows.shape[1]
+        self._copied.fill(slot, rows.shape[1], self.view.window_start(end), end)
+
+    def _rows(self, slot: int, layer: int, keys: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
+        """(Hkv or 1, m) of keys (Hkv, n, d)."""
+        kept = None if self._summaries is None else self._summaries.of(layer, slot)
+        return self.view.rows(keys, queries, kept)
+
+    def forget(self, slot: int, start: int = 0) -> None:
+        """Told that the text's rows from ``start`` on are others than they were, or gone. Nothing waits then."""
+        self._copied.forget(slot, start)
+        self.store.truncate(slot, self._copied.sizes[slot])
+        if self._summaries is not None:
+            self._summaries.forget(slot, start)
+
+    def waiting(self, slot: int) -> int:
+        """Rows that wait."""
+        return self.store.lengths[slot] - self._copied.sizes[slot]
+
+    def keep(self, slot: int, path: Sequence[int]) -> None:
+        """Has the accepted path of a forward on the view wait, and shows it to drafters.
+
+        The rows become unverified rows of the full store: inexact, overwritten by the next verification on all of it.
+        """
+        start = self.store.lengths[slot]
+        self.store.commit(slot, path)
+        own = slice(start, start + len(path))
+        features = None if self.store.features is None else self.store.features[slot, own]
+        keys, values = self.store.keys[:, slot, :, own], self.store.values[:, slot, :, own]
+        self.full.put_rows(slot, self.full.readable(slot), keys, values, features)
+        self.full.unverified[slot] += len(path)
+
+    def drop(self, slot: int) -> None:
+        """Forgets what waits."""
+        self.full.unverified[slot] -= self.waiting(slot)
+        self.store.truncate(slot, self._copied.sizes[slot])

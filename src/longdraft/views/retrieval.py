@@ -1,0 +1,128 @@
+"""Cross-model retrieval: a draft sees the chunks of a text that the target looks at (SpecExtend, section 2.2).
+
+    working cache = sink | retrieved chunks | window
+
+After a verification, the queries of one layer of the target score the chunks of the text; the best are shown to the
+draft until the next scoring. The paper keeps neither sink nor window, so a draft may miss the last words; here both are
+always there. This says which rows; what is gathered of them is a cache's affair.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.kv.store import KVStore
+from longdraft.views.queries import LastQueries
+from longdraft.views.refresh import Refresh
+from longdraft.views.view import View
+
+
+@dataclass
+class _State:
+    """One slot.
+
+    Attributes:
+        chosen: the retrieved chunks, sorted; None: nothing scored yet.
+        scored: chunks before this one (behind the sink) took part in the last scoring.
+    """
+
+    chosen: list[int] | None = None
+    scored: int = 0
+
+
+class Retrieval:
+    """Which rows of each slot a draft sees, all of its heads the same. One for a run; slots do not know of each other.
+
+    Args:
+        view: shared by the heads. One that chooses nothing shows sink and window.
+        refresh: when chunks are scored anew.
+        layer: decoder layer of the target, from 0, whose queries and keys score the chunks; None: the last, as in the
+            paper. Layers in the middle, where heads look things up, find what will be quoted better.
+    """
+
+    def __init__(self, view: View, refresh: Refresh, layer: int | None = None) -> None:
+        assert view.shared
+        self.view, self.refresh, self._layer = view, refresh, layer
+        self._queries = LastQueries(view.looks)
+        self._states: defaultdict[int, _State] = defaultdict(_State)
+        self._versions: defaultdict[int, int] = defaultdict(int)
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        """The layer that scores, of a target of so many; none where nothing is chosen.
+
+        Raises:
+            ValueError: the target has no such layer.
+        """
+        if self._layer is not None and self._layer >= count:
+            raise ValueError(f"layer must be one of the target's {count}, 0 to {count - 1}, got {self._layer}")
+        return (count - 1 if self._layer is None else self._layer,) if self.view.looks else ()
+
+    @torch.inference_mode()
+    def look(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor], accepted: int = 0) -> None:
+        """Told after the prompt and after each verification; scores the chunks when it is time to.
+
+        Args:
+            store: the target's; rows up to the newest query's own can be read.
+            queries: of :meth:`layers`, (Hq, n, d) after RoPE: of the prompt's last tokens, then of the deepest
+                accepted nodes.
+            accepted: drafted tokens that the verification accepted.
+        """
+        state = self._states[slot]
+        self._queries.add(slot, queries)
+        if state.chosen is not None:
+            self.refresh.note(slot, accepted)
+            if not self.refresh.due(slot):
+                return
+        (layer,), length = queries, store.readable(slot)
+        found = self._queries.of(slot)
+        assert found is not None
+        chosen = self.view.choose(store.layer(layer)[0][slot, :, :length], found[0])[0].tolist()
+        if chosen != state.chosen:
+            self._versions[slot] += 1
+        state.chosen, state.scored = chosen, self.view.between(length).stop
+        self.refresh.done(slot)
+
+    def chosen(self, slot: int) -> list[int] | None:
+        """The chosen chunks, sorted; None: nothing has been scored yet."""
+        chosen = self._states[slot].chosen
+        return None if chosen is None else list(chosen)
+
+    def version(self, slot: int) -> int:
+        """Grows whenever the choice has changed, and with :meth:`reset`."""
+        return self._versions[slot]
+
+    def rows(self, slot: int, length: int) -> torch.Tensor:
+        """Rows of a text of ``length`` rows that are seen: sorted, none twice, all below ``length``.
+
+        A text that has room is there whole. Where fewer chunks are chosen than there is room for, the latest of those
+        that were not scored fill it: all of them before the first scoring, later those that have left the window since.
+
+        Returns:
+            (n,) int64 on the host, n at most the view's ``most``.
+        """
+        state, between, count = self._states[slot], self.view.between(length), self.view.chunks
+        chunks = list(between)
+        if len(between) > count:
+            chunks = [c for c in state.chosen or () if c < between.stop]
+            unscored = range(max(state.scored, between.start), between.stop)
+            chunks += unscored[max(0, len(unscored) - (count - len(chunks))) :]
+        return self.view.rows_of(torch.tensor([chunks], dtype=torch.long), length)[0]
+
+    def reset(self, slot: int) -> None:
+        """Forgets a slot: another text begins there."""
+        self._states.pop(slot, None)
+        self._queries.forget(slot)
+        self.refresh.done(slot)
+        self._versions[slot] += 1
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Told that the text's rows from ``length`` on were taken back."""
+        state, end = self._states[slot], self.view.between(length).stop
+        state.scored = min(state.scored, end)
+        if state.chosen and state.chosen[-1] >= end:
+            state.chosen = [c for c in state.chosen if c < end]
+            self._versions[slot] += 1

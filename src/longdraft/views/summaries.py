@@ -1,0 +1,52 @@
+"""Summaries: what is kept of each chunk of keys, so that it can be scored without reading it (SpecPV, section 3.2).
+
+Element-wise maximum, minimum and mean of a chunk's keys after RoPE, of each layer and KV head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from longdraft.kv.store import KVStore
+
+
+def summarise(kind: str, keys: torch.Tensor) -> torch.Tensor:
+    """Keys (..., chunks, chunk, d) -> (..., chunks, d); kind: "largest", "smallest" or "mean"."""
+    if kind == "mean":
+        return keys.float().mean(-2)
+    return keys.amax(-2) if kind == "largest" else keys.amin(-2)
+
+
+class Summaries:
+    """Summaries of the complete chunks of a store's rows. A chunk is summarised once, and again where it was forgotten.
+
+    Args:
+        store: whose keys.
+        chunk: rows of a chunk.
+        kinds: which are kept.
+    """
+
+    def __init__(self, store: KVStore, chunk: int, kinds: tuple[str, ...]) -> None:
+        self._store, self._chunk = store, chunk
+        shape = store.shape
+        size = (shape.layers, store.slots, shape.kv_heads, store.capacity // chunk, shape.head_dim)
+        self._kept = {kind: torch.empty(size, dtype=shape.dtype, device=store.device) for kind in kinds}
+        self._counts = [0] * store.slots
+
+    def of(self, layer: int, slot: int) -> dict[str, torch.Tensor]:
+        """Kind -> (Hkv, chunks, d); those that were not summarised hold anything."""
+        return {kind: kept[layer, slot] for kind, kept in self._kept.items()}
+
+    def update(self, slot: int, length: int) -> None:
+        """Summarises the chunks of a text of ``length`` rows that were completed since the last call."""
+        old, new = self._counts[slot], length // self._chunk
+        for layer in range(self._store.shape.layers if new > old else 0):
+            keys = self._store.layer(layer)[0][slot, :, old * self._chunk : new * self._chunk]
+            chunks = keys.unflatten(1, (-1, self._chunk))
+            for kind, kept in self._kept.items():
+                kept[layer, slot, :, old:new] = summarise(kind, chunks).to(kept)
+        self._counts[slot] = new
+
+    def forget(self, slot: int, start: int) -> None:
+        """Told that the slot's rows from ``start`` on are others than they were, or gone."""
+        self._counts[slot] = min(self._counts[slot], start // self._chunk)

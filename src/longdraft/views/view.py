@@ -1,0 +1,149 @@
+"""A view: which rows of a text are seen.
+
+    sink | chosen chunks | window | new rows
+
+The first rows and the last are always there. Of those between, whole chunks are chosen by the score that queries give
+them (:mod:`longdraft.views.scorers`): by each KV head for itself, or by all heads together. New rows stand behind the
+window until the view is chosen anew.
+
+Chunks lie on a fixed grid: chunk i is rows [i * chunk, (i + 1) * chunk). The window starts at a chunk's border, up to a
+chunk earlier than its size says, so that every row before it can be chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
+
+
+def check_sizes(least: int, **sizes: object) -> None:
+    """Raises ValueError, naming the size that is no whole number of at least ``least``."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+
+
+def check_multiples(unit: str, of: int, **sizes: int) -> None:
+    """Raises ValueError, naming the size that is no multiple of ``of`` tokens, which the option ``unit`` gives."""
+    for name, size in sizes.items():
+        if size % of:
+            raise ValueError(f"{name} must be a multiple of {unit} ({of} tokens), got {size}")
+
+
+def check_name(option: str, value: str, names: tuple[str, ...]) -> None:
+    """Raises ValueError for a value that is none of an option's names."""
+    if value not in names:
+        raise ValueError(f"{option} must be one of {', '.join(names)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class View:
+    """Sizes are in rows, and are those of one layer and KV head.
+
+    Attributes:
+        scorer: one of ``SCORERS``, by which chunks are chosen; "streaming" chooses none.
+        chosen: rows that are chosen at most; as many whole chunks as they make.
+        sink, window: the first and the last rows, always there.
+        chunk: rows that are chosen together; 1: each row for itself.
+        room: new rows that are taken in before the view is chosen anew.
+        reduction: one of ``REDUCTIONS``, how the scores of several queries become one.
+        shared: all KV heads see the same rows; else each chooses its own.
+
+    Raises:
+        ValueError: sizes that make no view, or names that are not known.
+    """
+
+    scorer: str
+    chosen: int
+    sink: int
+    window: int
+    chunk: int = 1
+    room: int = 0
+    reduction: str = "mean"
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_name("scorer", self.scorer, tuple(SCORERS))
+        check_name("reduction", self.reduction, REDUCTIONS)
+        check_sizes(0, chosen=self.chosen, sink=self.sink, room=self.room)
+        check_sizes(1, window=self.window, chunk=self.chunk)
+        check_multiples("chunk", self.chunk, sink=self.sink)
+
+    @property
+    def budget(self) -> int:
+        """Rows that the view holds: a text of no more is seen whole."""
+        return self.sink + self.chosen + self.window
+
+    @property
+    def most(self) -> int:
+        """Rows that it holds at most, where the window starts early."""
+        return self.budget + self.chunk - 1
+
+    @property
+    def limit(self) -> int:
+        """Rows that it holds at most, new ones among them."""
+        return self.most + self.room
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks are chosen at most."""
+        return 0 if SCORERS[self.scorer] is None else self.chosen // self.chunk
+
+    @property
+    def looks(self) -> int:
+        """By how many of a text's last queries it is chosen, where the scorer decides that."""
+        scorer = SCORERS[self.scorer]
+        if scorer is None:
+            return 0
+        return self.window if scorer.window else 1
+
+    def window_start(self, length: int) -> int:
+        """First row of the window in a text of ``length`` rows; ``length`` where the sink holds all of the text."""
+        return max(min(self.sink, length), (length - self.window) // self.chunk * self.chunk)
+
+    def between(self, length: int) -> range:
+        """The chunks between sink and window."""
+        return range(self.sink // self.chunk, self.window_start(length) // self.chunk)
+
+    def choose(
+        self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The chunks of one layer that are seen.
+
+        Args:
+            keys: (Hkv, n, d), after RoPE.
+            queries: (Hq, M, d), after RoPE, the newest last, M >= 1; None: there are none yet, and the latest chunks
+                are chosen.
+            kept: summaries of the text's chunks, see :class:`~longdraft.views.scorers.Candidates`.
+
+        Returns:
+            (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) where they are shared. c depends on n alone.
+        """
+        between = self.between(keys.shape[1])
+        count = min(self.chunks, len(between))
+        if queries is None or count in (0, len(between)):
+            latest = torch.arange(between.stop - count, between.stop, device=keys.device)
+            return latest.expand(1 if self.shared else len(keys), -1)
+        candidates = Candidates(keys, between.start, between.stop, self.chunk, kept)
+        scores = score(self.scorer, self.reduction, queries, candidates)
+        if self.shared:
+            scores = scores.mean(0, keepdim=True)
+        return scores.topk(count, dim=-1).indices.sort(-1).values + between.start
+
+    def rows_of(self, chunks: torch.Tensor, length: int) -> torch.Tensor:
+        """Rows (H, m) int64 of chosen chunks (H, c), with sink and window: sorted, none twice, all below ``length``."""
+        each = torch.arange(self.chunk, device=chunks.device)
+        inner = (chunks[..., None] * self.chunk + each).flatten(1)
+        ends = ((0, min(self.sink, length)), (self.window_start(length), length))
+        sink, window = (torch.arange(a, b, device=chunks.device).expand(len(inner), -1) for a, b in ends)
+        return torch.cat([sink, inner, window], dim=1)
+
+    def rows(
+        self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The rows of one layer that are seen, (Hkv or 1, m), m at most :attr:`most`; arguments as :meth:`choose`."""
+        return self.rows_of(self.choose(keys, queries, kept), keys.shape[1])

@@ -1,0 +1,118 @@
+"""Scores against their definitions, one loop an index, at any grain, and from summaries as from the keys."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from longdraft.kv.store import KVShape, KVStore
+from longdraft.views.scorers import POOL, REDUCTIONS, SCORERS, Candidates, score
+from longdraft.views.summaries import Summaries, summarise
+
+CHOOSING = [name for name, each in SCORERS.items() if each is not None]
+# A maximum of means is no mean of maxima: tested on its own.
+APART = [("snapkv", "max")]
+SUMMARISED = [name for name in CHOOSING if SCORERS[name].summaries]
+
+
+def random(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def single(name: str, q: torch.Tensor, keys: torch.Tensor, start: int, end: int, behind: int) -> float:
+    """Score of rows [start, end) for one query (d,), of one head's keys (n, d); candidates end at row ``behind``."""
+    rows = keys[start:end]
+    high, low = rows.max(0).values, rows.min(0).values
+    if name == "attention":
+        return float(torch.softmax(keys @ q * len(q) ** -0.5, -1)[start:end].sum())
+    if name == "snapkv":
+        mass = torch.softmax(keys[:behind] @ q * len(q) ** -0.5, -1).tolist()
+        near = [range(max(0, i - POOL // 2), min(behind, i + POOL // 2 + 1)) for i in range(start, end)]
+        return sum(sum(mass[j] for j in each) / POOL for each in near)
+    return {
+        "minmax": max(float(q @ high), float(q @ low)),
+        "quest": float(sum(max(x * u, x * v) for x, u, v in zip(q, high, low, strict=True))),
+        "mean-key": float(q @ rows.mean(0)),
+        "tokens": max(float(q @ k) for k in rows),
+    }[name]
+
+
+def by_definition(name: str, reduction: str, queries, keys, first: int, behind: int, chunk: int) -> torch.Tensor:
+    heads, d = len(keys), keys.shape[-1]
+    grouped = queries.view(heads, -1, queries.shape[1], d)
+    out = torch.zeros(heads, behind - first)
+    for h in range(heads):
+        for i, c in enumerate(range(first, behind)):
+            found = torch.tensor(
+                [
+                    [single(name, q, keys[h], c * chunk, (c + 1) * chunk, behind * chunk) for q in group]
+                    for group in grouped[h]
+                ]
+            )
+            reduced = {"mean": found.mean(1), "max": found.amax(1), "last": found[:, -1]}[reduction]
+            out[h, i] = reduced.mean()
+    return out
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+@pytest.mark.parametrize(("name", "reduction"), [each for each in product(CHOOSING, REDUCTIONS) if each not in APART])
+def test_scores_are_what_their_definitions_say(name, reduction, chunk, transposed):
+    keys, queries = random(2, 31, 4), random(4, 3, 4, seed=1)
+    first, behind = 4 // chunk, 24 // chunk
+    wanted = by_definition(name, reduction, queries, keys, first, behind, chunk)
+    if transposed:
+        keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    got = score(name, reduction, queries, Candidates(keys, first, behind, chunk))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted)
+
+
+def test_snapkvs_maximum_is_taken_before_neighbours_are_averaged():
+    keys, queries = random(1, 20, 4), random(2, 3, 4, seed=1)
+    masses = torch.softmax(queries @ keys[0, :15].T / 2, -1).amax(1).mean(0)
+    wanted = [sum(masses[max(0, i - 2) : i + 3]) / POOL for i in range(5, 15)]
+    got = score("snapkv", "max", queries, Candidates(keys, 5, 15, 1))[0]
+    torch.testing.assert_close(got, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("name", SUMMARISED)
+def test_scores_from_summaries_need_no_keys(name, chunk):
+    keys, queries = random(2, 40, 4), random(6, 2, 4, seed=1)
+    kept = {kind: summarise(kind, keys.unflatten(1, (-1, chunk))) for kind in SCORERS[name].summaries}
+    first, behind = 4 // chunk, 32 // chunk
+    wanted = score(name, "mean", queries, Candidates(keys, first, behind, chunk))
+    unread = torch.full_like(keys, float("nan"))
+    torch.testing.assert_close(score(name, "mean", queries, Candidates(unread, first, behind, chunk, kept)), wanted)
+
+
+def test_quests_bound_is_one():
+    keys, queries = random(2, 64, 4), random(4, 5, 4, seed=1)
+    bound, best = (score(name, "mean", queries, Candidates(keys, 0, 16, 4)) for name in ("quest", "tokens"))
+    assert bool((best <= bound + 1e-5).all())
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_small_masses_of_a_long_text_do_not_vanish(name):
+    """Where 1 / n is not a number of half precision's sums any more, two chunks still differ."""
+    keys = torch.zeros(1, 32768, 8, dtype=torch.float16)
+    keys[:, 320:352] = 0.01
+    (scores,) = score(name, "mean", torch.ones(2, 1, 8, dtype=torch.float16), Candidates(keys, 0, 1000, 32))
+    assert scores.argmax() == 10 and scores[10] > scores[12]
+
+
+def test_summaries_follow_a_text_that_grows_and_changes():
+    store = KVStore(KVShape(2, 2, 4, torch.float32), 2, 40)
+    store.keys.copy_(random(*store.keys.shape))
+    found = Summaries(store, 4, ("largest", "smallest", "mean"))
+    found.update(0, 30)
+    store.keys[:, 0, :, 9:] += 1
+    found.forget(0, 9)
+    found.update(0, 29)
+    for layer in range(2):
+        for kind, kept in found.of(layer, 0).items():
+            wanted = summarise(kind, store.keys[layer, 0, :, :28].unflatten(1, (-1, 4)))
+            assert torch.equal(kept[:, :7], wanted)

@@ -1,0 +1,183 @@
+"""The view's KV: copies of exact rows, whatever was chosen, appended and taken back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.kv.disk_store import DiskStore
+from longdraft.kv.host_store import HostStore
+from longdraft.kv.store import KVShape, KVStore
+from longdraft.views.cache import TrueCache
+from longdraft.views.copied import gather
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
+
+
+def fill(store: KVStore, slot: int, start: int, end: int, seed: int) -> None:
+    """Rows whose values say layer, head and position; keys are random."""
+    keys = torch.randn(2, 2, end - start, 4, generator=torch.Generator().manual_seed(seed))
+    values = torch.arange(start, end, dtype=torch.float32)[None, None, :, None].expand(2, 2, -1, 4).clone()
+    values += 1e5 * torch.arange(2)[:, None, None, None] + 1e4 * torch.arange(2)[None, :, None, None]
+    store.put_rows(slot, start, keys, values)
+
+
+def positions(cache: TrueCache, slot: int, layer: int, head: int) -> list[int]:
+    """Which positions a slot's rows hold; that keys and values are those of the full store is checked."""
+    n = cache.store.lengths[slot]
+    values = cache.store.values[layer, slot, head, :n]
+    rows = (values[:, 0] - 1e5 * layer - 1e4 * head).long()
+    keys, full = (x[slot, head] for x in cache.full.layer(layer))
+    assert torch.equal(values, full[rows]) and torch.equal(cache.store.keys[layer, slot, head, :n], keys[rows])
+    return rows.tolist()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_gather_is_that_of_one_head_after_the_other(heads, transposed):
+    source = torch.randn(3, 4, 50)
+    source = source.transpose(1, 2) if transposed else source.transpose(1, 2).contiguous()
+    rows = torch.stack([torch.randperm(50)[:20].sort().values for _ in range(heads)])
+    own = rows.expand(3, -1)
+    wanted = torch.stack([torch.stack([head[row] for row in which]) for head, which in zip(source, own, strict=True)])
+    assert torch.equal(gather(source, rows), wanted)
+
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["grow", "show", "cut", "forget", "follow"]), st.integers(1, 25), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    st.sampled_from(list(SCORERS)), st.sampled_from([1, 2]), st.integers(0, 12), st.booleans(), st.booleans(),
+    st.booleans(), moves,
+)  # fmt: skip
+def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, transposed, steps):
+    view = View(scorer, 9, 4, 3, chunk, room, shared=shared)
+    full = KVStore(SHAPE, 2, 400, transposed_keys=transposed)
+    cache = TrueCache(
+        full,
+        lambda slots, rows: KVStore(SHAPE, slots, rows, transposed_keys=transposed),
+        view,
+        5,
+        summaries=summaries,
+    )
+    queries = [torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    taken_back = False
+    for seed, (move, count, flag) in enumerate([("grow", 3, False), *steps, ("follow", 1, False)]):
+        length = full.lengths[1]
+        if move == "grow":  # a verification: rows shown before are replaced by exact ones
+            if full.unverified[1]:
+                cache.forget(1, length)
+            fill(full, 1, length, length + count, seed)
+            full.commit(1, range(count))
+        elif move == "show":
+            fill(full, 1, full.readable(1), full.readable(1) + count, seed)
+            full.unverified[1] += count
+        elif move == "cut":
+            full.truncate(1, max(1, length - count))
+            cache.forget(1, full.lengths[1])
+            taken_back = True
+        elif move == "forget":
+            start = max(0, length - count)
+            fill(full, 1, start, length, seed)
+            cache.forget(1, start)
+            taken_back = True
+        else:
+            taken_back &= not cache.follow(1, queries if flag else None, flag)
+            n = full.readable(1)
+            assert cache.store.lengths[1] <= cache.store.capacity - 5
+            found = [positions(cache, 1, layer, head) for layer in range(2) for head in range(2)]
+            for rows in found:
+                assert rows == sorted(set(rows)) and rows[-1] == n - 1
+                assert rows[: min(4, n)] == list(range(min(4, n)))
+                # The window does not slide back with a text that ends earlier.
+                assert taken_back or set(range(max(0, n - 3), n)) <= set(rows)
+                assert len(rows) == cache.store.lengths[1]
+            if cache.whole(1):
+                assert found[0] == list(range(n))
+            # Another slot has seen nothing of it.
+            assert cache.store.lengths[0] == 0
+            if n <= view.most + room and flag:
+                assert cache.whole(1)
+
+
+def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
+    full = KVStore(SHAPE, 1, 200)
+    cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("tokens", 8, 4, 4, room=8), 3)
+    queries = [torch.randn(4, 1, 4)] * 2
+
+    def grow(count: int) -> None:
+        fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
+        full.commit(0, range(count))
+
+    grow(24)
+    assert not cache.follow(0, queries, due=True) and cache.whole(0)  # all of it is there: nothing to choose
+    grow(1)
+    assert cache.follow(0, queries, due=False) and not cache.whole(0) and cache.store.lengths == [16]
+    grow(8)
+    assert not cache.follow(0, queries, due=False) and cache.store.lengths == [24]
+    assert cache.follow(0, queries, due=True) and cache.store.lengths == [16]
+    assert positions(cache, 0, 1, 1)[-4:] == [29, 30, 31, 32]
+
+
+@pytest.mark.parametrize("store", [DiskStore, HostStore])
+@pytest.mark.parametrize("scorer", list(SCORERS))
+def test_an_offloaded_text(tmp_path, scorer, store):
+    view = View(scorer, 8, 4, 4, 2, room=4)
+    there = DiskStore(tmp_path, SHAPE, 1, 100) if store is DiskStore else HostStore(SHAPE, 1, 100, "cpu")
+    queries = [torch.randn(4, 4, 4)] * 2
+    found = []
+    for full in (KVStore(SHAPE, 1, 100), there):
+        cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), view, 3, summaries=True)
+        for count in (50, 2, 3):
+            fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
+            full.commit(0, range(count))
+            cache.follow(0, queries)
+        found.append([positions(cache, 0, layer, head) for layer in range(2) for head in range(2)])
+    assert found[0] == found[1]
+
+
+def test_what_waits_is_shown_to_drafters_and_forgotten():
+    full = KVStore(SHAPE, 1, 100)
+    fill(full, 0, 0, 60, 0)
+    full.commit(0, range(60))
+    cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("minmax", 12, 4, 8, 4, room=8), 8)
+    cache.choose(0, [torch.randn(4, 3, 4)] * 2)
+    held = cache.store.lengths[0]
+    assert cache.in_use(0) and cache.waiting(0) == 0
+    # A tree of four rows, of which the first and the third are accepted; then one row more.
+    for rows, path, numbers in ((4, [0, 2], [11.0, 12.0, 13.0, 14.0]), (1, [0], [15.0])):
+        start = cache.store.lengths[0]
+        for own in (cache.store.keys, cache.store.values):
+            own[:, 0, :, start : start + rows] = torch.tensor(numbers)[:, None]
+        cache.keep(0, path)
+    assert (cache.waiting(0), cache.store.lengths[0]) == (3, held + 3)
+    assert (full.lengths[0], full.unverified[0], full.readable(0)) == (60, 3, 63)
+    assert full.values[0, 0, 0, 60:63, 0].tolist() == [11.0, 13.0, 15.0] == full.keys[1, 0, 1, 60:63, 2].tolist()
+    cache.drop(0)
+    assert (cache.waiting(0), cache.store.lengths[0], full.unverified[0]) == (0, held, 0)
+    cache.forget(0)
+    assert not cache.in_use(0)
+
+
+def test_one_layer_alone():
+    """As a drafter that reads the last layer's KV has it."""
+    full = KVStore(SHAPE, 1, 100)
+    one = KVShape(1, 2, 4, torch.float32)
+    cache = TrueCache(full, lambda slots, rows: KVStore(one, slots, rows), View("quest", 8, 4, 4, 2, 4), 3, first=1)
+    for count in (30, 2, 9):
+        fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
+        full.commit(0, range(count))
+        cache.follow(0, {1: torch.randn(4, 1, 4)})
+        n = cache.store.lengths[0]
+        values = cache.store.values[0, 0, 1, :n]
+        rows = (values[:, 0] - 1e5 - 1e4).long()
+        assert torch.equal(cache.store.keys[0, 0, 1, :n], full.keys[1, 0, 1, rows])
+        assert rows.tolist() == sorted(set(rows.tolist())) and rows[-1] == full.lengths[0] - 1

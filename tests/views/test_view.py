@@ -1,0 +1,101 @@
+"""Which rows a view shows: sorted, once each, sink and window among them, never more than it may hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.views.scorers import REDUCTIONS, SCORERS
+from longdraft.views.view import View
+
+
+def random(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    scorer=st.sampled_from(list(SCORERS)),
+    reduction=st.sampled_from(REDUCTIONS),
+    chunk=st.integers(1, 5),
+    sink_chunks=st.integers(0, 3),
+    window=st.integers(1, 9),
+    chosen=st.integers(0, 30),
+    length=st.integers(1, 110),
+    shared=st.booleans(),
+    told=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_sink_window_and_whole_chunks_between(
+    scorer, reduction, chunk, sink_chunks, window, chosen, length, shared, told, seed
+):
+    view = View(scorer, chosen, chunk * sink_chunks, window, chunk, 0, reduction, shared)
+    keys, queries = random(2, length, 4, seed=seed), random(4, 3, 4, seed=seed + 1)
+    rows = view.rows(keys, queries if told else None)
+    start = view.window_start(length)
+    assert rows.shape[0] == (1 if shared else 2) and rows.shape[1] <= view.most
+    sink = min(view.sink, length)
+    for head in rows.tolist():
+        assert head == sorted(set(head)) and head[-1] == length - 1
+        assert set(range(sink)) | set(range(max(0, length - window), length)) <= set(head)
+        inner = head[sink : len(head) - (length - start)]
+        assert head[len(head) - (length - start) :] == list(range(start, length))
+        assert inner == [row + i for row in inner[::chunk] for i in range(chunk)]
+        assert all(row % chunk == 0 for row in inner[::chunk])
+        between = (start - sink) // chunk if start > sink else 0
+        assert len(inner) == chunk * min(0 if scorer == "streaming" else chosen // chunk, between)
+        if not told:
+            assert inner == list(range(start - len(inner), start))  # the latest
+    if length <= view.sink + view.window or (length <= view.budget and chosen % chunk == 0 and scorer != "streaming"):
+        assert rows[0].tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("scorer", [name for name, each in SCORERS.items() if each is not None])
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_kv_head_finds_its_own_needle(scorer, chunk, transposed):
+    keys, queries = 0.01 * random(2, 100, 4), torch.zeros(4, 1, 4)
+    for head, needle in enumerate((37, 70)):
+        keys[head, needle] = 9 * torch.eye(4)[head]
+        queries[2 * head : 2 * head + 2, 0] = torch.eye(4)[head]
+    if transposed:
+        keys = keys.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
+    rows = View(scorer, 8, 4, 4, chunk).rows(keys, queries)
+    assert 37 in rows[0] and 70 in rows[1] and rows.shape[1] <= 16 + chunk
+    both = View(scorer, 20, 4, 4, chunk, shared=True).rows(keys, queries)[0]
+    assert 37 in both and 70 in both
+
+
+@pytest.mark.parametrize("scorer", list(SCORERS))
+def test_heads_that_share_take_what_all_of_them_want_most(scorer):
+    keys, queries = random(2, 60, 4), random(4, 3, 4, seed=1)
+    own = View(scorer, 12, 4, 6, 2)
+    if scorer == "streaming":
+        assert torch.equal(own.rows(keys, queries)[:1], View(scorer, 12, 4, 6, 2, shared=True).rows(keys, queries))
+        return
+    from longdraft.views.scorers import Candidates, score
+
+    between = own.between(60)
+    mean = score(scorer, "mean", queries, Candidates(keys, between.start, between.stop, 2)).mean(0)
+    best = mean.topk(6).indices.sort().values + between.start
+    assert torch.equal(View(scorer, 12, 4, 6, 2, shared=True).choose(keys, queries)[0], best)
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ({"scorer": "best"}, "scorer must be one of minmax"),
+        ({"reduction": "sum"}, "reduction must be one of mean"),
+        ({"sink": 3}, r"sink must be a multiple of chunk \(2 tokens\), got 3"),
+        ({"sink": -2}, "sink must be a whole number of at least 0"),
+        ({"window": 0}, "window must be a whole number of at least 1"),
+        ({"chunk": 0}, "chunk must be"),
+        ({"chosen": True}, "chosen must be"),
+        ({"room": 2.0}, "room must be"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_view(over, says):
+    with pytest.raises(ValueError, match=says):
+        View(**{"scorer": "quest", "chosen": 8, "sink": 4, "window": 3, "chunk": 2} | over)
