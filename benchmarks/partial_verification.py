@@ -62,10 +62,11 @@ def measured(
     every = Taps(queries=tuple(range(full.shape.layers)))
 
     def verify(store: KVStore) -> Any:
-        return runner.forward(tokens, store, [0], bases=[length], **shape)
+        return runner.forward(store.block([0], tokens, bases=[length], **shape), store)
 
     caches = {}
-    queries = {layer: q[0] for layer, q in runner.forward(tokens, full, [0], taps=every, **shape).queries.items()}
+    looked = runner.forward(full.block([0], tokens, **shape), full, taps=every).queries
+    queries = {layer: q[0] for layer, q in looked.items()}
     for budget in budgets:
         view = partial_view(budget, margin=margin)
         caches[budget] = TrueCache(full, runner.new_store, view, 2 * (nodes + 1), summaries=True)
@@ -76,7 +77,7 @@ def measured(
     for i in range(repeats + 1):  # the first one warms up
         found = {"full": milliseconds(lambda: verify(full))}
         found |= {budget: milliseconds(lambda b=budget: verify(caches[b].store)) for budget in budgets}  # type: ignore[misc]
-        found["refresh"] = milliseconds(lambda: runner.forward(long, full, [0], taps=every))
+        found["refresh"] = milliseconds(lambda: runner.forward(full.block([0], long), full, taps=every))
         gathered = {b: milliseconds(lambda b=b: caches[b].choose(0, queries)) for b in budgets}  # type: ignore[misc]
         for key, value in found.items() if i else ():
             times[key].append(value)

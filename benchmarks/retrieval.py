@@ -105,11 +105,11 @@ def measured(
     shape = {} if nodes < 3 else {"depths": [[0, *[1] * (nodes - 1)]], "mask": mask}
     tokens = [list(range(nodes))]
     tapped = Taps(queries=(layer,))
-    query = runner.forward(tokens, store, [0], taps=tapped, **shape).queries[layer][0, :, 0]
+    query = runner.forward(store.block([0], tokens, **shape), store, taps=tapped).queries[layer][0, :, 0]
     drafter.propose([text])
     calls: dict[str, Callable[[], Any]] = {
-        "target": lambda: runner.forward(tokens, store, [0], taps=NO_TAPS, **shape),
-        "with_tap": lambda: runner.forward(tokens, store, [0], taps=tapped, **shape),
+        "target": lambda: runner.forward(store.block([0], tokens, **shape), store, taps=NO_TAPS),
+        "with_tap": lambda: runner.forward(store.block([0], tokens, **shape), store, taps=tapped),
         "score": lambda: drafter.observe(Event(text, TokenTree((1,), (-1,)), queries={layer: query[:, None]})),
         "gather": lambda: gathered(drafter, 0),
         "draft": lambda: drafted(drafter, text),

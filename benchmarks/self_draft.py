@@ -31,9 +31,9 @@ class Watched:
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         runner.forward = self  # type: ignore[method-assign]
 
-    def __call__(self, tokens, store, *args, **options):
+    def __call__(self, block, store, **options):
         start = time.perf_counter()
-        out = self._forward(tokens, store, *args, **options)
+        out = self._forward(block, store, **options)
         self.seconds[store is self.full].append(time.perf_counter() - start)
         return out
 

@@ -41,10 +41,14 @@ def taken_back(s: Sequence, count: int = 1) -> Event:
     return Event(s, _root(s), taken_back=count)
 
 
-def decoded(engine: Engine) -> list[Step]:
+def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:
     """Runs to the end; each sequence then knows its rounds, and what was drafted and accepted of them."""
-    steps = list(engine.steps(engine.open()))
-    for s, stats in zip(engine.sequences, engine.stats, strict=True):
+    engine.slots = len(sequences)
+    for s in sequences:
+        engine.add(s)
+    steps = list(engine.run())
+    for s in sequences:
+        stats = engine.stats[s.index]
         s.rounds, s.drafted, s.accepted = stats.rounds, stats.drafted, stats.accepted
         s.partial_rounds, s.taken_back = stats.rounds_by_mode["partial"], stats.taken_back
     return steps

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from longdraft import native
 from longdraft.host.runner import TargetRunner
 from longdraft.native import library
+from tests.forwards import forward
 from tests.native.levels import LEVELS, kernels_of
 from tests.native.test_bits import random_tree
 from tests.tiny import FAMILIES, tiny_model
@@ -43,7 +44,7 @@ def level(request):
 def read(runner: TargetRunner, store, slot: int, tokens: list[int]) -> None:
     """Reads a prompt, on one thread: torch's products for many rows depend on how many threads there are."""
     torch.set_num_threads(1)
-    runner.forward([tokens], store, [slot], logits="none", prompt=True)
+    forward(runner, [tokens], store, [slot], logits="none", prompt=True)
     store.commit(slot, range(len(tokens)))
 
 
@@ -53,7 +54,7 @@ def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Ten
     read(runner, store, 0, text)
     torch.set_num_threads(threads)
     for token in path:
-        out = runner.forward([[token]], store, [0])
+        out = forward(runner, [[token]], store, [0])
         store.commit(0, [0])
     return out.logits[0, 0]
 
@@ -89,9 +90,10 @@ def test_a_verified_node(level, family, lengths, size, deep, levels, threads, se
     borders = [size * i // levels for i in range(levels + 1)]
     for a, b in pairwise(borders):  # the tree in one forward, or piece by piece
         if a < b:
-            out = runner.forward(
+            out = forward(
+        runner,
                 [row[a:b] for row in tokens], store, slots,
-                depths=[d[a:b] for d in depths], mask=mask[:, a:b, :b], behind=a,
+                depths=[d[a:b] for d in depths], mask=mask[:, a:b, :b], offset=a,
             )  # fmt: skip
             found.append(out.logits)
     logits = torch.cat(found, dim=1)
@@ -112,10 +114,10 @@ def test_decoding_goes_on_as_it_would_have(level, family):
     tokens = [t * 5 % VOCABULARY for t in range(size)]
     store = runner.new_store(1, 200)
     read(runner, store, 0, text)
-    runner.forward([tokens], store, [0], depths=[(mask.sum(1) - 1).tolist()], mask=mask[None])
+    forward(runner, [tokens], store, [0], depths=[(mask.sum(1) - 1).tolist()], mask=mask[None])
     path = mask[size - 1].nonzero()[:, 0].tolist()
     store.commit(0, path)
-    after = runner.forward([[4, 8]], store, [0]).logits[0, 1]
+    after = forward(runner, [[4, 8]], store, [0]).logits[0, 1]
     assert torch.equal(after, plainly(runner, text, [*(tokens[i] for i in path), 4, 8]))
 
 
@@ -126,5 +128,5 @@ def test_wherever_the_cache_is_kept(offload, level, tmp_path):
     text, tokens = list(range(50)), [3, 1, 4, 1, 5]
     store = other.new_store(1, 64)
     read(other, store, 0, text)
-    logits = other.forward([tokens], store, [0]).logits[0]
+    logits = forward(other, [tokens], store, [0]).logits[0]
     assert torch.equal(logits[4], plainly(other, text, tokens))

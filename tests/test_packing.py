@@ -10,6 +10,7 @@ from longdraft import packing
 from longdraft.few_rows import FewRowsModule
 from longdraft.host.runner import TargetRunner
 from longdraft.packing import PackedLinear
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 
@@ -96,6 +97,6 @@ def test_a_target_gives_the_same_logits(monkeypatch, size):
         monkeypatch.setenv(packing.SWITCH, switch)
         runner = TargetRunner(model)
         store = runner.new_store(1, 16)
-        logits = runner.forward([list(range(size))], store, [0]).logits
+        logits = forward(runner, [list(range(size))], store, [0]).logits
         found.append(logits)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

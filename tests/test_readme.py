@@ -50,6 +50,18 @@ def test_the_python_lines_run(folder):
     assert names["out"].shape == (1, 13)
 
 
+def test_the_python_lines_of_many_prompts_run(monkeypatch):
+    """With a tiny model, whose texts are made short."""
+    text = (Path(__file__).parent.parent / "docs" / "requests.md").read_text()
+    spec = longdraft.Speculator("prompt-lookup", target=tiny_model(context=512), tokenizer=tiny_tokenizer(chat=True))
+    names = {"spec": spec, "prompts": ["one two", "three", "four"] * 4}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code.replace("max_new_tokens=200", "max_new_tokens=8"), names)
+        if "results" in code:
+            assert all(r.new_tokens for r in names["results"])
+    assert len(names["results"]) == 2 and not names["session"].busy
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_shell_commands_run(folder, command):
     source, _, command = command.rpartition("| ")

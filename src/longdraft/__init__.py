@@ -8,7 +8,8 @@ from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import methods
-from longdraft.speculator import Generation, Speculator
+from longdraft.session import Generation, Request, Session
+from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
 
 __version__ = "0.1.0"
@@ -18,8 +19,10 @@ __all__ = [
     "LoadedModel",
     "LongdraftError",
     "PromptCache",
+    "Request",
     "Result",
     "Sampling",
+    "Session",
     "Speculator",
     "Step",
     "compose",

@@ -48,7 +48,7 @@ class Recipe:
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether trees of any size do: something drafts, no tree is drawn, and every verification is a full one."""
+        """Whether trees of any size do: something drafts, no tree is sampled, and every verification is a full one."""
         drafts = self.drafting.drafter is not NoDrafter and not self.drafter().samples
         return drafts and self.method.schedule is Schedule
 
@@ -137,7 +137,7 @@ def _checked(named: Method, drafting: Method, options: Mapping[str, Any]) -> Rec
         )
     found = Recipe(named, drafting, options)
     if found.drafter().samples and named.schedule is not Schedule:
-        # Guesses are picked with the draws that will confirm them: what is drafted behind them would know these.
+        # Guesses use the random numbers that will confirm them: what is drafted behind them would know these.
         raise ValueError(f"acceptance=residual needs verification on the whole cache, which {named.name} does not do")
     found.schedule()
     return found

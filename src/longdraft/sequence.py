@@ -1,8 +1,8 @@
-"""One sequence: its tokens while decoding, and how the next one is decided."""
+"""One sequence: its tokens while decoding, how the next one is decided, and when it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from longdraft.verify.sampling import Sampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
+# Told the sequence after each emitted token: a reason to finish, or None.
+StopRule = Callable[["Sequence"], FinishReason | None]
 
 
 class Sequence:
@@ -25,12 +27,13 @@ class Sequence:
         device: where logits are, and so where processors want the ids.
         shown: the prompt as processors and stopping criteria see it, where that is not the prompt: a padded row of
             transformers, whose padding the model never sees.
-        greedy: its tokens are picked, not drawn; the same for a whole batch. Drafters may draft accordingly.
+        greedy: its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
         sampler: decides its tokens from the target's logits; None: given before the sequence is decoded. Drafters may
-            rehearse coming picks with it, but not pick.
+            rehearse coming tokens with it, but not sample.
+        rules: asked in order after each emitted token whether the sequence is over.
 
     Attributes:
-        draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are picked.
+        draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are greedy.
     """
 
     sampler: Sampler
@@ -44,11 +47,13 @@ class Sequence:
         shown: list[int] | None = None,
         greedy: bool = True,
         sampler: Sampler | None = None,
+        rules: Iterable[StopRule] = (),
     ) -> None:
         self.index = index
         self.slot = index
         self.prompt = prompt
         self.greedy = greedy
+        self.rules = tuple(rules)
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
@@ -74,6 +79,13 @@ class Sequence:
         """(n,) ids of prompt, as it is shown, and output, a view."""
         return self._ids[: self._start + len(self.output)]
 
+    def emit(self, token: int) -> bool:
+        """Appends a token and says whether it was the last."""
+        self.append(token)
+        reasons = (rule(self) for rule in self.rules)
+        self.finish_reason = next((r for r in reasons if r), None) or ("length" if not self.remaining else None)
+        return self.finish_reason is not None
+
     def append(self, token: int) -> None:
         self._ids[self._start + len(self.output)] = token
         self.output.append(token)
@@ -81,17 +93,13 @@ class Sequence:
     def fork(self) -> Sequence:
         """A sequence that has come as far as this one and goes on by itself, in the same slot."""
         twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device, greedy=self.greedy)
+        twin.rules = self.rules
         twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
         twin.output = list(self.output)
-        if hasattr(self, "sampler"):
-            twin.sampler = self.sampler
+        twin.sampler = self.sampler
         return twin
 
     def follow(self, other: Sequence) -> None:
         """Takes the output of another sequence with the same prompt for its own."""
         self.output, self.finish_reason = list(other.output), other.finish_reason
         self._ids.copy_(other._ids)
-
-
-# Told the sequence after each emitted token: a reason to finish, or None.
-StopRule = Callable[[Sequence], "FinishReason | None"]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
 from longdraft import integration
 from longdraft.drafters.draft import Draft
-from longdraft.engine import Engine, Result, Step, Steps, eos_rule, stop_string_rule
+from longdraft.engine import Engine, Result, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError, PromptError, RequestError
 from longdraft.host import support
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.lock import lock_of
 from longdraft.host.runner import TargetRunner
-from longdraft.kv import memory
 from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import Method
@@ -27,84 +26,11 @@ from longdraft.planning.choice import checked, planned, planner_for
 from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Sequence, StopRule
+from longdraft.session import Generation, Prompt, Request, Session, batch_for
 from longdraft.verify.sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Prompt = str | list[int]
-
-
-class Generation:
-    """A run in progress: iterate over its :class:`Step` s, or ask for its results at once."""
-
-    def __init__(self, spec: Speculator, method: Method, engine: Engine, stops: tuple[str, ...]) -> None:
-        self._spec, self._method, self._engine, self._stops = spec, method, engine, stops
-        self._flags: list[list[bool]] = [[] for _ in engine.sequences]
-        self.prefill_seconds = 0.0
-        self.decode_seconds = 0.0
-        self._made: Steps | None = None
-        self._steps = self._run()
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """Prompt length of each sequence, in tokens."""
-        return [len(s.prompt) for s in self._engine.sequences]
-
-    def _run(self) -> Generator[Step, None, None]:
-        self._made = self._engine.steps(self._engine.open())
-        for step in self._made:
-            if step.mode == "prefill":
-                self.prefill_seconds += step.seconds
-            else:
-                self.decode_seconds += step.seconds
-            drafted = range(len(step.token_ids))
-            self._flags[step.sequence] += [i < step.from_draft for i in drafted]
-            yield step
-
-    def __iter__(self) -> Iterator[Step]:
-        return self._steps
-
-    def close(self) -> None:
-        """Stops where it is; :meth:`results` then gives what there is, marked cancelled."""
-        self._steps.close()
-        if self._made is not None:
-            self._made.close()
-
-    def results(self) -> list[Result]:
-        """Runs whatever is left and returns one result a prompt."""
-        for _ in self._steps:
-            pass
-        return [self._result(s) for s in self._engine.sequences]
-
-    def _result(self, s: Sequence) -> Result:
-        stats = self._engine.stats[s.index]
-        return Result(
-            text=self._text(s),
-            token_ids=list(s.output),
-            prompt_tokens=len(s.prompt),
-            method=self._method.name,
-            exact=self._method.exact,
-            finish_reason=s.finish_reason or "cancelled",
-            prefill_seconds=self.prefill_seconds,
-            decode_seconds=self.decode_seconds,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            partial_rounds=stats.rounds_by_mode["partial"],
-            partial_tokens=stats.unconfirmed,
-            rolled_back=stats.taken_back,
-            peak_memory_bytes=memory.peak_bytes(self._engine.runner.device),
-            from_draft=self._flags[s.index],
-        )
-
-    def _text(self, s: Sequence) -> str:
-        if self._spec.tokenizer is None:
-            return ""
-        text: str = self._spec.decode(s.output)
-        # The earliest stop string ends the text.
-        ends = [text.find(stop) for stop in self._stops if s.finish_reason == "stop" and stop in text]
-        return text[: min(ends)] if ends else text
 
 
 class Speculator:
@@ -243,7 +169,7 @@ class Speculator:
 
     @property
     def draws_anew(self) -> bool:
-        """Whether text that it draws is not plain decoding's with the same seed: with ``acceptance="residual"``."""
+        """Whether text that it samples is not plain decoding's with the same seed: with ``acceptance="residual"``."""
         return self.options.get("acceptance") == "residual"
 
     def draft(self) -> Draft[Any] | None:
@@ -264,13 +190,13 @@ class Speculator:
             raise CapabilityError("A text prompt needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
         return chat_prompt(self.tokenizer, prompt) if chat else encode(self.tokenizer, prompt)
 
-    def generate(self, prompts: Prompt | SequenceOf[Prompt], **settings: Any) -> list[Result]:
+    def generate(self, prompts: Prompt | Request | SequenceOf[Prompt | Request], **settings: Any) -> list[Result]:
         """Decodes to the end: :meth:`stream` and its results."""
         return self.stream(prompts, **settings).results()
 
     def stream(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
+        prompts: Prompt | Request | SequenceOf[Prompt | Request],
         *,
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
@@ -278,66 +204,110 @@ class Speculator:
         eos_token_ids: SequenceOf[int] | None = None,
         stop: SequenceOf[str] = (),
         chat: bool = True,
+        batch: int | None = None,
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generation:
-        """Starts decoding a batch; nothing is computed before the first step is asked for.
+        """Starts decoding prompts; nothing is computed before the first step is asked for.
 
         Args:
-            prompts: one prompt or several, each a text or a list of token ids; lengths may differ.
+            prompts: one prompt or several, each a text, a list of token ids, or a :class:`~longdraft.Request` with
+                settings of its own; lengths may differ.
             max_new_tokens: emitted at most, a prompt.
             sampling: temperature and filters; None is greedy.
-            seed: the same seed gives the same text, whatever the method (but see :attr:`draws_anew`); prompt i draws
-                from seed + i.
+            seed: the same seed gives the same text, whatever the method (but see :attr:`draws_anew`); prompt i samples
+                with seed + i.
             eos_token_ids: where to end; None takes the model's own, an empty list none.
             stop: strings that end the output; they are cut from the text.
             chat: wrap text prompts in the tokenizer's chat template, where it has one.
+            batch: prompts decoded at a time; when one has ended, the next takes its place. None: 8, on a GPU 32. Fewer
+                where the memory does not hold the KV of so many, unless there is a ``cache``.
             cache: KV of earlier runs to start from and to keep.
             cancelled: asked between forwards; True ends the run.
 
         Raises:
-            RequestError: ``max_new_tokens`` below 1.
-            PromptError: no prompt, or a token id that the model does not have.
-            PromptError, ContextError, MemoryBudgetError: when asked for the first step, before any work.
+            RequestError: ``max_new_tokens`` or ``batch`` below 1.
+            PromptError: no prompt, an empty one, or a token id that the model does not have.
+            ContextError: a prompt and its new tokens exceed the model's context.
+            MemoryBudgetError: when asked for the first step, before any work.
         """
-        if max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if len(prompts) == 0:
+        alone = isinstance(prompts, (str, Request)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        each = cast("list[Prompt | Request]", [prompts] if alone else list(prompts))  # type: ignore[arg-type]
+        if not each:
             raise PromptError("There is no prompt. Give a text or token ids, or a list with at least one of them.")
+        requests = [
+            p
+            if isinstance(p, Request)
+            else Request(
+                p, max_new_tokens, sampling, None if seed is None else seed + i, (), eos_token_ids, tuple(stop), chat
+            )
+            for i, p in enumerate(each)
+        ]
+        chosen, engine = self._engine(batch, cache, len(requests))
+        return Generation(self, chosen.method, engine, requests, cancelled)
+
+    def session(self, batch: int | None = None, *, context: int = 0, cache: PromptCache | None = None) -> Session:
+        """A session, to which requests are added while others are decoded.
+
+        Args:
+            batch: requests decoded at a time; None: 8, on a GPU 32. Fewer where the memory does not hold so many.
+            context: tokens of the longest text, prompt and output, that memory is taken for at once; a longer one
+                waits until nobody else is decoded, and then has more taken.
+            cache: KV of earlier runs to start from and to keep. Without, requests share what whole pieces of 1,024
+                prompt tokens they have in common.
+
+        Raises:
+            RequestError: ``batch`` below 1.
+        """
+        chosen, engine = self._engine(batch, cache, None, context)
+        return Session(self, chosen.method, engine)
+
+    def _engine(
+        self, batch: int | None, cache: PromptCache | None, most: int | None, context: int = 0
+    ) -> tuple[Recipe, Engine]:
+        if batch is not None and batch < 1:
+            raise RequestError(f"batch must be at least 1, got {batch}")
         runner = self.runner()
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
-        sampling = sampling or Sampling()
-        sequences = []
-        for i, prompt in enumerate(batch):
-            ids = self.encode(prompt, chat)
-            support.check_tokens(runner.model, ids)
-            generator = None
-            if not sampling.greedy:
-                generator = torch.Generator(runner.device)
-                generator.manual_seed(seed + i) if seed is not None else generator.seed()
-            sampler = Sampler(sampling.greedy, sampling.processors(), generator)
-            sequences.append(Sequence(i, ids, max_new_tokens, runner.device, greedy=sampling.greedy, sampler=sampler))
-        eos = self._model_eos(runner) if eos_token_ids is None else frozenset(eos_token_ids)
+        slots = batch or batch_for(runner.device.type)
+        chosen = self._recipe(runner)
+        return chosen, Engine(
+            runner,
+            chosen.drafter(),
+            chosen.schedule(),
+            cache,
+            self._planner(runner),
+            slots=slots if most is None else min(slots, most),
+            capacity=context,
+        )
+
+    def sequence(self, index: int, request: Request, max_nodes: int) -> Sequence:
+        """A request as the engine decodes it; for errors, see :meth:`Session.add`."""
+        if request.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        runner = self.runner()
+        ids = self.encode(request.prompt, request.chat)
+        support.check_tokens(runner.model, ids)
+        support.check_length(runner.model, len(ids) + request.max_new_tokens, max_nodes)
+        sampling = request.sampling or Sampling()
+        generator = None
+        if not sampling.greedy:
+            generator = torch.Generator(runner.device)
+            generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
+        eos = self._model_eos(runner) if request.eos_token_ids is None else frozenset(request.eos_token_ids)
         rules: list[StopRule] = [eos_rule(eos)] if eos else []
-        if stop:
+        if request.stop:
             if self.tokenizer is None:
                 raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-            rules.append(stop_string_rule(tuple(stop), self.decode))
-        chosen = self._recipe(runner)
-        drafter = chosen.drafter()
-        support.check_length(runner.model, max(len(s.prompt) for s in sequences) + max_new_tokens, drafter.max_nodes)
-        engine = Engine(
-            runner,
-            drafter,
-            sequences,
-            rules,
-            cache if cache is not None else PromptCache(),
-            schedule=chosen.schedule(),
-            cancelled=cancelled,
-            planner=self._planner(runner),
+            rules.append(stop_string_rule(tuple(request.stop), self.decode))
+        return Sequence(
+            index,
+            ids,
+            request.max_new_tokens,
+            runner.device,
+            greedy=sampling.greedy,
+            sampler=Sampler(sampling.greedy, sampling.processors(request.processors), generator),
+            rules=rules,
         )
-        return Generation(self, chosen.method, engine, tuple(stop))
 
     def _model_eos(self, runner: TargetRunner) -> frozenset[int]:
         """The generation config's EOS ids, and the tokenizer's (a chat model's end of turn)."""

@@ -63,7 +63,7 @@ def case(
     if transposed:
         keys = keys.transpose(-1, -2).contiguous().transpose(-1, -2)
     mask = torch.stack([random_tree(width, generator)[behind:] for _ in lengths]) if tree else None
-    return q, keys, values, Block.make(slots, lengths, size, mask, behind=behind), 1.3 * head_dim**-0.5
+    return q, keys, values, Block.make(slots, lengths, size, mask, offset=behind), 1.3 * head_dim**-0.5
 
 
 def assert_like_reference(attend, q, keys, values, block, scale):
@@ -146,7 +146,7 @@ def test_partial_attention_returns_the_log_sum_exp_of_the_scores():
 def test_rows_behind_which_a_block_lies_are_part_of_its_tree(tree):
     """The last rows of one block are a block behind the others."""
     q, keys, values, block, scale = case([0, 5, 13], 9, tree=tree)
-    last = Block.make(block.slots, block.lengths, 4, None if block.mask is None else block.mask[:, 5:], behind=5)
+    last = Block.make(block.slots, block.lengths, 4, None if block.mask is None else block.mask[:, 5:], offset=5)
     got = reference.attend(q[:, :, 5:].contiguous(), keys, values, last, scale)
     assert torch.equal(got, reference.attend(q, keys, values, block, scale)[:, :, 5:])
 
@@ -272,7 +272,7 @@ def test_merge_is_associative(case):
 def test_a_block_without_a_mask_is_a_causal_chain():
     block = Block.make([0], [4], 3)
     assert torch.equal(block.block_mask(0, torch.device("cpu")), torch.ones(3, 3, dtype=torch.bool).tril())
-    block = Block.make([0], [4], 2, behind=1)
+    block = Block.make([0], [4], 2, offset=1)
     assert block.block_mask(0, torch.device("cpu")).tolist() == [[True, True, False], [True, True, True]]
 
 
@@ -287,4 +287,4 @@ def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"\(1, 3, 3\)"):
         Block.make([0], [4], 3, torch.ones(1, 2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"\(1, 3, 5\)"):
-        Block.make([0], [4], 3, torch.ones(1, 3, 3, dtype=torch.bool), behind=2)
+        Block.make([0], [4], 3, torch.ones(1, 3, 3, dtype=torch.bool), offset=2)

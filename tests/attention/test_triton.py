@@ -96,7 +96,7 @@ def check_prefix(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bloc
 def check_masked(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
     scale = q.shape[-1] ** -0.5
     o, lse = triton_backend.masked_attention(
-        q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.behind
+        q, keys, values, block.mask, block.slots_t, block.lengths_t, scale, block.offset
     )
     assert o.dtype == lse.dtype == torch.float32
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):

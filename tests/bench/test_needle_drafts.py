@@ -181,9 +181,9 @@ def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, monkeyp
     sizes: list[int] = []
     forward = TargetRunner.forward
 
-    def counted(self, tokens, *arguments, **options):
-        sizes.append(len(tokens[0]))
-        return forward(self, tokens, *arguments, **options)
+    def counted(self, block, *arguments, **options):
+        sizes.append(block.size)
+        return forward(self, block, *arguments, **options)
 
     monkeypatch.setattr(TargetRunner, "forward", counted)
     views = [view("longspec", {}), view("eagle3", {}), view(RETRIEVED, SIZES)]

@@ -30,6 +30,7 @@ from longdraft.sequence import Sequence
 from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.specpv import partial_view
 from tests.drafts import random_draft, random_eagle3
+from tests.events import decoded
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"sink": 4, "recent": 4, "block": 4}
@@ -76,8 +77,7 @@ def drifts(model, view, kind=RecordedSpecPV):
     listener, cache = Listener(TargetRunner(model)), PromptCache()
     schedule = kind(view, listener)
     s = Sequence(0, list(PROMPT), 40, sampler=Sampler(True, Sampling().processors()))
-    engine = Engine(listener, NGramDrafter(), [s], [], cache, schedule)
-    steps = list(engine.steps(engine.open()))
+    steps = decoded(Engine(listener, NGramDrafter(), schedule, cache), [s])
     found = drift(listener, cache, PROMPT, s.output, schedule.computed)
     assert len(found) == len(s.output) - 1  # every token but the prefill's, once
     return found, {step.mode for step in steps}
@@ -161,9 +161,9 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     sizes: list[int] = []
     forward = Listener.forward
 
-    def counted(self, tokens, *arguments, **options):
-        sizes.append(len(tokens[0]))
-        return forward(self, tokens, *arguments, **options)
+    def counted(self, block, *arguments, **options):
+        sizes.append(block.size)
+        return forward(self, block, *arguments, **options)
 
     monkeypatch.setattr(Listener, "forward", counted)
     found = quality.compare(one)

@@ -189,10 +189,10 @@ def test_near_ties_are_counted_apart():
 def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, monkeypatch):
     read, forward = [], TargetRunner.forward
 
-    def counted(self, tokens, *rest, **options):
+    def counted(self, block, *rest, **options):
         if options.get("logits", "all") != "all":
-            read.append(len(tokens[0]))
-        return forward(self, tokens, *rest, **options)
+            read.append(block.size)
+        return forward(self, block, *rest, **options)
 
     monkeypatch.setattr(TargetRunner, "forward", counted)
     wanted = settings(methods=("prompt-lookup", "hf"), repeats=3)

@@ -105,9 +105,9 @@ def test_a_cache_of_the_prompt_is_used_and_still_holds_it(monkeypatch):
     tokens = spec.generate(PROMPT, max_new_tokens=4, cache=cache)[0].token_ids
     read, forward = [], TargetRunner.forward
 
-    def counted(self, tokens, *rest, **options):
-        read.append(len(tokens[0]))
-        return forward(self, tokens, *rest, **options)
+    def counted(self, block, *rest, **options):
+        read.append(block.size)
+        return forward(self, block, *rest, **options)
 
     monkeypatch.setattr(TargetRunner, "forward", counted)
     compare(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)

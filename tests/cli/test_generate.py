@@ -110,10 +110,10 @@ def test_the_second_run_with_a_kv_cache_reads_one_token(generate, tmp_path, monk
     read: list[int] = []
     forward = TargetRunner.forward
 
-    def counted(self, tokens, *rest, **options):
+    def counted(self, block, *rest, **options):
         if options.get("logits", "all") != "all":
-            read.append(len(tokens[0]))
-        return forward(self, tokens, *rest, **options)
+            read.append(block.size)
+        return forward(self, block, *rest, **options)
 
     monkeypatch.setattr(TargetRunner, "forward", counted)
     file = tmp_path / "new folder" / "prompt.kv"
@@ -138,10 +138,10 @@ def test_compare_reads_the_prompt_once(generate, monkeypatch):
     read: list[int] = []
     forward = TargetRunner.forward
 
-    def counted(self, tokens, *rest, **options):
+    def counted(self, block, *rest, **options):
         if options.get("logits", "all") != "all":
-            read.append(len(tokens[0]))
-        return forward(self, tokens, *rest, **options)
+            read.append(block.size)
+        return forward(self, block, *rest, **options)
 
     monkeypatch.setattr(TargetRunner, "forward", counted)
     generate("-p", "hello " * 20, "-n", 5, "--compare")

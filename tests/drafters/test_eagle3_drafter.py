@@ -19,6 +19,7 @@ from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
 from tests.drafts import random_eagle3
 from tests.events import attended, begun, replaced, taken_back
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 LAYERS = (1, 2, 4)
@@ -208,7 +209,7 @@ class Decoding:
             self.emit([token])
 
     def read(self, tokens):
-        self.runner.forward([tokens], self.store, [0], logits="none")
+        forward(self.runner, [tokens], self.store, [0], logits="none")
         self.store.commit(0, range(len(tokens)))
 
     def emit(self, tokens):

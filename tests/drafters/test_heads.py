@@ -52,7 +52,7 @@ def proposals(model, drafter, n=12, budget=None, prompts=(PROMPT,)):
 
     drafter.propose = listening
     sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
-    decoded(Engine(TargetRunner(model), drafter, sequences))
+    decoded(Engine(TargetRunner(model), drafter), sequences)
     return found
 
 

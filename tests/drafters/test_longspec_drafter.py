@@ -19,6 +19,7 @@ from longdraft.sequence import Sequence
 from longdraft.views.ring import Ring
 from tests.drafts import random_draft
 from tests.events import attended, begun, replaced, taken_back
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 WINDOW = 8
@@ -170,7 +171,7 @@ def test_cross_attention_sees_retrieved_rows_alone(tmp_path, family):
     drafter.bind(runner, store)
 
     def read(tokens):
-        runner.forward([tokens], store, [0], logits="none")
+        forward(runner, [tokens], store, [0], logits="none")
         store.commit(0, range(len(tokens)))
 
     def check(rows):
@@ -225,7 +226,7 @@ def drafter_after(model, folder, prompt: list[int]) -> LongSpecDrafter:
     s = Sequence(0, prompt, 20)
     store = runner.new_store(1, len(prompt) + 20 + drafter.max_nodes)
     drafter.bind(runner, store)
-    runner.forward([prompt], store, [0], logits="none")
+    forward(runner, [prompt], store, [0], logits="none")
     store.commit(0, range(len(prompt)))
     s.append(5)
     drafter.observe(begun(s))

@@ -23,6 +23,7 @@ from longdraft.views.cache import TrueCache
 from tests import chi_square
 from tests.drafts import small_lm
 from tests.events import decoded
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -57,7 +58,7 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
     samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
-    decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache()))
+    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)
     return sequences
 
 
@@ -126,7 +127,7 @@ def test_nothing_of_a_level_is_left_in_the_full_store(monkeypatch):
     assert committed and all(committed) and store.unverified == [0] and s.drafted > s.accepted > 0
     n = store.lengths[0]
     other = runner.new_store(1, n)
-    runner.forward([s.tokens[:n]], other, [0], logits="none")
+    forward(runner, [s.tokens[:n]], other, [0], logits="none")
     for own, exact in ((store.keys, other.keys), (store.values, other.values)):
         torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
 
@@ -135,13 +136,13 @@ def law(model, prompt, rows, sampling):
     """[root, one, two]: how likely the model, on these rows of the prompt's KV, says two tokens after a root."""
     runner, n, size = TargetRunner(model), len(prompt), model.config.vocab_size
     full, part = runner.new_store(1, n), runner.new_store(1, len(rows) + 2)
-    runner.forward([prompt], full, [0], logits="none")
+    forward(runner, [prompt], full, [0], logits="none")
     for source, target in ((full.keys, part.keys), (full.values, part.values)):
         target[:, 0, :, : len(rows)] = source[:, 0, :, rows]
     part.lengths[0] = len(rows)
 
     def following(*path):
-        logits = runner.forward([list(path)], part, [0], bases=[n]).logits[0, -1:]
+        logits = forward(runner, [list(path)], part, [0], bases=[n]).logits[0, -1:]
         return torch.softmax(sampling.processors()(torch.tensor([[*prompt, *path]]), logits), -1)[0].double()
 
     return torch.stack(

@@ -62,7 +62,7 @@ def proposals(drafter, model, prompts, n=24, sampling=None):
     samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
-    decoded(Engine(TargetRunner(model), drafter, sequences))
+    decoded(Engine(TargetRunner(model), drafter), sequences)
     return found
 
 

@@ -22,6 +22,7 @@ from longdraft.verify.sampling import Sampler
 from longdraft.views import compact
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -60,7 +61,7 @@ def test_a_view_of_everything_is_always_right(view):
 
 def run(drafter, model, prompts, n=30, cache=None, **engine):
     sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
-    decoded(Engine(TargetRunner(model), drafter, sequences, cache=cache or PromptCache(), **engine))
+    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache(), **engine), sequences)
     return sequences
 
 
@@ -84,7 +85,7 @@ def test_only_verifications_write_to_the_full_store(view):
     n = store.lengths[0]
     assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.unverified == [0]
     other = runner.new_store(1, n)
-    runner.forward([s.tokens[:n]], other, [0], logits="none")
+    forward(runner, [s.tokens[:n]], other, [0], logits="none")
     for own, exact in ((store.keys, other.keys), (store.values, other.values)):
         torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
 

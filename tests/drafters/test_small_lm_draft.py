@@ -15,6 +15,7 @@ from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host import small_models
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
+from tests.forwards import forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
 KEPT = [0, 3, 7, 20, 41, 60]
@@ -50,7 +51,7 @@ def edit(folder, tensors=lambda t: t, **config):
 
 def logits(bound, tokens):
     store = bound.runner.new_store(1, 64)
-    return bound.runner.forward([tokens], store, [0]).logits[0]
+    return forward(bound.runner, [tokens], store, [0]).logits[0]
 
 
 @pytest.mark.parametrize("kept", [None, KEPT])

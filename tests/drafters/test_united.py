@@ -48,7 +48,7 @@ def test_it_proposes_what_either_does(tmp_path, method):
         part.propose = lambda s, b=None, f=part.propose, n=name: own[n].append(f(s, b)) or own[n][-1]
     drafter.propose = lambda s, b=None: trees.append(propose(s, b)) or trees[-1]
     s = Sequence(0, PROMPTS[0], 24, sampler=Sampler(True, Sampling().processors()))
-    decoded(Engine(spec.runner(), drafter, [s]))
+    decoded(Engine(spec.runner(), drafter), [s])
     assert len(trees) > 3
     for (whole,), (free,), (paid,) in zip(trees, own["unpaid"], own["paid"], strict=True):
         assert paths(whole) == paths(free) | paths(paid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longdraft import PromptCache, Speculator
+from longdraft import PromptCache, Request, Speculator
 from tests.exactness.cases import CASES, METHODS
 from tests.exactness.workshop import DRAWN, GREEDY, NEW, PROMPTS, VOCABULARY, generate, rounds, target, tokens
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -84,6 +84,31 @@ def test_a_prompt_that_is_read_in_pieces(workshop, name):
     read = [s.prefilled for s in run if s.mode == "prefill"]
     assert len(read) == 5 and read[-1] == 130  # a view's queries may need the last rows in one piece
     assert rounds(run.results()) == rounds(whole) and tokens(whole) == workshop.plain()[2:3]
+
+
+@every_method
+def test_requests_that_join_and_leave(workshop, name):
+    """More of them than are decoded at a time, greedy and sampled; one leaves early."""
+    case, n = METHODS[name], 14
+    spec = workshop.spec(case)
+    requests = [
+        Request(list(prompt), n - 4 * (i % 3), sampling, seed=i)
+        for i, (prompt, sampling) in enumerate([(p, s) for s in (GREEDY, DRAWN) for p in PROMPTS[:3]])
+    ]
+    session = spec.session(2)
+    session._engine.chunk = 64
+    numbers = [session.add(request) for request in requests[:3]]
+    for _ in range(3):
+        session.step()
+    numbers += [session.add(request) for request in requests[3:]]
+    session.abort(numbers[1])
+    while session.busy:
+        session.step()
+    ar = workshop.spec(METHODS["ar"])
+    for i, (number, request) in enumerate(zip(numbers, requests, strict=True)):
+        alone, found = ar.generate(request)[0].token_ids, session.take(number)
+        assert found.token_ids == (alone[: found.new_tokens] if i == 1 else alone)
+        assert found.finish_reason == "length" or i == 1
 
 
 @every_method

@@ -10,6 +10,7 @@ from longdraft import native
 from longdraft.few_rows import MOST
 from longdraft.host.runner import Taps, TargetRunner
 from longdraft.native import Kernels
+from tests.forwards import forward
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
@@ -24,13 +25,13 @@ def outputs(model, fused: bool, monkeypatch):
     runner = TargetRunner(model)
     store = runner.new_store(3, 40)
     for slot, n in ((2, 9), (0, 4)):
-        runner.forward([list(range(1, n + 1))], store, [slot], logits="none")
+        forward(runner, [list(range(1, n + 1))], store, [slot], logits="none")
         store.commit(slot, range(n))
     taps = Taps(hidden=(0, 2), queries=(1, 2))
     mask, depths = TREE.expand(2, -1, -1), [DEPTHS, DEPTHS]
-    tree = runner.forward([[5, 6, 7, 8], [9, 10, 11, 12]], store, [2, 0], mask=mask, depths=depths, taps=taps)
+    tree = forward(runner, [[5, 6, 7, 8], [9, 10, 11, 12]], store, [2, 0], mask=mask, depths=depths, taps=taps)
     store.commit(2, [0, 1, 3])
-    after = runner.forward([[20]], store, [2])
+    after = forward(runner, [[20]], store, [2])
     return runner, [tree.logits, *tree.hidden.values(), *tree.queries.values(), after.logits, store.keys[:, 2, :, :12]]
 
 
@@ -84,7 +85,7 @@ def test_hooks_and_adapters_are_not_passed_by():
     assert runner.twin.fused.layers
     seen: list[torch.Tensor] = []
     handle = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+    forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
     assert len(seen) == 1
     handle.remove()
     runner.new_store(1, 8)
@@ -94,10 +95,10 @@ def test_hooks_and_adapters_are_not_passed_by():
 def test_weights_that_were_replaced_are_read_anew():
     model = tiny_model()
     runner = TargetRunner(model)
-    before = runner.forward([[1, 2]], runner.new_store(1, 8), [0]).logits
+    before = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
     own = model.model.layers[0].mlp.up_proj
     own.weight = nn.Parameter(torch.randn_like(own.weight))
-    after = runner.forward([[1, 2]], runner.new_store(1, 8), [0]).logits
+    after = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
     assert not torch.allclose(before, after)
     expected = model(torch.tensor([[1, 2]])).logits
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=2e-4)
@@ -113,7 +114,7 @@ def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
 
     layer.forward = forward
     runner = TargetRunner(model)
-    logits = runner.forward([[1, 2]], runner.new_store(1, 8), [0]).logits
+    logits = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
     assert len(calls) == 1 and not runner.twin.fused.layers
     del layer.forward
     torch.testing.assert_close(logits, model(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
@@ -125,7 +126,7 @@ def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():
     runner = TargetRunner(model)
     store = runner.new_store(1, 8)
     assert runner.twin.fused.layers and not seen
-    runner.forward([[1, 2]], store, [0])
+    forward(runner, [[1, 2]], store, [0])
     assert seen == [2]
 
 
@@ -142,12 +143,12 @@ def test_decoding_takes_one_way_for_any_number_of_rows_and_a_long_prompt_the_mod
 
     monkeypatch.setattr(Kernels, "layer", layer)
     for size in (MOST, MOST + 1):
-        runner.forward([[1] * size], runner.new_store(1, size), [0], prompt=prompt)
+        forward(runner, [[1] * size], runner.new_store(1, size), [0], prompt=prompt)
     assert rows == ([MOST] if prompt else [MOST, MOST + 1])
 
 
 def test_the_model_is_left_as_it_was():
     model = tiny_model()
     runner = TargetRunner(model)
-    runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+    forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
     assert not any("forward" in vars(module) for module in model.modules())

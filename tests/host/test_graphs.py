@@ -22,6 +22,7 @@ from longdraft.kv.store import KVStore
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -57,7 +58,7 @@ def static_attend(q, keys, values, block: Block, scale):
     slots, n = block.slots_t.long(), block.lengths_t.long()[:, None, None]
     k, v = (x[slots].nan_to_num() for x in (keys, values))
     place = torch.arange(keys.shape[2]) - n  # among the tree's rows
-    mask = torch.ones(q.shape[2], block.width, dtype=torch.bool).tril(block.behind)[None]
+    mask = torch.ones(q.shape[2], block.width, dtype=torch.bool).tril(block.offset)[None]
     mask = (mask if block.mask is None else block.mask).expand(len(slots), -1, -1)
     at = place.clamp(0, block.width - 1).expand(-1, q.shape[2], -1)
     seen = (place < 0) | ((place < block.width) & mask.gather(2, at))
@@ -90,7 +91,7 @@ class Target:
         for slot, n in enumerate(lengths):
             for runner, store in zip((self.runner, self.plain), self.stores, strict=True):
                 if n:
-                    runner.forward([text(n, slot)], store, [slot], logits="none")
+                    forward(runner, [text(n, slot)], store, [slot], logits="none")
                     store.commit(slot, range(n))
 
     def forward(self, slots: list[int], trees: list[TokenTree], taps: Taps = NO_TAPS, **options):
@@ -102,7 +103,7 @@ class Target:
         if not chain:
             shape["depths"] = [tree.depths + (0,) * (size - tree.size) for tree in trees]
         pairs = zip((self.runner, self.plain), self.stores, strict=True)
-        return [runner.forward(tokens, store, slots, taps=taps, **shape, **options) for runner, store in pairs]
+        return [forward(runner, tokens, store, slots, taps=taps, **shape, **options) for runner, store in pairs]
 
     def check(self, slots: list[int], trees: list[TokenTree], taps: Taps = NO_TAPS, **options) -> None:
         """That both give the same, the shapes too, and leave the same rows; commits a path of each tree."""
@@ -289,7 +290,7 @@ def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_
     target.runner._graphs = Graphs(target.recorder)
     other = target.runner.new_store(1, 100)
     for store in (target.stores[0], other, target.stores[0]):
-        target.runner.forward([[1, 2]], store, [0])
+        forward(target.runner, [[1, 2]], store, [0])
     assert target.recorder.captures == 2 and len(target.runner._graphs._known) == 2
     del other, store
     gc.collect()
@@ -298,7 +299,7 @@ def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_
 
 def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
     target = Target()
-    target.runner.forward([[1, 2]], target.stores[0], [0])
+    forward(target.runner, [[1, 2]], target.stores[0], [0])
     target.stores[0].keys = target.stores[0].keys.clone()
     target.check([0], [tree_of(2, 1, chain=True)])
     assert target.recorder.captures == 2
@@ -339,16 +340,16 @@ def test_stores_leave_room_for_padding():
 @pytest.mark.parametrize("logits", ["last", "none"])
 def test_prefills_are_computed_without(at_once, logits):
     target = Target()
-    target.runner.forward([[1, 2, 3]], target.stores[0], [0], logits=logits)
-    target.runner.forward([text(97, 0)], target.stores[0], [0])  # larger than any tree
+    forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
+    forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
     assert target.recorder.captures == 0
 
 
 def test_levels_behind_others_are_computed_without(at_once):
     target = Target()
     target.read(10)
-    target.runner.forward([[1, 2]], target.stores[0], [0], logits="none")
-    target.runner.forward([[3]], target.stores[0], [0], behind=2)
+    forward(target.runner, [[1, 2]], target.stores[0], [0], logits="none")
+    forward(target.runner, [[3]], target.stores[0], [0], offset=2)
     assert target.recorder.captures == 0
 
 
@@ -356,7 +357,7 @@ def test_stores_that_lie_elsewhere_are_computed_without(at_once):
     target = Target()
     store = HostStore(target.runner.kv_shape, 1, 64, "cpu")
     assert isinstance(store, KVStore)
-    target.runner.forward([[1, 2]], store, [0])
+    forward(target.runner, [[1, 2]], store, [0])
     assert target.recorder.captures == 0
 
 

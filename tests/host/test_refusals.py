@@ -20,6 +20,7 @@ from transformers import (
 from longdraft import Speculator
 from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
 from longdraft.host.runner import TargetRunner
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 
@@ -169,7 +170,7 @@ def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed(monkeypatch)
     mixer = model.model.layers[1].self_attn
     monkeypatch.setattr(mixer, "forward", lambda hidden_states, **_: (hidden_states.cumsum(1), None))
     with pytest.raises(UnsupportedModelError, match="sent 2 of its 3 layers"):
-        runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
 
 def test_a_layer_that_drops_keyword_arguments_is_noticed(monkeypatch):
@@ -179,7 +180,7 @@ def test_a_layer_that_drops_keyword_arguments_is_noticed(monkeypatch):
     forward = attention.forward
     monkeypatch.setattr(attention, "forward", lambda longdraft_hosted=None, **kept: forward(**kept))
     with pytest.raises(UnsupportedModelError, match="does not hand keyword arguments on"):
-        runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
 
 @pytest.mark.parametrize("option", ["sliding_window", "softcap", "s_aux", "position_bias"])
@@ -190,12 +191,12 @@ def test_an_attention_option_that_is_not_hosted_is_noticed(monkeypatch, option):
     forward = attention.forward
     monkeypatch.setattr(attention, "forward", lambda **given: forward(**given, **{option: 4}))
     with pytest.raises(UnsupportedModelError, match=f"LlamaAttention uses {option}"):
-        runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
 
 def hosted_once(config: PreTrainedConfig) -> None:
     runner = TargetRunner(AutoModelForCausalLM.from_config(config))
-    runner.forward([[1, 2]], runner.new_store(1, 8), [0])
+    forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
 
 def test_attention_under_a_mask_of_its_own_is_noticed():
@@ -234,7 +235,7 @@ def test_nan_logits_are_an_error_that_says_what_to_do(logits):
         model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
     runner = TargetRunner(model)
     with pytest.raises(NumericalError, match="dtype='bfloat16' or 'float32'"):
-        runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0], logits=logits)
+        forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], logits=logits)
 
 
 def test_nan_logits_of_a_drafter_are_not_looked_for():
@@ -242,12 +243,12 @@ def test_nan_logits_of_a_drafter_are_not_looked_for():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
     runner = TargetRunner(model)
-    assert runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0], check=False).logits.isnan().any()
+    assert forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], check=False).logits.isnan().any()
 
 
 def test_a_masked_vocabulary_is_not_an_error():
     model = tiny_model()
     model.lm_head.register_forward_hook(lambda m, i, logits: logits.index_fill(-1, torch.tensor([4]), -torch.inf))
     runner = TargetRunner(model)
-    logits = runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0]).logits
+    logits = forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits
     assert (logits[..., 4] == -torch.inf).all()

@@ -16,6 +16,7 @@ from transformers import (
 from longdraft.errors import UnsupportedModelError
 from longdraft.host.rotation import KeyRotation
 from longdraft.host.runner import TargetRunner
+from tests.forwards import forward
 from tests.tiny import FAMILIES, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -33,7 +34,7 @@ def keys_at(runner: TargetRunner, token: int, positions: list[int]) -> torch.Ten
     """(layers, Hkv, n, d) of a token alone, at each position."""
     store = runner.new_store(len(positions), 1)
     slots = range(len(positions))
-    runner.forward([[token]] * len(positions), store, slots, bases=positions, logits="none")
+    forward(runner, [[token]] * len(positions), store, slots, bases=positions, logits="none")
     return store.keys[:, :, :, 0].transpose(1, 2).contiguous()
 
 

@@ -15,6 +15,7 @@ from longdraft.kv.store import KVStore
 from longdraft.trees.builders import union
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
+from tests.forwards import forward
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
@@ -30,7 +31,7 @@ def read(runner: TargetRunner, store: KVStore, slot: int, tokens: list[int], chu
     """Reads and commits a text, a chunk at a time."""
     for i in range(0, len(tokens), chunk):
         part = tokens[i : i + chunk]
-        runner.forward([part], store, [slot], logits="none")
+        forward(runner, [part], store, [slot], logits="none")
         store.commit(slot, range(len(part)))
 
 
@@ -53,7 +54,8 @@ def random_tree(size: int, seed: int, root: int) -> TokenTree:
 def verify(runner: TargetRunner, store: KVStore, slots: list[int], trees: list[TokenTree]) -> torch.Tensor:
     """Logits of every node of every tree, in one forward."""
     size = max(tree.size for tree in trees)
-    out = runner.forward(
+    out = forward(
+        runner,
         [tree.tokens + (0,) * (size - tree.size) for tree in trees],
         store,
         slots,
@@ -84,7 +86,7 @@ def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, he
     store = runner.new_store(1, 100)
     rows = []
     for start, end in ((0, 70), (70, 83), (83, 84), (84, 92), (92, 100)):
-        out = runner.forward([tokens[start:end]], store, [0])
+        out = forward(runner, [tokens[start:end]], store, [0])
         store.commit(0, range(end - start))
         rows.append(out.logits[0])
     torch.testing.assert_close(torch.cat(rows), own_logits(model, tokens), **CLOSE)
@@ -99,7 +101,7 @@ def test_float64_agrees_to_nine_digits(family, monkeypatch):
     tokens = text(60)
     store = runner.new_store(1, 60)
     read(runner, store, 0, tokens[:50], 20)
-    out = runner.forward([tokens[50:]], store, [0], taps=Taps(hidden=(0, 1)))
+    out = forward(runner, [tokens[50:]], store, [0], taps=Taps(hidden=(0, 1)))
     expected = own(model, tokens, output_hidden_states=True)
     for layer in (0, 1):
         hidden = expected.hidden_states[layer + 1][:, 50:]
@@ -151,7 +153,7 @@ def test_bfloat16_agrees_within_its_rounding():
     tokens = text(60)
     store = runner.new_store(1, 60)
     read(runner, store, 0, tokens[:50])
-    got = runner.forward([tokens[50:]], store, [0]).logits[0]
+    got = forward(runner, [tokens[50:]], store, [0]).logits[0]
     # The yardstick: how far the model itself moves when its weights and its arithmetic are rounded so.
     spread = own_logits(model, tokens)[50:] - own_logits(tiny_model(), tokens)[50:]
     assert (got - own_logits(model, tokens)[50:]).pow(2).mean() < 2 * spread.pow(2).mean()
@@ -164,11 +166,11 @@ def test_last_gives_the_last_rows_logits_and_none_gives_none(start):
     tokens = text(20)
     store = runner.new_store(1, 20)
     read(runner, store, 0, tokens[:start])
-    every = runner.forward([tokens[start:]], store, [0]).logits
-    last = runner.forward([tokens[start:]], store, [0], logits="last").logits
+    every = forward(runner, [tokens[start:]], store, [0]).logits
+    last = forward(runner, [tokens[start:]], store, [0], logits="last").logits
     assert last.shape == (1, 1, 61)
     torch.testing.assert_close(last[:, 0], every[:, -1], **CLOSE)
-    assert runner.forward([tokens[start:]], store, [0], logits="none").logits is None
+    assert forward(runner, [tokens[start:]], store, [0], logits="none").logits is None
 
 
 def test_a_block_that_is_not_committed_leaves_no_trace():
@@ -177,9 +179,9 @@ def test_a_block_that_is_not_committed_leaves_no_trace():
     tokens = text(30)
     store = runner.new_store(1, 40)
     read(runner, store, 0, tokens[:20])
-    runner.forward([text(12, seed=9)], store, [0])
+    forward(runner, [text(12, seed=9)], store, [0])
     assert store.lengths == [20]
-    got = runner.forward([tokens[20:]], store, [0]).logits[0]
+    got = forward(runner, [tokens[20:]], store, [0]).logits[0]
     torch.testing.assert_close(got, own_logits(model, tokens)[20:], **CLOSE)
 
 
@@ -201,7 +203,7 @@ def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(path, monkeypatch):
         own = slice(start, start + size)
         tokens = torch.tensor([tree.tokens[own] for tree in trees])
         depths = [tree.depths[own] for tree in trees]
-        out = runner.forward(tokens, stores[1], [1, 0], depths=depths, mask=mask[:, own, : own.stop], behind=start)
+        out = forward(runner, tokens, stores[1], [1, 0], depths=depths, mask=mask[:, own, : own.stop], offset=start)
         rows.append(out.logits)
         start = own.stop
     torch.testing.assert_close(torch.cat(rows, dim=1), whole, **CLOSE)
@@ -221,8 +223,8 @@ def test_a_chain_goes_on_behind_rows_that_are_not_committed():
     tokens = text(30)
     store = runner.new_store(1, 30)
     read(runner, store, 0, tokens[:20])
-    runner.forward([tokens[20:24]], store, [0], logits="none")
-    got = runner.forward([tokens[24:]], store, [0], behind=4).logits[0]
+    forward(runner, [tokens[20:24]], store, [0], logits="none")
+    got = forward(runner, [tokens[24:]], store, [0], offset=4).logits[0]
     torch.testing.assert_close(got, own_logits(model, tokens)[24:], **CLOSE)
     store.commit(0, range(10))
     assert store.lengths == [30]
@@ -233,7 +235,7 @@ def test_a_level_that_does_not_fit_the_store_is_refused():
     store = runner.new_store(1, 10)
     read(runner, store, 0, text(6))
     with pytest.raises(ValueError, match="5 more exceed the capacity 10"):
-        runner.forward([[1, 2]], store, [0], behind=3)
+        forward(runner, [[1, 2]], store, [0], offset=3)
 
 
 def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed():
@@ -241,7 +243,7 @@ def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed():
     store = runner.new_store(1, 10)
     read(runner, store, 0, text(8))
     with pytest.raises(ValueError, match="3 more exceed the capacity 10"):
-        runner.forward([[1, 2, 3]], store, [0])
+        forward(runner, [[1, 2, 3]], store, [0])
 
 
 # --- a tree ---
@@ -303,7 +305,7 @@ def test_hidden_taps_are_the_models_hidden_states(family):
     tokens = text(30)
     store = runner.new_store(1, 30)
     read(runner, store, 0, tokens[:20])
-    out = runner.forward([tokens[20:]], store, [0], taps=Taps(hidden=(0, 2, 1)))
+    out = forward(runner, [tokens[20:]], store, [0], taps=Taps(hidden=(0, 2, 1)))
     expected = own(model, tokens, output_hidden_states=True)
     assert sorted(out.hidden) == [0, 1, 2]
     for layer in (0, 1):
@@ -320,7 +322,7 @@ def test_query_taps_are_the_queries_after_rope(family):
     tokens = text(30)
     store = runner.new_store(1, 40)
     read(runner, store, 0, tokens[:20])
-    out = runner.forward([tokens[20:]], store, [0], taps=Taps(queries=(2,)))
+    out = forward(runner, [tokens[20:]], store, [0], taps=Taps(queries=(2,)))
     assert sorted(out.queries) == [2] and out.hidden == {}
     with torch.inference_mode():
         layer = model.model.layers[2]
@@ -350,7 +352,7 @@ def test_the_store_holds_what_the_models_own_cache_would(family):
 
 def test_taps_work_without_logits():
     runner = TargetRunner(tiny_model())
-    out = runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0], logits="none", taps=Taps((1,), (0,)))
+    out = forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], logits="none", taps=Taps((1,), (0,)))
     assert out.logits is None and out.hidden[1].shape == (1, 3, 48) and out.queries[0].shape == (1, 6, 3, 16)
 
 
@@ -398,7 +400,7 @@ def test_the_models_own_generate_is_the_same_before_and_after(family):
     implementation, registered = model.config._attn_implementation, hooks(model)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     runner = TargetRunner(model)
-    runner.forward([text(10)], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
+    forward(runner, [text(10)], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
     assert model.config._attn_implementation == implementation and hooks(model) == registered
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
     assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), before)
@@ -419,7 +421,7 @@ def test_the_model_is_as_it_was_during_a_forward_and_after_an_exception(monkeypa
 
     monkeypatch.setattr(runner, "_attend", fail)
     with pytest.raises(KeyboardInterrupt):
-        runner.forward([[1, 2]], store, [0], logits=logits, taps=Taps((0,)))
+        forward(runner, [[1, 2]], store, [0], logits=logits, taps=Taps((0,)))
     assert model.config._attn_implementation == implementation and hooks(model) == registered
     assert store.lengths == [0]
 
@@ -428,5 +430,5 @@ def test_two_targets_do_not_disturb_each_other():
     one, two = tiny_model(seed=1), tiny_model("qwen3", seed=2)
     for model in (one, two, one):
         runner = TargetRunner(model)
-        got = runner.forward([text(9)], runner.new_store(1, 9), [0]).logits[0]
+        got = forward(runner, [text(9)], runner.new_store(1, 9), [0]).logits[0]
         torch.testing.assert_close(got, own_logits(model, text(9)), **CLOSE)

@@ -18,6 +18,7 @@ from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.host import hosting
 from longdraft.host.runner import Taps, TargetRunner
+from tests.forwards import forward
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -47,9 +48,9 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def hosted(runner: TargetRunner) -> torch.Tensor:
     """A run's: the text is read, but for its last three tokens, which are verified."""
     store = runner.new_store(1, 40)
-    first = runner.forward([TEXT[:-3]], store, [0], prompt=True).logits
+    first = forward(runner, [TEXT[:-3]], store, [0], prompt=True).logits
     store.commit(0, range(len(TEXT) - 3))
-    return torch.cat([first[0], runner.forward([TEXT[-3:]], store, [0]).logits[0]])
+    return torch.cat([first[0], forward(runner, [TEXT[-3:]], store, [0]).logits[0]])
 
 
 # --- what it is ---
@@ -84,7 +85,7 @@ def test_a_run_writes_nothing_into_the_model(family, training):
     before = state(model)
     Speculator("prompt-lookup", target=model).generate(TEXT, max_new_tokens=12)
     runner = TargetRunner(model)
-    runner.forward([TEXT], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
+    forward(runner, [TEXT], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
     assert state(model) == before
     torch.testing.assert_close(hosted(runner), logits(model), **CLOSE)
 
@@ -134,7 +135,7 @@ def test_hooks_are_the_users_own():
     model.model.layers[0].mlp.register_forward_hook(recorder.hook)
     model.lm_head.register_forward_pre_hook(functools.partial(lambda to, m, x: to["seen"].append(x), lists))
     runner = TargetRunner(model)
-    runner.forward([[1, 2]], runner.new_store(1, 4), [0])
+    forward(runner, [[1, 2]], runner.new_store(1, 4), [0])
     assert recorder.seen == [(1, 2, 48)] and len(lists["seen"]) == 1
 
 
@@ -143,7 +144,7 @@ def test_a_hook_that_changes_what_a_layer_returns_counts_and_is_tapped():
     model.model.layers[1].register_forward_hook(lambda m, x, out: out + 1)
     runner = TargetRunner(model)
     torch.testing.assert_close(hosted(runner), logits(model), **CLOSE)
-    tapped = runner.forward([TEXT], runner.new_store(1, 20), [0], taps=Taps((1,))).hidden[1]
+    tapped = forward(runner, [TEXT], runner.new_store(1, 20), [0], taps=Taps((1,))).hidden[1]
     with torch.inference_mode():
         expected = model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states[2]
     torch.testing.assert_close(tapped, expected, **CLOSE)
@@ -330,7 +331,7 @@ def test_a_model_that_was_cast_decodes_in_its_new_dtype(dtype):
     spec.generate(TEXT, max_new_tokens=6)
     model.to(dtype)
     with pytest.raises(CapabilityError, match="Start the run again"):
-        runner.forward([TEXT], runner.new_store(1, 20), [0])
+        forward(runner, [TEXT], runner.new_store(1, 20), [0])
     result = spec.generate(TEXT, max_new_tokens=6)[0].token_ids
     assert spec.runner() is spec.runner(model) is not runner and spec.runner().kv_shape.dtype == dtype
     assert result == Speculator("ar", target=model).generate(TEXT, max_new_tokens=6)[0].token_ids

@@ -25,6 +25,7 @@ from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVShape, KVStore
 from tests import elsewhere
 from tests.drafts import random_draft
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=3, dtype=torch.float64)
@@ -124,7 +125,7 @@ def test_any_sequence_of_operations_leaves_what_a_store_in_memory_holds(
             slots = sorted(what, reverse=True)
             size = BLOCK if name == "forward" else BLOCK // 3
             for behind in range(0, BLOCK, size):
-                block = Block.make(slots, [plain.lengths[s] for s in slots], size, behind=behind)
+                block = Block.make(slots, [plain.lengths[s] for s in slots], size, offset=behind)
                 for layer in range(SHAPE.layers):
                     k, v = torch.randn(2, len(slots), SHAPE.kv_heads, size, SHAPE.head_dim, dtype=SHAPE.dtype)
                     plain.write(layer, k, v, block), other.write(layer, k, v, block)
@@ -253,7 +254,7 @@ def test_features_lie_beside_an_offloaded_store(kind, tmp_path, offloaded):
     offloaded()
     stores.append(runner.new_store(1, 30, (0, 2)))
     for store in stores:
-        runner.forward([[1, 2, 3, 4, 5]], store, [0])
+        forward(runner, [[1, 2, 3, 4, 5]], store, [0])
         store.commit(0, [0, 2, 3])
     assert torch.equal(stores[0].features[0, :3], stores[1].features[0, :3])
 

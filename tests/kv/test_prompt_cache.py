@@ -19,9 +19,17 @@ def new_store(slots: int, capacity: int) -> KVStore:
     return KVStore(SHAPE, slots, capacity)
 
 
+def opened(cache: PromptCache, prompts: list[list[int]], capacity: int) -> KVStore:
+    """A store with room for these prompts, each slot with what is there of its own."""
+    store = cache.open(new_store, len(prompts), capacity)
+    for slot, prompt in enumerate(prompts):
+        cache.begin(slot, prompt)
+    return store
+
+
 def run(cache: PromptCache, prompts: list[list[int]], capacity: int = 20) -> KVStore:
     """What an engine does: opens, reads what is missing, remembers. A token's KV is the token itself."""
-    store = cache.open(new_store, prompts, capacity)
+    store = opened(cache, prompts, capacity)
     for slot, prompt in enumerate(prompts):
         n = store.lengths[slot]
         for tensor in (store.keys, store.values):
@@ -46,35 +54,35 @@ def test_the_common_prefix_is_as_long_as_it_can_be(a, b):
 
 
 def test_a_new_cache_holds_nothing():
-    store = PromptCache().open(new_store, [[1, 2, 3], [4]], 10)
+    store = opened(PromptCache(), [[1, 2, 3], [4]], 10)
     assert store.lengths == [0, 0] and store.capacity == 10
 
 
 def test_a_second_run_starts_where_its_prompt_first_differs():
     cache = PromptCache()
     run(cache, [[1, 2, 3, 4, 5]])
-    store = cache.open(new_store, [[1, 2, 3, 9, 9, 9]], 20)
+    store = opened(cache, [[1, 2, 3, 9, 9, 9]], 20)
     assert held(store, 0) == [1, 2, 3]
 
 
 def test_the_last_prompt_token_is_read_again():
     cache = PromptCache()
     run(cache, [[1, 2, 3]])
-    assert held(cache.open(new_store, [[1, 2, 3]], 20), 0) == [1, 2]
+    assert held(opened(cache, [[1, 2, 3]], 20), 0) == [1, 2]
 
 
 def test_a_shorter_prompt_forgets_the_rest_for_good():
     cache = PromptCache()
     run(cache, [[1, 2, 3, 4]])
     run(cache, [[1, 2]])
-    assert held(cache.open(new_store, [[1, 2, 3, 4]], 20), 0) == [1, 2]
+    assert held(opened(cache, [[1, 2, 3, 4]], 20), 0) == [1, 2]
 
 
 def test_a_run_that_was_opened_and_never_ran_leaves_the_cache_usable():
     cache = PromptCache()
     run(cache, [[1, 2, 3, 4]])
-    cache.open(new_store, [[1, 2, 9]], 20)
-    assert held(cache.open(new_store, [[1, 2, 3, 4]], 20), 0) == [1, 2]
+    opened(cache, [[1, 2, 9]], 20)
+    assert held(opened(cache, [[1, 2, 3, 4]], 20), 0) == [1, 2]
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=5))
@@ -87,13 +95,13 @@ def test_a_slot_always_holds_its_own_prompt(prompts):
 def test_the_store_is_kept_while_it_is_large_enough():
     cache = PromptCache()
     first = run(cache, [[1, 2, 3], [4, 5]])
-    assert cache.open(new_store, [[1, 2, 3]], 15) is first
+    assert opened(cache, [[1, 2, 3]], 15) is first
 
 
 def test_a_larger_store_takes_over_what_all_slots_hold():
     cache = PromptCache()
     run(cache, [[1, 2, 3], [4, 5]])
-    store = cache.open(new_store, [[1, 2, 3, 7], [4, 5, 8], [6]], 40)
+    store = opened(cache, [[1, 2, 3, 7], [4, 5, 8], [6]], 40)
     assert (store.slots, store.capacity) == (3, 40)
     assert held(store, 0) == [1, 2, 3] and held(store, 1) == [4, 5] and held(store, 2) == []
 
@@ -102,7 +110,7 @@ def test_a_smaller_batch_keeps_the_slots_it_does_not_use():
     cache = PromptCache()
     run(cache, [[1, 2], [3, 4]])
     run(cache, [[1, 2]], capacity=40)
-    assert held(cache.open(new_store, [[1, 2, 0], [3, 4, 0]], 20), 1) == [3, 4]
+    assert held(opened(cache, [[1, 2, 0], [3, 4, 0]], 20), 1) == [3, 4]
 
 
 def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(monkeypatch):
@@ -110,7 +118,7 @@ def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(monkeypatch):
     store = run(cache, [[1, 2, 3]])
     monkeypatch.setattr(memory, "available_bytes", lambda device: 100)
     with pytest.raises(MemoryBudgetError):
-        cache.open(new_store, [[9]], 1000)
+        opened(cache, [[9]], 1000)
     assert cache.store is store and held(store, 0) == [1, 2, 3] and cache.tokens == [[1, 2, 3]]
 
 
@@ -125,7 +133,7 @@ def test_a_saved_cache_serves_another_process(tmp_path):
     cache = PromptCache()
     run(cache, [[8], [1, 2, 3, 4]])
     cache.save(tmp_path / "kv", "target", slot=1)
-    store = PromptCache.restored(tmp_path / "kv", "target").open(new_store, [[1, 2, 3, 9]], 20)
+    store = opened(PromptCache.restored(tmp_path / "kv", "target"), [[1, 2, 3, 9]], 20)
     assert held(store, 0) == [1, 2, 3]
 
 
@@ -133,7 +141,7 @@ def test_a_restored_cache_makes_room_for_all_of_the_snapshot(tmp_path):
     cache = PromptCache()
     run(cache, [[1, 2, 3, 4, 5, 6]])
     cache.save(tmp_path / "kv", "target")
-    store = PromptCache.restored(tmp_path / "kv", "target").open(new_store, [[1, 2]], 3)
+    store = opened(PromptCache.restored(tmp_path / "kv", "target"), [[1, 2]], 3)
     assert store.capacity == 6 and held(store, 0) == [1]
 
 
@@ -144,7 +152,7 @@ def test_a_restored_cache_is_read_once(tmp_path):
     restored = PromptCache.restored(tmp_path / "kv", "target")
     run(restored, [[5, 6, 7]])
     (tmp_path / "kv").unlink()
-    assert held(restored.open(new_store, [[5, 6, 7]], 20), 0) == [5, 6]
+    assert held(opened(restored, [[5, 6, 7]], 20), 0) == [5, 6]
 
 
 def test_another_targets_cache_is_refused(tmp_path):
@@ -152,4 +160,21 @@ def test_another_targets_cache_is_refused(tmp_path):
     run(cache, [[1, 2, 3]])
     cache.save(tmp_path / "kv", "the other")
     with pytest.raises(CheckpointError, match="another target"):
-        PromptCache.restored(tmp_path / "kv", "mine").open(new_store, [[1, 2]], 20)
+        opened(PromptCache.restored(tmp_path / "kv", "mine"), [[1, 2]], 20)
+
+
+def test_what_another_slot_has_is_copied_and_not_read_again():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4, 5], [9, 8]])
+    store = cache.open(new_store, 2, 20)
+    assert cache.begin(1, [1, 2, 3, 7]) == 3
+    assert held(store, 1) == [1, 2, 3] and held(store, 0) == [1, 2, 3, 4, 5]
+    assert cache.begin(1, [1, 2, 3, 4, 7], piece=2) == 4  # its own three, and one that was copied
+    assert cache.begin(1, [1, 2, 3, 7], piece=2) == 2
+
+
+def test_a_prompt_is_given_the_slot_that_has_most_of_it():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3], [1, 2], [5]])
+    assert [cache.choose(free, [1, 2, 3, 4]) for free in ([0, 1, 2], [1, 2], [2])] == [0, 1, 2]
+    assert cache.choose([0, 1, 2], [7]) == 2  # none has any: the one that holds the least

@@ -64,7 +64,7 @@ def form(request, monkeypatch):
 def test_a_block_lands_behind_each_slots_prefix_and_touches_nothing_else(form, transposed, behind):
     store = form(filled([5, 0, 9, 2], transposed=transposed))
     expected_k, expected_v = store.keys.clone(), store.values.clone()
-    block = Block.make([2, 0, 1], [9, 5, 0], 4, behind=behind)
+    block = Block.make([2, 0, 1], [9, 5, 0], 4, offset=behind)
     for layer, (k, v) in enumerate(write(store, block)):
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
             start = n + behind

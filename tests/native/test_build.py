@@ -19,6 +19,7 @@ from longdraft import folders, native
 from longdraft.few_rows import FewRowsModule
 from longdraft.host.runner import TargetRunner
 from longdraft.native import build, library
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
@@ -164,7 +165,7 @@ def test_without_kernels_the_log_says_why_and_the_rest_goes_on(
     assert record.levelno == said and re.search(reason, record.message)
     monkeypatch.undo()
     runner = TargetRunner(tiny_model())
-    assert runner.forward([[1, 2, 3]], runner.new_store(1, 8), [0]).logits is not None
+    assert forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits is not None
 
 
 def test_without_a_home_temporary_files_do(monkeypatch, tmp_path, caplog):

@@ -64,7 +64,7 @@ def test_what_documents_share_is_read_once_and_is_the_same():
     reader = FeatureReader(runner, 4, torch.float32)
     read = []
     forward = runner.forward
-    runner.forward = lambda tokens, *a, **k: (read.append(len(tokens[0])), forward(tokens, *a, **k))[1]
+    runner.forward = lambda block, *a, **k: (read.append(block.size), forward(block, *a, **k))[1]
     alone = TargetRunner(runner.model)
     for offset in (0, 50):
         for i, text in enumerate(texts):
@@ -137,7 +137,7 @@ def test_a_shard_depends_on_nothing_that_was_read_before(cache, texts, monkeypat
     reader.forget()
     read = []
     forward = reader.runner.forward
-    reader.runner.forward = lambda tokens, *a, **k: (read.append(len(tokens[0])), forward(tokens, *a, **k))[1]
+    reader.runner.forward = lambda block, *a, **k: (read.append(block.size), forward(block, *a, **k))[1]
     reader.read(texts[1])
     assert sum(read) == len(texts[1].tokens)
 

@@ -22,6 +22,7 @@ from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
 from tests.drafts import random_draft, random_eagle3
 from tests.events import begun, decoded
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
@@ -45,13 +46,13 @@ def run(
 ):
     runner = TargetRunner(model)
     sampling = sampling or Sampling()
-    sequences = [Sequence(i, list(p), n) for i, p in enumerate(prompts or PROMPTS)]
+    sequences = [Sequence(i, list(p), n, rules=[eos_rule(frozenset(eos))]) for i, p in enumerate(prompts or PROMPTS)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(sequences))]
     samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
-    engine = Engine(runner, drafter, sequences, [eos_rule(frozenset(eos))], schedule=schedule)
-    steps = decoded(engine)
+    engine = Engine(runner, drafter, schedule)
+    steps = decoded(engine, sequences)
     return sequences, steps, engine
 
 
@@ -121,6 +122,7 @@ def test_fewer_guesses_wait_after_a_wrong_one(tmp_path):
     """Partial verification without retrieval guesses badly on a model that attends everywhere."""
     model = tiny_model(vocab=11, dtype=torch.float64)
     schedule = ExactSpecPV(sizes(selector="streaming", margin=20))
+    schedule.close = lambda sequence: None  # its margin is looked at below
     got, _, _ = run(model, schedule, NoDrafter(), [PROMPTS[0]], 60)
     assert got[0].taken_back > 0 and schedule._margins[0] < 10  # it began with 10, and may have 20
 
@@ -161,7 +163,7 @@ def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
         assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1
         runner = TargetRunner(model)
         fresh = runner.new_store(1, n)
-        runner.forward([got[0].tokens[:n]], fresh, [0], logits="none")
+        forward(runner, [got[0].tokens[:n]], fresh, [0], logits="none")
         torch.testing.assert_close(store.keys[:, :1, :, :n], fresh.keys, atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(store.values[:, :1, :, :n], fresh.values, atol=1e-4, rtol=1e-3)
 
@@ -218,7 +220,7 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, wi
     assert eagle.checked >= 2
     store, n = engine.cache.store, engine.cache.store.lengths[0]
     exact = TargetRunner(model).new_store(1, n, store.feature_layers)
-    TargetRunner(model).forward([got[0].tokens[:n]], exact, [0], logits="none")
+    forward(TargetRunner(model), [got[0].tokens[:n]], exact, [0], logits="none")
     torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
     if schedule is ExactSpecPV:
         want, _, _ = run(model, Schedule(), NoDrafter(), [PROMPTS[0]])
@@ -254,7 +256,7 @@ class Listening(Drafter):
         text = sequence.tokens[: self.store.readable(sequence.slot)]
         assert len(text) == len(sequence.tokens) - 1
         plain = self.runner.new_store(1, len(text))
-        out = self.runner.forward([text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
+        out = forward(self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
         assert set(queries) == set(out.queries)
         for layer, query in queries.items():
             torch.testing.assert_close(query, out.queries[layer][0, :, -1], atol=1e-4, rtol=1e-3)

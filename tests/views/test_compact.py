@@ -15,6 +15,7 @@ from longdraft.views.compact import CompactCache, FullCache
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
+from tests.forwards import forward
 from tests.tiny import tiny_model
 
 TRAINED, SLOTS = 60, 2
@@ -39,14 +40,14 @@ def read(cache, slot: int, tokens: list[int]) -> None:
 
 
 def feed(cache, slot: int, tokens: list[int]) -> None:
-    RUNNER.forward([tokens], cache.store, [slot], logits="none")
+    forward(RUNNER, [tokens], cache.store, [slot], logits="none")
     cache.store.commit(slot, range(len(tokens)))
 
 
 def computed(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (Hkv, n, d) of these tokens at positions 0, 1, 2, ..., as the model computes them."""
     store = RUNNER.new_store(1, len(tokens))
-    RUNNER.forward([tokens], store, [0], logits="none")
+    forward(RUNNER, [tokens], store, [0], logits="none")
     return store.keys[0, 0], store.values[0, 0]
 
 
@@ -200,7 +201,7 @@ def test_a_retrievals_choice_is_gathered():
     cache.ready(0, 1)
     assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
     target = RUNNER.new_store(1, 120)
-    RUNNER.forward([text], target, [0], logits="none")
+    forward(RUNNER, [text], target, [0], logits="none")
     target.commit(0, range(99))
     retrieval.look(target, 0, {0: torch.randn(6, 1, 16)})
     assert retrieval.chosen(0) is not None

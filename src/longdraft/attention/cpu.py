@@ -38,7 +38,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
     folded = q.reshape(batch, kv_heads, heads // kv_heads * size, dim)
     few = size <= FEW_ROWS and q.dtype == torch.float32
-    chain = block.mask is None and not block.behind
+    chain = block.mask is None and not block.offset
     kernels = native.kernels()
     out = torch.empty_like(folded)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
@@ -106,7 +106,7 @@ def _many_rows(
     kv_heads = k.shape[0]
     group = heads // kv_heads
     own_k, own_v = (x[:, n:].repeat_interleave(group, dim=0)[None].contiguous() for x in (k, v))
-    if block.mask is None and not block.behind:  # the kernel aligns its causal mask to the upper left
+    if block.mask is None and not block.offset:  # the kernel aligns its causal mask to the upper left
         own, own_lse = _flash(q[None], own_k, own_v, 0.0, True, scale=scale)
     else:
         seen = block.block_mask(b, q.device)

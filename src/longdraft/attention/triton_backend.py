@@ -93,22 +93,22 @@ def masked_attention(
     slots_t: torch.Tensor,
     lengths_t: torch.Tensor,
     scale: float,
-    behind: int = 0,
+    offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every row of the block against the tree: the block itself, and the tree's rows before it.
 
     Args:
         q, keys, values, slots_t, lengths_t: as in ``prefix_attention``; the tree's keys, the block's own T the last of
-            them, stand at cache rows lengths_t[b] + [0, behind + T).
-        mask: (B, T, behind + T) bool, True where row i may see row j of the tree; None for a causal chain.
-        behind: rows of the tree before the block.
+            them, stand at cache rows lengths_t[b] + [0, offset + T).
+        mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
+        offset: rows of the tree before the block.
 
     Returns:
         o (B, Hq, T, d) and lse (B, Hq, T), both float32; o = 0 and lse = -inf for a row that sees nothing.
     """
     _check(q, keys, values)
     o_parts, lse_parts = _parts(1, q)
-    _launch_block(q, keys, values, mask, slots_t, lengths_t, scale, o_parts[0], lse_parts[0], behind)
+    _launch_block(q, keys, values, mask, slots_t, lengths_t, scale, o_parts[0], lse_parts[0], offset)
     return o_parts[0], lse_parts[0]
 
 
@@ -117,7 +117,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 
     Args:
         q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d), any strides; the tree's keys stand behind each prefix.
+        keys, values: (slots, Hkv, capacity, d), any strides; the tree's keys stand offset each prefix.
         block: where each sequence's rows lie and what they may see.
         scale: the softmax scale, usually d ** -0.5.
 
@@ -131,7 +131,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     # The splits of the prefix and the block are all parts of one attention: one merge joins them.
     o_parts, lse_parts = _parts(splits + 1, q)
     _launch_prefix(q, keys, values, slots, lengths, scale, o_parts, lse_parts, splits, choice)
-    _launch_block(q, keys, values, block.mask, slots, lengths, scale, o_parts[splits], lse_parts[splits], block.behind)
+    _launch_block(q, keys, values, block.mask, slots, lengths, scale, o_parts[splits], lse_parts[splits], block.offset)
     out = torch.empty_like(q)
     _launch_merge(o_parts, lse_parts, out, None)
     return out
@@ -277,12 +277,12 @@ def _launch_block(
     scale: float,
     o: torch.Tensor,
     lse: torch.Tensor,
-    behind: int,
+    offset: int,
 ) -> None:
     """Fills one part: ``o`` (B, Hq, T, d) and ``lse`` (B, Hq, T), contiguous float32."""
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
-    if mask is not None and mask.shape != (batch, size, behind + size):
-        raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, behind + size)}")
+    if mask is not None and mask.shape != (batch, size, offset + size):
+        raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, offset + size)}")
     block_m, block_n, block_d = _tiles(q, keys)
     group = heads // kv_heads
     grid = (triton.cdiv(group * size, block_m), batch * kv_heads)
@@ -293,7 +293,7 @@ def _launch_block(
     with torch.cuda.device_of(q):
         block_kernel[grid](
             q, keys, values, mask_t, slots_t, lengths_t, o, lse, scale * math.log2(math.e),
-            size, behind, kv_heads, *q.stride(), *keys.stride(), *values.stride(), *mask_strides,
+            size, offset, kv_heads, *q.stride(), *keys.stride(), *values.stride(), *mask_strides,
             CAUSAL=mask is None, GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip

@@ -118,14 +118,14 @@ def prefix_kernel(
 
 @triton.jit
 def block_kernel(
-    q, k, v, mask, slots, lengths, o, lse, scale_log2, T, behind, kv_heads,
+    q, k, v, mask, slots, lengths, o, lse, scale_log2, T, offset, kv_heads,
     q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, mask_b, mask_i, mask_j,
     CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The tree part: row i sees the tree's row j, at cache row lengths[b] + j, where the mask allows it.
 
-    The tree has behind + T rows, row i of the block is its row behind + i. Grid: (row tiles, B*Hkv). ``o`` and
+    The tree has offset + T rows, row i of the block is its row offset + i. Grid: (row tiles, B*Hkv). ``o`` and
     ``lse`` point at one part's slice of the buffers. ``mask`` is uint8, and not read for a causal chain.
     """
     sequence_head = tl.program_id(1)
@@ -144,19 +144,19 @@ def block_kernel(
     z = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if CAUSAL:
-        end = behind + tl.max(i, axis=0) + 1  # no row of this tile sees beyond itself
+        end = offset + tl.max(i, axis=0) + 1  # no row of this tile sees beyond itself
     else:
-        end = behind + T
+        end = offset + T
     for start in range(0, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         at = j.to(tl.int64)
-        ok = j < behind + T
+        ok = j < offset + T
         k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
         v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
         if CAUSAL:
-            sees = ok[None, :] & (j[None, :] <= behind + i[:, None])
+            sees = ok[None, :] & (j[None, :] <= offset + i[:, None])
         else:
-            # int32 within one sequence's mask: T * (behind + T) offsets in int64 would cost a tile of registers.
+            # int32 within one sequence's mask: T * (offset + T) offsets in int64 would cost a tile of registers.
             offsets = i[:, None] * mask_i + j[None, :] * mask_j
             sees = tl.load(mask + b * mask_b + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
         scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2

@@ -143,6 +143,7 @@ class Ours:
             sampling=job.sampling,
             seed=job.seed,
             eos_token_ids=sorted(job.eos),
+            batch=len(job.prompts),
             cache=self._kept.cache,
         )
         emitted = [0] * len(job.prompts)

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from longdraft.attention.block import Block
 from longdraft.engine import PREFILL_CHUNK
 from longdraft.events import Event
-from longdraft.host.runner import Taps, TargetOutput, TargetRunner
+from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.kv.store import KVStore
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Verified
 from longdraft.verify.specpv import SpecPV
 from longdraft.views.view import View
-
-_NO_TAPS = Taps()
 
 
 class Listener(TargetRunner):
@@ -44,17 +43,9 @@ class Listener(TargetRunner):
         self.layers = tuple(sorted({layer for layer in wanted if 0 <= layer < depth}))
         self.heard: dict[int, torch.Tensor] = {}
 
-    def forward(
-        self,
-        tokens: SequenceOf[SequenceOf[int]] | torch.Tensor,
-        store: KVStore,
-        slots: SequenceOf[int],
-        *,
-        taps: Taps = _NO_TAPS,
-        **options: Any,
-    ) -> TargetOutput:
+    def forward(self, block: Block, store: KVStore, *, taps: Taps = NO_TAPS, **options: Any) -> TargetOutput:
         taps = replace(taps, hidden=tuple({*taps.hidden, *self.layers}))
-        out = super().forward(tokens, store, slots, taps=taps, **options)
+        out = super().forward(block, store, taps=taps, **options)
         self.heard = {layer: out.hidden[layer] for layer in self.layers}
         return out
 
@@ -137,12 +128,13 @@ def exact_hidden(
 ) -> torch.Tensor:
     """(layers, len(output), hidden size) float32 at the prompt's last token and all output tokens but the last."""
     text = [*prompt, *output[:-1]]
-    store = cache.open(listener.new_store, [list(prompt)], len(text))
+    store = cache.open(listener.new_store, 1, len(text))
+    cache.begin(0, prompt)
     found = []
     try:
         while (done := store.lengths[0]) < len(text):
             chunk = text[done : done + PREFILL_CHUNK]
-            listener.forward([chunk], store, [0], logits="none", prompt=True)
+            listener.forward(store.block([0], [chunk], prompt=True), store, logits="none")
             store.commit(0, range(len(chunk)))
             found.append(listener.hidden(range(len(chunk))))
     finally:

@@ -210,13 +210,15 @@ class NeedleDrafts:
         layers = kept[0] if kept else ()
         nodes = max(drafter.max_nodes for drafter in drafters)
         new_store = partial(self.runner.new_store, feature_layers=layers)
-        self._cache.open(new_store, [list(haystack.tokens)], len(haystack.tokens) + tokens + 1 + nodes, layers)
+        self._cache.open(new_store, 1, len(haystack.tokens) + tokens + 1 + nodes, layers)
 
     def _decode(self, haystack: Haystack, drafter: Drafter, told: _Told) -> None:
         # One more than is emitted, or nothing would be drafted for the last one.
-        sequence = Text(0, list(haystack.tokens), len(told.answer) + 1, self.runner.device, sampler=told)
-        engine = Engine(self.runner, drafter, [sequence], [told.over], cache=self._cache, schedule=_RootsAlone())
-        for _ in engine.steps(engine.open()):
+        length = len(told.answer) + 1
+        sequence = Text(0, list(haystack.tokens), length, self.runner.device, sampler=told, rules=[told.over])
+        engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
+        engine.add(sequence)
+        for _ in engine.run():
             pass
 
 

@@ -72,6 +72,7 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
         sampling=job.sampling,
         seed=job.seed,
         eos_token_ids=sorted(job.eos),
+        batch=len(job.prompts),
         cache=cache,
     )
     engine = run._engine

@@ -292,24 +292,19 @@ class Quality:
         nodes, layers = drafter.max_nodes, drafter.feature_layers(self.runner)
         extra = max(r.schedule().extra_rows(nodes) for r in self._recipes.values())
         new_store = partial(self.runner.new_store, feature_layers=layers)
-        self._cache.open(new_store, [list(prompt)], len(prompt) + max_tokens + nodes + extra, layers)
+        self._cache.open(new_store, 1, len(prompt) + max_tokens + nodes + extra, layers)
 
     def _decode(
         self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
     ) -> Decoded:
         sampler = Sampler(True, Sampling().processors())
-        sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler)
+        rules = [] if self.settings.ignore_eos else [eos_rule(self._ends)]
+        sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler, rules=rules)
         chosen = self._recipes[name]
-        engine = Engine(
-            self.runner,
-            chosen.drafter(),
-            [sequence],
-            [] if self.settings.ignore_eos else [eos_rule(self._ends)],
-            self._cache,
-            chosen.schedule() if schedule is None else schedule,
-        )
+        engine = Engine(self.runner, chosen.drafter(), schedule or chosen.schedule(), self._cache)
+        engine.add(sequence)
         gc.collect()  # or a collection falls due inside somebody's turn
-        seconds = sum(step.seconds for step in engine.steps(engine.open()) if step.mode != "prefill")
+        seconds = sum(step.seconds for step in engine.run() if step.mode != "prefill")
         stats = engine.stats[0]
         return Decoded(tuple(sequence.output), seconds, stats.rounds, stats.rounds_by_mode["partial"])
 

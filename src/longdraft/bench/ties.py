@@ -96,13 +96,16 @@ def compare(
 
 def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> torch.Tensor:
     """(vocabulary,) logits of the token that follows the text."""
-    store = cache.open(runner.new_store, [text], len(text))
+    store = cache.open(runner.new_store, 1, len(text))
+    cache.begin(0, text)
     logits = None
     try:
         while (done := store.lengths[0]) < len(text):
             chunk = text[done : done + PREFILL_CHUNK]
             last = done + len(chunk) == len(text)
-            logits = runner.forward([chunk], store, [0], logits="last" if last else "none", prompt=True).logits
+            logits = runner.forward(
+                store.block([0], [chunk], prompt=True), store, logits="last" if last else "none"
+            ).logits
             store.commit(0, range(len(chunk)))
     finally:
         cache.remember(0, text)

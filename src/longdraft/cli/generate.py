@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,8 +23,8 @@ from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.kv.store import KVStore
-from longdraft.speculator import Generation, Speculator
+from longdraft.session import Generation
+from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
 
 
@@ -33,16 +33,9 @@ class CountingCache(PromptCache):
 
     reused = 0
 
-    def open(
-        self,
-        new_store: Callable[[int, int], KVStore],
-        prompts: Sequence[Sequence[int]],
-        capacity: int,
-        feature_layers: tuple[int, ...] = (),
-    ) -> KVStore:
-        store = super().open(new_store, prompts, capacity, feature_layers)
-        self.reused = store.lengths[0]
-        return store
+    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
+        self.reused = super().begin(slot, prompt, piece)
+        return self.reused
 
 
 @dataclass(frozen=True)

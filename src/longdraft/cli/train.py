@@ -137,7 +137,7 @@ def data(
         typer.Option("--target", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Answers to have in the end, or texts.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Passages decoded together.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 8,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens an answer, at most.")] = 256,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 3,

@@ -33,16 +33,10 @@ def feed_level(
             the last of them.
     """
     batch, width = level.tokens.shape
-    out = runner.forward(
-        level.tokens,
-        store,
-        slots,
-        bases=bases,
-        depths=[[level.depth] * width] * batch,
-        mask=ancestors,
-        behind=ancestors.shape[2] - width,
-        check=False,
-    )
+    depths = [[level.depth] * width] * batch
+    offset = ancestors.shape[2] - width
+    block = store.block(slots, level.tokens, bases=bases, depths=depths, mask=ancestors, offset=offset)
+    out = runner.forward(block, store, check=False)
     assert out.logits is not None
     return out.logits
 

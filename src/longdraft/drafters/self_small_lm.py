@@ -127,24 +127,17 @@ class SparseLMDrafter(SelfDrafter):
             count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.looks, PIECE))
             piece, tokens = tokens[:count], tokens[count:]
             taps = NO_TAPS if tokens else self._taps
-            out = self.runner.forward([piece], self.full, [s.slot], logits="none", taps=taps, prompt=True)
+            block = self.full.block([s.slot], [piece], prompt=True)
+            out = self.runner.forward(block, self.full, logits="none", taps=taps)
             self._keep_queries(s, out, 0, count)
             self._commit(s, piece)
 
     def _feed(self, sequences: list[Sequence]) -> None:
         """Feeds the new tokens of a batch."""
         chains = [self._new(s) for s in sequences]
-        size = max(map(len, chains))
         self.forwards += 1
-        out = self.runner.forward(
-            # Padding comes last, so under a chain's causal mask nobody sees it; it has positions that are there.
-            [chain + chain[-1:] * (size - len(chain)) for chain in chains],
-            self.full,
-            [s.slot for s in sequences],
-            depths=[[*range(len(chain)), *[0] * (size - len(chain))] for chain in chains],
-            logits="none",
-            taps=self._taps,
-        )
+        block = self.full.block([s.slot for s in sequences], chains)
+        out = self.runner.forward(block, self.full, logits="none", taps=self._taps)
         for b, (s, chain) in enumerate(zip(sequences, chains, strict=True)):
             self._keep_queries(s, out, b, len(chain))
             self._commit(s, chain)

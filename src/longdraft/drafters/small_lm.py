@@ -200,7 +200,8 @@ class SmallLMDrafter(RetrievingDrafter):
         while tokens:
             count = self.cache.reading(slot, len(tokens))
             piece, tokens = tokens[:count], tokens[count:]
-            self._bound.runner.forward([piece], self.cache.store, [slot], logits="none", prompt=True)
+            store = self.cache.store
+            self._bound.runner.forward(store.block([slot], [piece], prompt=True), store, logits="none")
             self.fed(slot, piece)
 
 
@@ -259,18 +260,9 @@ class _Round:
     def _roots(self, level: Level, slots: list[int]) -> torch.Tensor:
         """Feeds the tokens that the draft has not seen; the roots are the last of them."""
         chains = [self._drafter.new_tokens(self._sequences[row]) for row in level.rows]
-        size = max(map(len, chains))
-        ragged = any(len(chain) != size for chain in chains)
-        out = self._runner.forward(
-            # Padding comes last, so under a chain's causal mask nobody sees it.
-            [chain + chain[-1:] * (size - len(chain)) for chain in chains],
-            self._store,
-            slots,
-            # It has positions that are there.
-            depths=[[*range(len(chain)), *[0] * (size - len(chain))] for chain in chains] if ragged else None,
-            logits="all" if ragged else "last",
-            check=False,
-        )
+        ragged = len({*map(len, chains)}) > 1
+        block = self._store.block(slots, chains)
+        out = self._runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
         assert out.logits is not None
         for slot, chain in zip(slots, chains, strict=True):
             self._drafter.fed(slot, chain)

@@ -1,148 +1,265 @@
-"""The decoding loop. Every method is this loop with other parts in it: see :meth:`Engine._round`."""
+"""The decoding loop. Every method is this loop with other parts in it: see :meth:`Engine._round`.
+
+Requests come and go between rounds. A request waits until a slot is free, its prompt is read in pieces that take turns
+with the rounds of the others, and it leaves when it has ended: its slot is the next one's.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from longdraft.drafters.base import Drafter
 from longdraft.engine.stats import Stats, Step, step_of
-from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
 from longdraft.events import Event
-from longdraft.host.lock import FairLock
 from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.kv.store import KVStore
 from longdraft.planning.planner import Plan, Planner
-from longdraft.sequence import Sequence, StopRule
+from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept
 from longdraft.verify.schedule import Schedule
 
-# Prompt tokens a prefill forward reads: long enough to keep the matrix units busy, short enough to bound memory.
+logger = logging.getLogger("longdraft")
+
+# Prompt tokens that are read between two rounds, and at most in one forward: long enough to keep the matrix units busy,
+# short enough to bound memory, and the time that the others wait.
 PREFILL_CHUNK = 1024
 
 
-@dataclass
 class Engine:
-    """Decodes a batch of sequences.
+    """Decodes sequences, as many at a time as there are slots.
 
-    Attributes:
+    Args:
         runner: the target.
         drafter: proposes trees.
         schedule: verifies them.
-        sequences: the batch; sequence i uses slot i.
-        rules: asked in order after each emitted token whether the sequence is finished.
-        cache: where the KV lives, and what of it is already there.
-        cancelled: asked between forwards; True ends all sequences with "cancelled".
-        chunk: prompt tokens a prefill forward.
+        cache: where the KV lives, and what of it is already there; None: a cache of its own.
         planner: says how much to draft and to verify; None: the trees are the drafter's own.
-        stats: what has been counted of each sequence so far.
+        slots: sequences at a time; fewer where the memory does not hold the KV of so many.
+        capacity: tokens of the longest text, prompt and output; None: of those that wait when decoding begins. A longer
+            one waits until nobody decodes, and then has more memory taken.
+        chunk: prompt tokens that are read between two rounds, and at most in one forward.
+
+    Attributes:
+        stats: what has been counted of each sequence, by index.
     """
 
-    runner: TargetRunner
-    drafter: Drafter
-    sequences: list[Sequence]
-    rules: list[StopRule] = field(default_factory=list)
-    cache: PromptCache = field(default_factory=PromptCache)
-    schedule: Schedule = field(default_factory=Schedule)
-    cancelled: Callable[[], bool] = lambda: False
-    chunk: int = PREFILL_CHUNK
-    planner: Planner | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        runner: TargetRunner,
+        drafter: Drafter,
+        schedule: Schedule | None = None,
+        cache: PromptCache | None = None,
+        planner: Planner | None = None,
+        *,
+        slots: int = 1,
+        capacity: int = 0,
+        chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        self.runner, self.drafter, self.schedule = runner, drafter, schedule or Schedule()
+        self._kept = cache is not None
+        self.cache = PromptCache() if cache is None else cache
+        self.planner, self.slots, self.chunk = planner, slots, chunk
+        self.stats: dict[int, Stats] = {}
+        self._capacity = capacity
+        self._waiting: deque[Sequence] = deque()
+        # Those that have a slot, in the order in which they came, and the slots that nobody has.
+        self._active: list[Sequence] = []
+        self._free: list[int] = []
+        self._ended: list[Step] = []
+        # Queries of the prompts that are being read, layer by layer.
+        self._looked: dict[int, dict[int, list[torch.Tensor]]] = {}
         self._plan: Plan | None = None
-        self._opened = 0
-        self.stats = [Stats() for _ in self.sequences]
-        if self.planner is not None:
+        self._opened = -1
+        self._read_last = False
+        if planner is not None:
             self.drafter.follow_budget()
-            with self.runner.lock:  # runs on one target share what is known of it
-                self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
-        if self.drafter.samples and not self.sequences[0].greedy:
-            for s in self.sequences:
-                s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
 
-    def open(self) -> KVStore:
-        """Checks that everything fits and takes the memory, before any work.
+    # --- requests ---
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence joins as soon as a slot is free. Its index is one that no other of the engine's has.
 
         Raises:
             PromptError: an empty prompt.
             ContextError: prompt and budget exceed the target's context.
-            MemoryBudgetError: the cache does not fit the free memory.
         """
-        limit = self.runner.context_length
-        for s in self.sequences:
-            if not s.prompt:
-                raise PromptError("The prompt is empty. Give at least one token.")
-            if len(s.prompt) + s.max_new_tokens > limit:
-                raise ContextError(
-                    f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is "
-                    f"{len(s.prompt) + s.max_new_tokens}, and the model's context holds {limit}. Shorten the prompt, "
-                    f"lower max_new_tokens, or stretch the context with rope_factor (YaRN) when loading."
-                )
-        nodes = self.drafter.max_nodes
-        longest = max(len(s.prompt) + s.max_new_tokens for s in self.sequences)
-        capacity = longest + nodes + self.schedule.extra_rows(nodes)
-        with self.runner.lock:
-            self.runner.refresh()
-            layers = self.drafter.feature_layers(self.runner) or self.cache.feature_layers
-            new_store = partial(self.runner.new_store, feature_layers=layers)
-            store = self.cache.open(new_store, [s.prompt for s in self.sequences], capacity, layers)
-            self._opened = self.cache.opened
-            return store
+        limit, s = self.runner.context_length, sequence
+        if not s.prompt:
+            raise PromptError("The prompt is empty. Give at least one token.")
+        if len(s.prompt) + s.max_new_tokens > limit:
+            raise ContextError(
+                f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is "
+                f"{len(s.prompt) + s.max_new_tokens}, and the model's context holds {limit}. Shorten the prompt, "
+                f"lower max_new_tokens, or stretch the context with rope_factor (YaRN) when loading."
+            )
+        if s.index in self.stats:
+            raise ValueError(f"there is a sequence {s.index} already")
+        self.stats[s.index] = Stats()
+        self._waiting.append(s)
 
-    def steps(self, store: KVStore) -> Steps:
-        """Runs to the end, a step for each sequence and round. Closing the iterator leaves the cache usable.
+    def abort(self, index: int) -> None:
+        """Ends a sequence where it is; the next step says so. One that has ended already is left as it is."""
+        with self.runner.lock:
+            for s in [*self._active, *self._waiting]:
+                if s.index == index:
+                    s.finish_reason = "cancelled"
+                    self._ended.append(Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason))
+                    self._leave(s)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do, or to tell."""
+        return bool(self._waiting or self._active or self._ended)
+
+    def run(self) -> Iterator[Step]:
+        """Steps until all have ended."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[Step]:
+        """Reads prompts for a while, or makes a round of all that decode: the two take turns.
+
+        Returns:
+            What came of it, a step for each sequence concerned.
 
         Raises:
+            MemoryBudgetError: there is no room for a sequence, before any work on it.
             CapabilityError: another run has taken the cache.
+            NumericalError: the target's logits are NaN.
         """
-        return Steps(self, self._steps(store))
-
-    def leave_cache(self) -> None:
-        """Tells the cache nothing of this run when it ends."""
-        self._opened = -1
-
-    def _steps(self, store: KVStore) -> Generator[Step, None, None]:
-        self.drafter.bind(self.runner, store)
-        queries = self.drafter.query_layers(self.runner)
-        self.schedule.open(self.runner, store, self.sequences, self.drafter.max_nodes, queries)
-        try:
-            for s in self.sequences:
-                yield from self._prefill(s, store, Taps(queries=queries))
-            while batch := [s for s in self.sequences if s.finish_reason is None]:
-                if self.cancelled():
-                    yield from (self._cancel(s) for s in batch)
-                    return
-                start, forwards = time.perf_counter(), self.drafter.forwards
-                events = self._round(batch)
-                if self._plan is not None:
-                    self._plan.observe(events, self.drafter.forwards - forwards)
-                seconds = time.perf_counter() - start
-                for stats, event in zip((self.stats[s.index] for s in batch), events, strict=True):
-                    stats.count(event)
-                # The first of a round's steps carries its seconds.
-                for i, (s, event) in enumerate(zip(batch, events, strict=True)):
-                    yield step_of(s, event, 0.0 if i else seconds)
+        with self.runner.lock:
+            try:
                 self._check_cache()
-        finally:
-            for s in self.sequences:
-                if self.cache.opened == self._opened:  # else its rows are another run's by now
-                    self.schedule.close(s)
-                    self.cache.remember(s.slot, s.tokens)
-                self.drafter.release(s)
+                self._admit()
+                told, self._ended = self._ended, []
+                reading = [s for s in self._active if not s.output]
+                decoding = [s for s in self._active if s.output]
+                self._read_last = bool(reading) and not (decoding and self._read_last)
+                if self._read_last:
+                    told += self._read(reading)
+                elif decoding:
+                    told += self._decode(decoding)
+                for s in [s for s in self._active if s.finish_reason is not None]:
+                    self._leave(s)
+                return told
+            except BaseException:
+                self._close()
+                raise
+
+    def close(self) -> None:
+        """Ends all sequences where they are. The cache stays usable."""
+        with self.runner.lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._waiting.clear()
+        for s in list(self._active):
+            self._leave(s)
+
+    # --- coming and going ---
+
+    def _admit(self) -> None:
+        """Gives free slots to those that wait."""
+        while self._waiting:
+            s = self._waiting[0]
+            if not self._active and (self._opened < 0 or self._rows(s) > self._capacity):
+                self._open()
+            if not self._free or self._rows(s) > self._capacity:
+                return
+            s.slot = self.cache.choose(self._free, s.prompt[:-1])
+            self._free.remove(s.slot)
+            self._active.append(self._waiting.popleft())
+            if self.drafter.samples and not s.greedy:
+                s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
+
+    def _leave(self, s: Sequence) -> None:
+        if s in self._waiting:
+            self._waiting.remove(s)
+            return
+        self._active.remove(s)
+        self._looked.pop(s.index, None)
+        self._free.append(s.slot)
+        if self.cache.opened == self._opened:  # else its rows are another run's by now
+            self.schedule.close(s)
+            # Of a cache of its own it reuses rows of prompts: an output's were not computed in whole pieces.
+            self.cache.remember(s.slot, s.tokens if self._kept else s.prompt)
+        self.drafter.release(s)
+
+    @staticmethod
+    def _rows(s: Sequence) -> int:
+        return len(s.prompt) + s.max_new_tokens
+
+    def _open(self) -> None:
+        """Takes memory for those that wait, and binds the parts to it.
+
+        Raises:
+            MemoryBudgetError: it does not hold a single one.
+        """
+        runner, nodes = self.runner, self.drafter.max_nodes
+        runner.refresh()
+        # A store that was too small is made larger by half, or every longer text would need another.
+        larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
+        capacity = max(larger, *map(self._rows, self._waiting))
+        layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
+        new_store = partial(runner.new_store, feature_layers=layers)
+        rows, slots = capacity + nodes + self.schedule.extra_rows(nodes), self.slots
+        while True:
+            try:
+                store = self.cache.open(new_store, slots, rows, layers)
+                self._store, self._queries = store, self.drafter.query_layers(runner)
+                self.drafter.bind(runner, store)
+                self.schedule.open(runner, store, nodes, self._queries)
+                break
+            except MemoryBudgetError:
+                if slots == 1 or self._kept:
+                    raise
+                slots, self.cache = slots // 2, PromptCache()
+                logger.warning("There is no memory for %d sequences at a time: %d are decoded.", 2 * slots, slots)
+        self._capacity, self._opened = capacity, self.cache.opened
+        self._free = list(range(slots))
+        if self.planner is not None:
+            self._plan = self.planner.start(self._waiting[0].greedy, min(slots, len(self._waiting)))
+
+    def _check_cache(self) -> None:
+        if self._opened < 0 or self.cache.opened == self._opened:
+            return
+        self._opened = -1
+        if self._active:
+            raise CapabilityError(
+                "Another run has taken this run's PromptCache before it had ended. Give runs that take turns a cache "
+                "each, or finish or close one before the next begins."
+            )
+
+    # --- decoding ---
+
+    def _decode(self, batch: list[Sequence]) -> list[Step]:
+        """A round of a batch. Whatever is counted, timed or learned of it follows its events."""
+        start, forwards = time.perf_counter(), self.drafter.forwards
+        events = self._round(batch)
+        if self._plan is not None:
+            self._plan.observe(events, self.drafter.forwards - forwards)
+        seconds = time.perf_counter() - start
+        for s, event in zip(batch, events, strict=True):
+            self.stats[s.index].count(event)
+        # The first of a round's steps carries its seconds.
+        return [replace(step, seconds=0.0 if i else seconds) for i, step in enumerate(map(step_of, batch, events))]
 
     def _round(self, batch: list[Sequence]) -> list[Event]:
-        """One verification of every sequence of a batch. Whatever is counted, timed or learned of it follows events."""
+        """One verification of every sequence of a batch."""
         trees = self._propose([self.schedule.seen(s) for s in batch])
         events = []
         for verified in self.schedule.verify(batch, trees):
             walker = verified.walker
-            accepted = accept(verified.tree, verified.logits, walker.sampler, walker.ids, self._emitter(walker))
+            accepted = accept(verified.tree, verified.logits, walker.sampler, walker.ids, walker.emit)
             event = self.schedule.commit(verified, accepted)
             self.drafter.observe(event)
             events.append(event)
@@ -153,107 +270,58 @@ class Engine:
         budget = None if self._plan is None else self._plan.budget(batch)
         pays = self._plan is None or (budget is not None and (budget.paid or self.drafter.free))
         going = [s for s in batch if s.finish_reason is None] if pays else []
-        proposed = zip(going, self.drafter.propose(going, budget) if going else [], strict=True)
-        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        found = {s.index: tree.limited(s.remaining - 1) for s, tree in proposed}
+        found: dict[int, TokenTree] = {}
+        # Greedy and sampled text are drafted apart where that makes a difference to the drafter.
+        kinds = (True, False) if self.drafter.samples else (None,)
+        for group in ([s for s in going if kind is None or s.greedy == kind] for kind in kinds):
+            proposed = self.drafter.propose(group, budget) if group else []
+            # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
+            found |= {s.index: tree.limited(s.remaining - 1) for s, tree in zip(group, proposed, strict=True)}
         trees = [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in batch]
         return trees if self._plan is None else self._plan.prune(trees)
 
-    def _check_cache(self) -> None:
-        if self.cache.opened != self._opened:
-            raise CapabilityError(
-                "Another run has taken this run's PromptCache before it had ended. Give runs that take turns a cache "
-                "each, or finish or close one before the next begins."
-            )
+    # --- prompts ---
 
-    def _prefill(self, s: Sequence, store: KVStore, taps: Taps) -> Iterator[Step]:
-        """Reads the prompt in pieces; its last logits give the first token.
+    def _read(self, reading: list[Sequence]) -> list[Step]:
+        """Reads pieces of prompts, as long as they have no more than :attr:`chunk` tokens together."""
+        steps: list[Step] = []
+        read = 0
+        for s in reading:
+            while not s.output and read < self.chunk:
+                start = time.perf_counter()
+                if s.index not in self._looked:
+                    self.cache.begin(s.slot, s.prompt, 1 if self._kept else self.chunk)
+                    self._looked[s.index] = {layer: [] for layer in self._queries}
+                done = self._store.lengths[s.slot]
+                emitted = self._read_piece(s, done)
+                read += (now := self._store.lengths[s.slot]) - done
+                seconds = time.perf_counter() - start
+                steps.append(Step(s.index, emitted, 0, 0, 0, "prefill", seconds, now, s.finish_reason))
+        return steps
 
-        Pieces end at multiples of :attr:`chunk`, whoever drafts: rows that are read together get the same bits in every
-        method.
+    def _read_piece(self, s: Sequence, done: int) -> tuple[int, ...]:
+        """Reads a prompt from token ``done`` on; its last logits give the first token.
 
-        Args:
-            taps: for the prompt's last tokens, as many as the drafter's query window.
+        Pieces end at multiples of :attr:`chunk`, whoever drafts and whoever else is there: rows that are read together
+        get the same bits.
         """
-        window = self.drafter.query_window
-        looked: dict[int, list[torch.Tensor]] = {layer: [] for layer in taps.queries}
-        while (done := store.lengths[s.slot]) < len(s.prompt):
-            if self.cancelled():
-                yield self._cancel(s)
-                return
-            start = time.perf_counter()
-            read = min(len(s.prompt), (done // self.chunk + 1) * self.chunk)
-            last = read == len(s.prompt)
-            out = self.runner.forward(
-                [s.prompt[done:read]],
-                store,
-                [s.slot],
-                logits="last" if last else "none",
-                taps=taps if read > len(s.prompt) - window else NO_TAPS,
-                prompt=True,
-            )
-            store.commit(s.slot, range(read - done))
-            for layer, q in out.queries.items():
-                looked[layer].append(q[0])
-            emitted: tuple[int, ...] = ()
-            if last:
-                assert out.logits is not None
-                root = TokenTree((s.prompt[-1],), (-1,))
-                emitted = accept(root, out.logits[0], s.sampler, s.ids, self._emitter(s)).tokens
-                queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in looked.items()}
-                self.drafter.observe(
-                    Event(self.schedule.seen(s), root, emitted=emitted, mode="prefill", queries=queries)
-                )
-            seconds = time.perf_counter() - start
-            yield Step(s.index, emitted, 0, 0, 0, "prefill", seconds, read, s.finish_reason)
-            self._check_cache()
-
-    def _emitter(self, s: Sequence) -> Callable[[int], bool]:
-        """Appends each emitted token and says whether it was the last."""
-
-        def emit(token: int) -> bool:
-            s.append(token)
-            reasons = (rule(s) for rule in self.rules)
-            s.finish_reason = next((r for r in reasons if r), None) or ("length" if not s.remaining else None)
-            return s.finish_reason is not None
-
-        return emit
-
-    def _cancel(self, s: Sequence) -> Step:
-        s.finish_reason = "cancelled"
-        return Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason)
-
-
-class Steps(Iterator[Step]):
-    """The steps of a run. Each is made under the lock of the target, which is free between them.
-
-    Args:
-        engine: of the run. made: makes them.
-    """
-
-    def __init__(self, engine: Engine, made: Generator[Step, None, None]) -> None:
-        self._engine, self._made = engine, made
-
-    @property
-    def _lock(self) -> FairLock:
-        return self._engine.runner.lock
-
-    def __next__(self) -> Step:
-        with self._lock:
-            return next(self._made)
-
-    def close(self) -> None:
-        """Ends the run where it is."""
-        with self._lock:
-            self._made.close()
-
-    def __del__(self) -> None:
-        # The garbage collector ends a run that was left lying about. It may do so anywhere, so it must not wait; a
-        # cache that does not hear of the run's end knows less of what it holds, and nothing wrong.
-        if not self._lock.take_if_free():
-            self._engine.leave_cache()
-            return
-        try:
-            self._made.close()
-        finally:
-            self._lock.release()
+        store, window = self._store, self.drafter.query_window
+        read = min(len(s.prompt), (done // self.chunk + 1) * self.chunk)
+        last = read == len(s.prompt)
+        # Of the prompt's last tokens, as many as the drafter's query window.
+        taps = Taps(queries=self._queries) if read > len(s.prompt) - window else NO_TAPS
+        block = store.block([s.slot], [s.prompt[done:read]], prompt=True)
+        out = self.runner.forward(block, store, logits="last" if last else "none", taps=taps)
+        store.commit(s.slot, range(read - done))
+        for layer, q in out.queries.items():
+            self._looked[s.index][layer].append(q[0])
+        if not last:
+            return ()
+        assert out.logits is not None
+        root = TokenTree((s.prompt[-1],), (-1,))
+        emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit).tokens
+        looked = self._looked.pop(s.index)
+        queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in looked.items()}
+        self.cache.remember(s.slot, s.prompt)
+        self.drafter.observe(Event(self.schedule.seen(s), root, emitted=emitted, mode="prefill", queries=queries))
+        return emitted

@@ -104,8 +104,8 @@ class Stats:
         self.taken_back += event.taken_back
 
 
-def step_of(sequence: Sequence, event: Event, seconds: float) -> Step:
-    """A round as users see it."""
+def step_of(sequence: Sequence, event: Event) -> Step:
+    """A round as users see it; its seconds are not known yet."""
     return Step(
         sequence=sequence.index,
         token_ids=event.emitted,
@@ -113,7 +113,7 @@ def step_of(sequence: Sequence, event: Event, seconds: float) -> Step:
         drafted=event.tree.drafted,
         accepted=event.accepted,
         mode=event.mode,
-        seconds=seconds,
+        seconds=0.0,
         prefilled=len(sequence.prompt),
         finish_reason=sequence.finish_reason,
     )

@@ -104,7 +104,7 @@ def _rows(block: Block, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
     if mask is None and block.width > 1:
         mask = block.block_mask(0, torch.device("cpu")).expand(block.batch, -1, -1)
     cos, sin = (x.expand(block.batch, -1, -1) for x in (cos, sin))
-    first = [n + block.behind for n in block.lengths]
+    first = [n + block.offset for n in block.lengths]
     return Rows(cos, sin, block.slots, first, [n + block.width for n in block.lengths], mask)
 
 

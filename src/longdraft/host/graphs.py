@@ -37,8 +37,8 @@ MOST = 16
 
 # Logits (B, T, V), hidden states by layer (B, T, hidden) and queries by layer (B, Hq, T, d) of a block.
 Computed = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
-# (block, tokens (B, T), positions (B, T)) -> what a forward computes.
-Compute = Callable[[Block, torch.Tensor, torch.Tensor], Computed]
+# What a forward computes of a block.
+Compute = Callable[[Block], Computed]
 
 
 class Recorder(Protocol):
@@ -125,8 +125,6 @@ class Graphs:
         self,
         store: KVStore,
         block: Block,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
         kind: Hashable,
         compute: Compute,
     ) -> Computed | None:
@@ -134,7 +132,6 @@ class Graphs:
 
         Args:
             block: with its numbers on the host.
-            tokens, positions: (B, T) on the device.
             kind: all else that ``compute`` depends on: what it brings back, and which weights it reads.
             compute: the forward. It must depend on nothing else that changes.
 
@@ -143,7 +140,7 @@ class Graphs:
         """
         rows = next((b for b in BUCKETS if b >= block.size), None)
         # A store that moves keys and values about while a forward runs does so by the host's numbers.
-        if self._recorder is None or rows is None or block.behind or type(store) is not KVStore:
+        if self._recorder is None or rows is None or block.offset or type(store) is not KVStore:
             return None
         if not block.batch or any(n + rows > store.capacity for n in block.lengths):
             return None
@@ -155,7 +152,7 @@ class Graphs:
             return None
         if isinstance(found, int):
             try:
-                found = _Recorded(self._recorder, store, rows, block, tokens, positions, compute)
+                found = _Recorded(self._recorder, store, rows, block, compute)
             except Exception as error:  # whatever a model, a driver or a library may not like about it
                 logger.warning("CUDA graphs are off for this model (%s): it runs without.", _reason(error))
                 self._recorder = None
@@ -165,7 +162,7 @@ class Graphs:
         recorded = [k for k, x in sizes.items() if not isinstance(x, int)]
         for old in recorded[: max(0, len(recorded) - MOST)]:
             del sizes[old]
-        return found(block, tokens, positions)
+        return found(block)
 
 
 class _Recorded:
@@ -177,12 +174,10 @@ class _Recorded:
         store: KVStore,
         rows: int,
         block: Block,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
         compute: Compute,
     ) -> None:
         device = store.device
-        ids, places = (torch.zeros(block.batch, rows, dtype=torch.long, device=device) for _ in range(2))
+        self._tokens, self._positions = torch.zeros(2, block.batch, rows, dtype=torch.long, device=device)
         self._itself = torch.eye(rows, dtype=torch.bool, device=device)
         self._mask = self._itself.repeat(block.batch, 1, 1)
         own = Block(
@@ -193,25 +188,28 @@ class _Recorded:
             mask=self._mask,
             slots_t=torch.empty_like(block.slots_t),
             lengths_t=torch.empty_like(block.lengths_t),
+            tokens=self._tokens,
+            positions=self._positions,
             captured=True,
         )
-        self._block, self._tokens, self._positions = own, ids, places
+        self._block = own
         # Before anything is computed: a forward writes keys and values where the buffers say.
-        self._fill(block, tokens, positions)
-        self._replay = recorder.capture(lambda: compute(own, ids, places))
+        self._fill(block)
+        self._replay = recorder.capture(lambda: compute(own))
 
-    def _fill(self, block: Block, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+    def _fill(self, block: Block) -> None:
         size = block.size
+        assert block.tokens is not None and block.positions is not None
         # Padded rows keep tokens and positions of some earlier block: any will do.
-        self._tokens[:, :size] = tokens
-        self._positions[:, :size] = positions
+        self._tokens[:, :size] = block.tokens
+        self._positions[:, :size] = block.positions
         self._mask.copy_(self._itself)
         self._mask[:, :size, :size] = block.block_mask(0, self._mask.device) if block.mask is None else block.mask
         self._block.slots_t.copy_(block.slots_t)
         self._block.lengths_t.copy_(block.lengths_t)
 
-    def __call__(self, block: Block, tokens: torch.Tensor, positions: torch.Tensor) -> Computed:
-        self._fill(block, tokens, positions)
+    def __call__(self, block: Block) -> Computed:
+        self._fill(block)
         logits, hidden, queries = self._replay()
         size = block.size
         # Copies: the next replay overwrites what this one brought.

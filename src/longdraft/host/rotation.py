@@ -72,7 +72,7 @@ class KeyRotation:
                     raise self._unsupported("its rotary frequencies depend on how long a text is")
         store = runner.new_store(len(places), 1, resident=True)
         token = runner.vocab_size // 2
-        runner.forward([[token]] * len(places), store, range(len(places)), bases=places, logits="none")
+        runner.forward(store.block(range(len(places)), [[token]] * len(places), bases=places), store, logits="none")
         for layer in range(runner.kv_shape.layers):
             keys = store.layer(layer)[0][:, :, 0].float().transpose(0, 1)  # (Hkv, places, d)
             moved = self.turn(keys[:, :1].expand(-1, len(places), -1), torch.tensor(places, device=runner.device))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
-from longdraft.attention.transfer import on_device
 from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
 from longdraft.host import hosting, support
 from longdraft.host.graphs import Computed, Graphs
@@ -181,15 +179,9 @@ class TargetRunner:
     @torch.inference_mode()
     def forward(
         self,
-        tokens: Sequence[Sequence[int]] | torch.Tensor,
+        block: Block,
         store: KVStore,
-        slots: Sequence[int],
         *,
-        bases: Sequence[int] | None = None,
-        depths: Sequence[Sequence[int]] | None = None,
-        mask: torch.Tensor | None = None,
-        behind: int = 0,
-        prompt: bool = False,
         logits: Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
         check: bool = True,
@@ -199,16 +191,7 @@ class TargetRunner:
         Nothing of it is committed.
 
         Args:
-            tokens: B rows of T token ids; a tensor (B, T) need not come from the device.
-            slots: each row's slot; its prefix length is the slot's committed length.
-            bases: position of each sequence's first row; None: its prefix length. They differ where a store holds a
-                selection of the text's KV (SpecPV, section 3.2).
-            depths: B rows of T depths in the tree; a node's position is its sequence's base + depth. None: a chain.
-            mask: (B, T, behind + T) bool, the tree's ancestor mask. None: a chain.
-            behind: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
-                them. A tree can so be fed level by level, each node once.
-            prompt: a piece of a prompt is read. Otherwise text is decoded, and the result of no row depends on the
-                rows beside it.
+            block: of this store, see :meth:`~longdraft.kv.store.KVStore.block`.
             logits: which rows' logits to compute.
             check: look for NaN, which waits for the device. A drafter's logits may be anything, and
             :func:`~longdraft.verify.acceptance.accept` looks for itself.
@@ -219,24 +202,16 @@ class TargetRunner:
         with self.lock:
             if self.twin.moved:
                 self.refresh()
-            size = len(tokens[0])
-            store.check_room(slots, behind + size)
-            lengths = [store.lengths[slot] for slot in slots]
-            block = Block.make(slots, lengths, size, mask, self.device, behind, prompt)
-            chain = range(behind, behind + size)
-            starts = lengths if bases is None else bases
-            positions = [[n + d for d in (chain if depths is None else depths[b])] for b, n in enumerate(starts)]
-            ids, places = on_device(tokens, self.device), on_device(positions, self.device)
             kept = Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
 
-            def compute(block: Block, ids: torch.Tensor, places: torch.Tensor) -> Computed:
-                return self._compute(store, block, ids, places, logits, kept)
+            def compute(block: Block) -> Computed:
+                return self._compute(store, block, logits, kept)
 
             found = None
             if logits == "all":
                 # A recording reads the weights where its twin found them.
-                found = self._graphs.run(store, block, ids, places, (kept, self.twin.number), compute)
-            found_logits, hidden, queries = found or compute(block, ids, places)
+                found = self._graphs.run(store, block, (kept, self.twin.number), compute)
+            found_logits, hidden, queries = found or compute(block)
             out = TargetOutput(None if found_logits is None else found_logits.float(), queries=queries)
             store.write_features(hidden, block)
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
@@ -249,12 +224,10 @@ class TargetRunner:
         self,
         store: KVStore,
         block: Block,
-        ids: torch.Tensor,
-        places: torch.Tensor,
         logits: Literal["all", "last", "none"],
         taps: Taps,
     ) -> Computed:
-        """Logits in the model's dtype, hidden states and queries of a block of ids (B, T) at places (B, T).
+        """Logits in the model's dtype, hidden states and queries of a block.
 
         Raises:
             UnsupportedModelError: not all layers go through the attention interface.
@@ -267,7 +240,7 @@ class TargetRunner:
             frozenset(taps.hidden),
             self.whole_layers and self.twin.fused.take(store, block),
         )
-        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
         found = None
         if logits == "none":
             self.twin.run(hosted, inputs, head=False)

@@ -20,7 +20,6 @@ from longdraft.host.runner import TargetRunner
 from longdraft.integration import requests
 from longdraft.integration.endings import Endings
 from longdraft.integration.handover import Given
-from longdraft.kv.prompt_cache import PromptCache
 from longdraft.planning.planner import Planner
 from longdraft.sequence import Sequence
 from longdraft.verify import processors
@@ -64,7 +63,7 @@ def decode(
     # generate stops where the criteria say, and has at least one token by then.
     limit = getattr(stopping_criteria, "max_length", None)
     budget = max(1, (config.max_length if limit is None else limit) - width)
-    # One row draws as generate does; several draw together there.
+    # generate takes the random numbers of several rows together.
     draws = StepDraws(rows, runner.device) if config.do_sample and rows > 1 else None
     sequences = []
     for i, row in enumerate(input_ids):
@@ -75,10 +74,12 @@ def decode(
         sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
     endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)
-    cache = PromptCache()
     # A planner may measure for a while: the last thing before work begins.
-    engine = Engine(runner, drafter, sequences, [endings.rule], cache, schedule, planner=planner())
-    for step in engine.steps(engine.open()):
+    engine = Engine(runner, drafter, schedule, planner=planner(), slots=rows)
+    for s in sequences:
+        s.rules = (endings.rule,)
+        engine.add(s)
+    for step in engine.run():
         if draws is not None and step.finish_reason is not None:
             draws.close(step.sequence)
     output = torch.cat([input_ids, endings.output().to(input_ids.device)], dim=1)

@@ -157,7 +157,7 @@ class HostStore(KVStore):
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
         # Earlier rows of the tree are attended to as the prefix is: they too may have to be fetched.
-        places = [(slot, n + block.behind) for slot, n in zip(block.slots, block.lengths, strict=True)]
+        places = [(slot, n + block.offset) for slot, n in zip(block.slots, block.lengths, strict=True)]
         stage = self._current = self._stage(layer)
         self._fill(stage, places)
         self._wait(stage)

@@ -33,17 +33,15 @@ class PromptCache:
     def open(
         self,
         new_store: Callable[[int, int], KVStore],
-        prompts: Sequence[Sequence[int]],
+        slots: int,
         capacity: int,
         feature_layers: tuple[int, ...] = (),
     ) -> KVStore:
-        """The store for a run of these prompts, every slot truncated to what it shares with its prompt.
-
-        The last prompt token is never reused: its logits have to be computed.
+        """The store for a run, with what it holds.
 
         Args:
             new_store: builds a store from (slots, capacity).
-            capacity: rows a slot must have.
+            slots, capacity: how many slots the run needs, and how many rows each.
             feature_layers: hidden states that have to lie beside the KV (``new_store`` makes room for them). What was
                 read without them is read again.
 
@@ -52,8 +50,8 @@ class PromptCache:
         """
         old = self.store
         lacking = old is not None and bool(feature_layers) and old.feature_layers != feature_layers
-        if old is None or old.slots < len(prompts) or old.capacity < capacity or lacking:
-            slots = max(len(prompts), old.slots if old else 0)
+        if old is None or old.slots < slots or old.capacity < capacity or lacking:
+            slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
             if lacking:
                 self.tokens = []
@@ -72,12 +70,32 @@ class PromptCache:
         if self._pending is not None:
             self.tokens[0] = snapshot.load(self.store, 0, self._fingerprint, self._pending)
             self._pending = None
-        for slot, prompt in enumerate(prompts):
-            shared = common_prefix(self.tokens[slot], prompt[:-1])
-            self.store.truncate(slot, shared)
-            self.tokens[slot] = list(prompt[:shared])
         self.opened += 1
         return self.store
+
+    def choose(self, slots: Sequence[int], prompt: Sequence[int]) -> int:
+        """Which of several free slots shares the longest prefix with a prompt; of equals, one that holds the least."""
+        return max(slots, key=lambda slot: (common_prefix(self.tokens[slot], prompt), -len(self.tokens[slot])))
+
+    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
+        """Leaves in a slot what is already there of a prompt; rows that another slot has more of are copied from it.
+
+        The last prompt token is never reused: its logits have to be computed.
+
+        Args:
+            piece: only whole multiples of so many rows are reused.
+
+        Returns:
+            How many of the prompt's tokens need not be read.
+        """
+        assert self.store is not None
+        other = self.choose(range(len(self.tokens)), prompt[:-1])
+        own, shared = (common_prefix(self.tokens[s], prompt[:-1]) // piece * piece for s in (slot, other))
+        self.store.truncate(slot, own)
+        if shared > own:
+            self.store.copy_rows(other, slot, own, shared)
+        self.tokens[slot] = list(prompt[: max(own, shared)])
+        return max(own, shared)
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Records which tokens the committed rows of a slot belong to.

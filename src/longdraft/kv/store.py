@@ -123,6 +123,46 @@ class KVStore:
         """All layers, in the groups in which rows of several layers are best moved."""
         return [slice(None)]
 
+    def block(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]] | torch.Tensor,
+        *,
+        bases: Sequence[int] | None = None,
+        depths: Sequence[Sequence[int]] | None = None,
+        mask: torch.Tensor | None = None,
+        offset: int = 0,
+        prompt: bool = False,
+    ) -> Block:
+        """A block behind the committed rows of some slots, for a forward.
+
+        Args:
+            tokens: a row of token ids a slot, or a tensor (B, T), which need not come from the device. Chains may
+                differ in length: shorter ones are padded, and nobody sees the padding.
+            bases: position of each sequence's first row; None: the slot's length. They differ where a store holds a
+                selection of the text's KV (SpecPV, section 3.2).
+            depths: (B, T) depths in the tree; a node's position is its base + its depth. None: chains.
+            mask: (B, T, offset + T) bool, the tree's ancestor mask. None: chains.
+            offset: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
+                them. A tree can so be fed level by level, each node once.
+            prompt: a piece of a prompt is read. Otherwise text is decoded, and the result of no row depends on the
+                rows beside it.
+
+        Raises:
+            ValueError: it does not fit a slot.
+        """
+        size = max(map(len, tokens))
+        self.check_room(slots, offset + size)
+        lengths = [self.lengths[slot] for slot in slots]
+        if depths is None:
+            # Padding comes last, so under a causal mask nobody sees it; it has a position that is there.
+            chain = range(offset, offset + size)
+            depths = [[d if i < len(row) else 0 for i, d in enumerate(chain)] for row in tokens]
+            if not isinstance(tokens, torch.Tensor):
+                tokens = [[*row, *[row[-1]] * (size - len(row))] for row in tokens]
+        positions = [[n + d for d in row] for n, row in zip(bases or lengths, depths, strict=True)]
+        return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions)
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
         """Writes a block's rows where they belong behind each sequence's prefix, uncommitted.
 
@@ -132,12 +172,12 @@ class KVStore:
         keys, values = self.layer(layer)
         if self.device.type == "cpu" and not block.captured:
             for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-                own = slice(n + block.behind, n + block.width)
+                own = slice(n + block.offset, n + block.width)
                 keys[slot, :, own] = k[b]
                 values[slot, :, own] = v[b]
             return
         # Device tensors alone, static shapes: this form can be captured in a CUDA graph.
-        rows = block.lengths_t[:, None] + torch.arange(block.behind, block.width, device=self.device)
+        rows = block.lengths_t[:, None] + torch.arange(block.offset, block.width, device=self.device)
         slots = block.slots_t[:, None].expand_as(rows)
         keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
         values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)
@@ -152,7 +192,7 @@ class KVStore:
             return
         rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-            self.features[slot, n + block.behind : n + block.width] = rows[b]
+            self.features[slot, n + block.offset : n + block.width] = rows[b]
 
     def put_rows(
         self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
@@ -175,6 +215,16 @@ class KVStore:
             own_values[:, :, start:end] = values[layers]
         if features is not None and self.features is not None:
             self.features[slot, start:end] = features
+
+    def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
+        """Copies committed rows ``[start, end)`` of another slot behind a slot's own ``start``, and commits them."""
+        for layers in self.portions:
+            keys, values = (x[:, :, start:end].clone() for x in self.stored(source, layers, end))
+            own_keys, own_values = self.stored(slot, layers, start)
+            own_keys[:, :, start:end], own_values[:, :, start:end] = keys, values
+        if self.features is not None:
+            self.features[slot, start:end] = self.features[source, start:end]
+        self.lengths[slot] = end
 
     def readable(self, slot: int) -> int:
         """Rows of a slot that a drafter may read: the committed and the unverified ones."""

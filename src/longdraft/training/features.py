@@ -129,14 +129,9 @@ class FeatureReader:
         while done < len(tokens):
             # The last token's own prediction is nobody's target, but its KV closes the document.
             end = min(done + CHUNK, len(tokens) if done >= start - 1 else start - 1)
-            out = self.runner.forward(
-                [tokens[done:end]],
-                store,
-                [0],
-                depths=[[p - done for p in positions[done:end]]],
-                logits="all" if done >= start - 1 else "none",
-                prompt=True,
-            )
+            depths = [[p - done for p in positions[done:end]]]
+            block = store.block([0], [tokens[done:end]], depths=depths, prompt=True)
+            out = self.runner.forward(block, store, logits="all" if done >= start - 1 else "none")
             store.commit(0, range(end - done))
             if out.logits is not None:
                 top = out.logits[0].topk(self.top)

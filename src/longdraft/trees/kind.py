@@ -83,7 +83,7 @@ class TreeKind(ABC):
             depths: levels of each sequence's tree at most, 0 for a root alone; None: as many as the kind has.
             ids: (draft vocabulary,) target id of each draft id; None: they are the same.
             device: where the draft's logits are.
-            sampled: the target's tokens are sampled, not picked greedily.
+            sampled: the target's tokens are sampled, not greedy.
             samplers: each sequence's, for a kind that samples; without, its tokens are the likeliest.
         """
         growth = Growth(expand, self._depths(roots, depths), ids, sampled)

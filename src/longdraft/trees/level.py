@@ -80,7 +80,7 @@ class Growth:
         expand: the draft. Called with the roots, then with those nodes of each level but the last that go on.
         depths: levels of each sequence's tree at most, 0 for a root alone.
         ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        sampled: the target's tokens are sampled, not picked greedily.
+        sampled: the target's tokens are sampled, not greedy.
     """
 
     expand: Expand

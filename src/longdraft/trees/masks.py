@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from longdraft.attention.block import Block
+from longdraft.kv.store import KVStore
 from longdraft.trees.level import Level
 from longdraft.trees.tree import TokenTree
 
@@ -24,6 +26,27 @@ def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
     for b, tree in enumerate(trees):
         mask[b, : tree.size, : tree.size] = ancestor_mask(tree)
     return mask
+
+
+def tree_block(
+    store: KVStore, slots: Sequence[int], trees: Sequence[TokenTree], bases: Sequence[int] | None = None
+) -> Block:
+    """A tree a slot, for a forward; smaller ones are padded, and nobody sees the padding.
+
+    Args:
+        bases: position of each root; None: behind the slot's committed rows.
+    """
+    if all(tree.is_chain for tree in trees):
+        return store.block(slots, [tree.tokens for tree in trees], bases=bases)
+    size = max(tree.size for tree in trees)
+    padding = [size - tree.size for tree in trees]
+    return store.block(
+        slots,
+        [tree.tokens + tree.tokens[:1] * n for tree, n in zip(trees, padding, strict=True)],
+        bases=bases,
+        depths=[tree.depths + (0,) * n for tree, n in zip(trees, padding, strict=True)],
+        mask=padded_mask(trees, size),
+    )
 
 
 class Ancestors:

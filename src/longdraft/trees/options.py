@@ -15,7 +15,7 @@ from longdraft.trees.static import Static
 
 KINDS: dict[str, type[TreeKind]] = {"chain": Chain, "static": Static, "beam": Beam, "dynamic": Dynamic, "opt": Opt}
 _WIDE = ("beam", "static")  # take widths
-# How sampled text is accepted: one draw from the target a node, or by what the drafter sampled its tokens from.
+# How sampled text is accepted: one sample from the target a node, or by what the drafter sampled its tokens from.
 ACCEPTANCES = ("draw", "residual")
 
 
@@ -40,7 +40,7 @@ def tree_kind(
         tree: "chain", "beam", "dynamic", "opt" or "static"; None: what the options given are of, else ``default``.
         depth, top_k: of a dynamic tree or an OPT-Tree; ``depth`` of a chain too.
         threshold: of an OPT-Tree: tokens by which a level has to make the expected accepted length longer.
-        acceptance: of sampled text: "draw", one draw from the target a node; or "residual", by what the draft sampled
+        acceptance: of sampled text: "draw", one sample from the target a node; or "residual", by what the draft sampled
             its tokens from, which are a static tree, a chain of ``depth`` tokens where no ``widths`` are given.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Acceptance: walk the verified tree with tokens picked from the target's own distribution.
+"""Acceptance: walk down the verified tree with tokens from the target's own distribution.
 
-At the root the target picks the next token: the argmax, or one draw from its processed distribution p(. | path).
+At the root the target chooses the next token: the argmax, or one sample from its processed distribution p(. | path).
 If a child carries that token, the child is accepted and the walk goes on from it; if not, the token is emitted
-all the same and the walk ends. Every emitted token is thus a pick from p(. | its own path), so the output has the
-target's distribution for any tree, whoever drafted it and however well: the tree only decides how many picks one
-forward can serve.
+all the same and the walk ends. Every emitted token is thus a sample from p(. | its own path), so the output has the
+target's distribution for any tree, whoever drafted it and however well: the tree only decides how many samples
+one forward can serve.
 
 Where a drafter sampled a node's children and says from what distribution, the token is found by residual acceptance
 instead (:mod:`longdraft.verify.residual`): distributed alike, and more often one of theirs.
@@ -52,7 +52,7 @@ def accept(
         logits: (at least tree.size, vocabulary) raw target logits of the nodes.
         sampler: greedy or sampling, with its processors.
         text: gives the (n,) token ids up to and including the root; called only when processors need it.
-        stop: told each emitted token in order; True ends the walk there (nothing is picked after an EOS).
+        stop: told each emitted token in order; True ends the walk there (nothing is sampled after an EOS).
 
     Raises:
         NumericalError: a node's logits are NaN.

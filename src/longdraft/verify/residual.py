@@ -7,7 +7,7 @@ and q what the tokens not yet tried were sampled from (Jeon et al. 2024, arXiv:2
 distributed as p, given that x came from q and by chance alone: so the drafter says its true q, and its random numbers
 and the target's are independent.
 
-The alternative, one draw from p a node (:mod:`longdraft.verify.acceptance`), keeps a token x that was sampled from q
+The alternative, one sample from p a node (:mod:`longdraft.verify.acceptance`), keeps a token x that was sampled from q
 with probability p(x), which is never more often. But it takes any tree, and a tree may hold the likeliest tokens.
 """
 

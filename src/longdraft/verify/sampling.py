@@ -1,4 +1,4 @@
-"""Picking a token from the target's logits: the one place where a distribution is processed and drawn from.
+"""The sampler: the one place where the target's distribution is processed and a token chosen from it.
 
 The processors are transformers' own, so a setting means here what it means in ``generate``. They are evaluated
 with the full text up to the node in question, so penalties and bans see the node's own path.
@@ -6,7 +6,7 @@ with the full text up to the node in question, so penalties and bans see the nod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -82,9 +82,9 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def processors(self) -> LogitsProcessorList:
-        """The processors in the order that ``generate`` applies them."""
-        processors = LogitsProcessorList()
+    def processors(self, first: Iterable[Processor] = ()) -> LogitsProcessorList:
+        """The processors in the order that ``generate`` applies them, behind a request's own."""
+        processors = LogitsProcessorList(first)
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
             if self.repetition_window is None:
                 processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -107,14 +107,14 @@ class Sampling:
 class Sampler:
     """Decides one token from the target's logits at a node.
 
-    A pick happens once for every emitted token, in order. So a stateful processor sees just the calls that plain
+    It is called once for every emitted token, in order. So a stateful processor sees just the calls that plain
     decoding would make, and a seed gives the same text whatever was drafted.
 
     Attributes:
         greedy: take the most probable token instead of drawing.
         processors: applied to the logits first; empty for the plain distribution.
         generator: source of randomness; None for torch's global one.
-        row: of a batch whose rows draw together; tokens then come from it, and not from the generator.
+        row: of a batch whose rows share random numbers; they then come from it, and not from the generator.
     """
 
     greedy: bool
@@ -128,10 +128,10 @@ class Sampler:
         return self.greedy and len(self.processors) == 0
 
     def rehearsal(self) -> Sampler:
-        """A sampler that picks what this one is about to pick wherever the logits are the same, and leaves it as it is.
+        """A sampler that chooses what this one will choose wherever the logits are the same, and leaves it as it is.
 
-        Its draws are this one's coming draws: a multinomial draw is the argmax of p / e with one exponential e a token,
-        and the e are the same. So from two like distributions both mostly pick the same token.
+        Both use the same random numbers: a multinomial sample is the argmax of p / e with one exponential e a token,
+        and the e are the same. So from two similar distributions both mostly choose the same token.
         """
         if self.greedy:
             return Sampler(True, row_processors.copies(self.processors))
@@ -145,14 +145,14 @@ class Sampler:
     def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
         """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
 
-        The numbers follow from this sampler's coming draws, which it leaves as they are: a seed fixes both.
+        Its random numbers follow from the next ones of this sampler, which stay as they are: a seed fixes both.
 
         Args:
             text: gives the (n,) token ids so far, on the device where logits are. vocabulary: of the target.
             number: of the sequence: several may share a generator.
         """
         twin = self.rehearsal()
-        assert twin.generator is not None, "greedy tokens are not drawn"
+        assert twin.generator is not None, "greedy tokens are not sampled"
         seed = int(torch.randint(2**62, (), generator=twin.generator, device=twin.generator.device))
         own = torch.Generator(text().device)
         own.manual_seed(seed + number)
@@ -170,7 +170,7 @@ class Sampler:
         return int(torch.multinomial(self.distribution(text, logits), num_samples=1, generator=self.generator))
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """(vocabulary,) the probabilities that a token is drawn with; arguments as of :meth:`pick`."""
+        """(vocabulary,) the processed probabilities; arguments as of :meth:`sample`."""
         return torch.softmax(self._scores(text, logits), dim=-1)
 
     def _scores(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

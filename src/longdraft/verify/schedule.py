@@ -10,7 +10,7 @@ from longdraft.events import Event, Mode
 from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
-from longdraft.trees.masks import padded_mask
+from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
 
@@ -69,11 +69,10 @@ class Schedule:
         self,
         runner: TargetRunner,
         store: KVStore,
-        sequences: list[Sequence],
         max_nodes: int,
         query_layers: tuple[int, ...] = (),
     ) -> None:
-        """Told once a run, before anything else.
+        """Told before anything else, and again when the store has been replaced.
 
         Args:
             max_nodes: most drafted nodes of a tree.
@@ -134,16 +133,5 @@ def verify_trees(
 
     Nobody has looked for NaN among its logits yet.
     """
-    size = max(tree.size for tree in trees)
-    chains = all(tree.is_chain for tree in trees)
-    return runner.forward(
-        [tree.tokens + tree.tokens[:1] * (size - tree.size) for tree in trees],
-        store,
-        slots,
-        bases=bases,
-        # A padded row comes after all real ones, so under a chain's causal mask nobody sees it.
-        depths=None if chains else [tree.depths + (0,) * (size - tree.size) for tree in trees],
-        mask=None if chains else padded_mask(trees, size),
-        taps=taps,
-        check=False,  # whoever walks down the trees does, and waits for the device once
-    )
+    # Not checked: whoever walks down the trees does, and waits for the device once.
+    return runner.forward(tree_block(store, slots, trees, bases), store, taps=taps, check=False)

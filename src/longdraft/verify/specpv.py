@@ -9,13 +9,14 @@ A round verifies the trees in one of three modes:
 
 Which tokens are final differs. As published (`specpv`), those that partial verification accepts are, and nobody looks
 at them again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full pass finds them in its
-tree, as a chain before what was drafted since, and the walk goes down that tree with picks from the target's
-distribution as anywhere else: every emitted token is such a pick, so the output is the target's for any partial cache.
-Guessing picks with the draws that the true picks will use (Sampler.rehearsal), so it mostly guesses what will be drawn.
+tree, as a chain before what was drafted since, and the walk down that tree samples from the target's distribution as
+anywhere else: every emitted token is such a sample, so the output is the target's for any partial cache. Guesses are
+sampled with the random numbers that the true samples will use (Sampler.rehearsal), so most of them turn out right.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -90,11 +91,10 @@ class SpecPV(Schedule):
         self,
         runner: TargetRunner,
         store: KVStore,
-        sequences: list[Sequence],
         max_nodes: int,
         query_layers: tuple[int, ...] = (),
     ) -> None:
-        super().open(runner, store, sequences, max_nodes, query_layers)
+        super().open(runner, store, max_nodes, query_layers)
 
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, store.feature_layers, resident=True)
@@ -200,7 +200,7 @@ class SpecPV(Schedule):
 class ExactSpecPV(SpecPV):
     """Partial verification only guesses; a full pass confirms before anything is emitted: exact.
 
-    A wrong guess makes all behind it worthless, so how many may wait follows its luck: twice as many, up to the
+    A wrong guess makes all behind it worthless, so how many may wait follows the last ones: twice as many, up to the
     view's margin, when all were right; as many as were right when not.
     """
 
@@ -210,15 +210,14 @@ class ExactSpecPV(SpecPV):
         self,
         runner: TargetRunner,
         store: KVStore,
-        sequences: list[Sequence],
         max_nodes: int,
         query_layers: tuple[int, ...] = (),
     ) -> None:
-        super().open(runner, store, sequences, max_nodes, query_layers)
+        super().open(runner, store, max_nodes, query_layers)
         # The sequences with what was guessed behind what is certain; those whose samplers rehearse already.
         self._guesses: dict[int, Sequence] = {}
         self._rehearsing: set[int] = set()
-        self._margins = {s.index: (self.view.room + 1) // 2 for s in sequences}
+        self._margins: defaultdict[int, int] = defaultdict(lambda: (self.view.room + 1) // 2)
 
     def seen(self, sequence: Sequence) -> Sequence:
         if sequence.index not in self._guesses:
@@ -270,4 +269,5 @@ class ExactSpecPV(SpecPV):
     def close(self, sequence: Sequence) -> None:
         super().close(sequence)
         self._guesses.pop(sequence.index, None)
+        self._margins.pop(sequence.index, None)
         self._rehearsing.discard(sequence.index)

@@ -1,9 +1,9 @@
-"""The random numbers of a batch, as ``generate`` draws them: one draw a step, for all rows at once.
+"""The random numbers of a batch, as ``generate`` takes them: once a step, for all rows together.
 
-A multinomial draw is the argmax of p / e with one exponential e a token. ``generate`` draws the (B, vocabulary)
+A multinomial sample is the argmax of p / e with one exponential e a token. ``generate`` makes the (B, vocabulary)
 exponentials of a step together, so a row's depend on its place in the batch. Here rows come to a step at different
-times. The block of a step is drawn when the first row gets there, in the order of steps; for the others it is kept, or
-drawn again from the state that the generator had.
+times. The block of a step is made when the first row gets there, in the order of steps; for the others it is kept, or
+made again from the state that the generator had.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import OrderedDict
 
 import torch
 
-# Blocks kept as they are, and not drawn again: rows are rarely further apart.
+# Blocks that are kept rather than made again: rows are rarely further apart.
 _KEPT = 4
 
 
 class StepDraws:
-    """Draws from torch's global generator, for the rows of a batch.
+    """Random numbers from torch's global generator, for the rows of a batch.
 
     Args:
         rows: of the batch. device: where logits are.
@@ -36,11 +36,11 @@ class StepDraws:
         self._next = dict.fromkeys(range(rows), 0)
 
     def row(self, index: int) -> RowDraws:
-        """The draws of one row."""
+        """The random numbers of one row."""
         return RowDraws(self, index)
 
     def close(self, row: int) -> None:
-        """Told when a row has ended: it draws no more."""
+        """Told when a row has ended: it needs no more numbers."""
         self._next.pop(row, None)
         self._forget()
 
@@ -78,7 +78,7 @@ class StepDraws:
 
 
 class RowDraws:
-    """The draws of one row, step by step.
+    """The random numbers of one row, step by step.
 
     Args:
         step: the next one.
@@ -93,11 +93,11 @@ class RowDraws:
         return self._draws.generator
 
     def rehearsal(self) -> RowDraws:
-        """The same draws as are coming here, which are left as they are."""
+        """The same numbers as will come here, which are left as they are."""
         return RowDraws(self._draws, self._row, self._step, rehearsed=True)
 
     def sample(self, probabilities: torch.Tensor) -> int:
-        """A token drawn with these probabilities (vocabulary,)."""
+        """A token sampled with these probabilities (vocabulary,)."""
         token = int((probabilities / self._draws.at(self._step, self._row, probabilities)).argmax())
         if not self._rehearsed:
             self._draws.took(self._row, self._step)

@@ -1,0 +1,26 @@
+"""A forward of the target, written in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.kv.store import KVStore
+
+
+def forward(
+    runner: TargetRunner,
+    tokens: Sequence[Sequence[int]] | torch.Tensor,
+    store: KVStore,
+    slots: Sequence[int],
+    *,
+    logits: Any = "all",
+    taps: Taps = NO_TAPS,
+    check: bool = True,
+    **shape: Any,
+) -> TargetOutput:
+    """Over a block of tokens; ``shape``: as of :meth:`KVStore.block`."""
+    return runner.forward(store.block(slots, tokens, **shape), store, logits=logits, taps=taps, check=check)
