@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.views.scorers import REDUCTIONS, SCORERS
+from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
 from longdraft.views.view import View
 
 
@@ -74,8 +74,6 @@ def test_heads_that_share_take_what_all_of_them_want_most(scorer):
     if scorer == "streaming":
         assert torch.equal(own.rows(keys, queries)[:1], View(scorer, 12, 4, 6, 2, shared=True).rows(keys, queries))
         return
-    from longdraft.views.scorers import Candidates, score
-
     between = own.between(60)
     mean = score(scorer, "mean", queries, Candidates(keys, between.start, between.stop, 2)).mean(0)
     best = mean.topk(6).indices.sort().values + between.start

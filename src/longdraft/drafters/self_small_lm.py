@@ -17,7 +17,7 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import check_length
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.events import Event
-from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
@@ -81,9 +81,7 @@ class SparseLMDrafter(SelfDrafter):
         """
         s = event.sequence
         if event.taken_back:
-            kept = common_prefix(self._fed[s.slot], s.tokens[:-1])
-            self.full.truncate(s.slot, kept)
-            del self._fed[s.slot][kept:]
+            self._cut(s.slot, common_prefix(self._fed[s.slot], s.tokens[:-1]))
         if event.begins:
             check_length(self.draft, self._bound, s)
         super().observe(replace(event, queries={}, replaced=None))
@@ -98,7 +96,8 @@ class SparseLMDrafter(SelfDrafter):
                 self._read(s, new[:-1])
         going = [s for s in sequences if self._new(s)]
         if going:
-            self._feed(going)
+            self.forwards += 1
+            self._feed(going, [self._new(s) for s in going], self._taps)
         super().follow(sequences)
 
     def judge(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
@@ -114,8 +113,11 @@ class SparseLMDrafter(SelfDrafter):
 
     def _begin(self, slot: int) -> None:
         super()._begin(slot)
-        self.full.truncate(slot, 0)
-        self._fed[slot] = []
+        self._cut(slot, 0)
+
+    def _cut(self, slot: int, length: int) -> None:
+        self.full.truncate(slot, length)
+        del self._fed[slot][length:]
 
     def _new(self, s: Sequence) -> list[int]:
         """Tokens before the root that were not fed."""
@@ -126,30 +128,17 @@ class SparseLMDrafter(SelfDrafter):
         while tokens:
             count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.looks, PIECE))
             piece, tokens = tokens[:count], tokens[count:]
-            taps = NO_TAPS if tokens else self._taps
-            block = self.full.block([s.slot], [piece], prompt=True)
-            out = self.runner.forward(block, self.full, logits="none", taps=taps)
-            self._keep_queries(s, out, 0, count)
-            self._commit(s, piece)
+            self._feed([s], [piece], NO_TAPS if tokens else self._taps, prompt=True)
 
-    def _feed(self, sequences: list[Sequence]) -> None:
-        """Feeds the new tokens of a batch."""
-        chains = [self._new(s) for s in sequences]
-        self.forwards += 1
-        block = self.full.block([s.slot for s in sequences], chains)
-        out = self.runner.forward(block, self.full, logits="none", taps=self._taps)
+    def _feed(self, sequences: list[Sequence], chains: list[list[int]], taps: Taps, prompt: bool = False) -> None:
+        """Feeds tokens of a batch, and keeps the queries that choose."""
+        block = self.full.block([s.slot for s in sequences], chains, prompt=prompt)
+        out = self.runner.forward(block, self.full, logits="none", taps=taps)
         for b, (s, chain) in enumerate(zip(sequences, chains, strict=True)):
-            self._keep_queries(s, out, b, len(chain))
-            self._commit(s, chain)
-
-    def _keep_queries(self, s: Sequence, out: TargetOutput, b: int, count: int) -> None:
-        """Of the first ``count`` rows of the block's sequence ``b``, the last ones that choose."""
-        if not out.queries:
-            return
-        # Of a text's first rows all that choose; later the newest, as of the target's.
-        first = max(0, count - self.view.looks) if self._queries.of(s.slot) is None else count - 1
-        self._queries.add(s.slot, {layer: q[b, :, first:count] for layer, q in out.queries.items()})
-
-    def _commit(self, s: Sequence, tokens: list[int]) -> None:
-        self.full.commit(s.slot, range(len(tokens)))
-        self._fed[s.slot] += tokens
+            if out.queries:
+                # Of a text's first rows all that choose; later the newest, as of the target's.
+                first = 0 if self._queries.of(s.slot) is None else len(chain) - 1
+                new = {layer: q[b, :, first : len(chain)] for layer, q in out.queries.items()}
+                self._queries.add(s.slot, new)
+            self.full.commit(s.slot, range(len(chain)))
+            self._fed[s.slot] += chain

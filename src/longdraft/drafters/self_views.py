@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import View, check_multiples, check_sizes
+from longdraft.views.view import View, check_sizes
 
 BUDGET = 512
 # StreamingLLM's first tokens, which MagicDec and TokenSwift take over.
@@ -47,23 +47,18 @@ def self_view(view: str, budget: int | None, sink: int | None, window: int | Non
     check_sizes(1, chunk=size)
     sink = -(-SINK // size) * size if sink is None else sink
     check_sizes(0, sink=sink)
-    check_multiples("chunk", size, sink=sink)
     streaming = SCORERS[scorer] is None
     if budget is None:
         budget = sink + window if streaming and type(window) is int else BUDGET
-    check_sizes(1, budget=budget)
     # What is too small is refused for what it is, not for the window that nobody gave.
-    window = (max(budget - sink, 1) if streaming else WINDOW) if window is None else window
-    check_sizes(1, window=window)
-    if budget < sink + window:
+    usual_window = max(budget - sink, 1) if streaming and type(budget) is int else WINDOW
+    window = usual_window if window is None else window
+    check_sizes(1, budget=budget, window=window)
+    least = sink + window + (size if size > 1 else 0)
+    if budget < least:
         raise ValueError(
-            f"budget must be at least sink + window ({sink + window} tokens), got {budget}: give a larger budget, or a "
-            "smaller sink and window"
-        )
-    if size > 1 and budget < sink + window + size:
-        raise ValueError(
-            f"budget must be at least sink + window + chunk ({sink + window + size} tokens) for a chunk to be chosen, "
-            f"got {budget}"
+            f"budget must be at least sink + window{' + chunk' if size > 1 else ''} ({least} tokens), got {budget}: "
+            "give a larger budget, or a smaller sink and window"
         )
     reduction = "mean" if scorer == "snapkv" else "last"
     return View(scorer, budget - sink - window, sink, window, size, reduction=reduction)

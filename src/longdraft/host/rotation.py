@@ -92,5 +92,5 @@ def turned(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     size = cos.shape[-1]
     x = keys[..., :size].to(torch.promote_types(keys.dtype, torch.float32))
     a, b = x.chunk(2, dim=-1)
-    turned = (x * cos + torch.cat((-b, a), dim=-1) * sin).to(keys.dtype)
-    return turned if size == keys.shape[-1] else torch.cat((turned, keys[..., size:]), dim=-1)
+    moved = (x * cos + torch.cat((-b, a), dim=-1) * sin).to(keys.dtype)
+    return moved if size == keys.shape[-1] else torch.cat((moved, keys[..., size:]), dim=-1)

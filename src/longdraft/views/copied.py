@@ -30,7 +30,9 @@ class Copied:
         return self._starts[slot] == 0
 
     def appends(self, slot: int, end: int, due: bool) -> bool:
-        """Whether the rows up to ``end`` shall be appended to the copy; if not, it shall be chosen anew.
+        """Whether the rows up to ``end`` can be appended to the copy; if not, it has to be chosen anew.
+
+        A copy of chosen rows is forgotten where all of the text would fit.
 
         Args:
             due: choose anew in any case, unless all of the text is there.
