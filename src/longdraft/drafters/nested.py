@@ -2,12 +2,12 @@
 
 A level is the target on a part of its KV (or a small language model on a part of its own): cheaper than the target on
 all of it, surer than the drafter under it. A round: the level walks down the drafter's tree as the target will down
-its own, with picks from its own distribution; what it emits goes on in the next tree, until there are enough tokens;
+its own, sampling from its own distribution; what it emits goes on in the next tree, until there are enough tokens;
 these are the chain that the target verifies. Each level's tokens follow that level's distribution, and since the target
-picks every token that is emitted, the output is the target's whatever the levels did: a level only has to be right.
+decides every token that is emitted, the output is the target's whatever the levels did: a level only has to be right.
 
-Where tokens are drawn, a level picks with the draws that the target's coming picks will use (Sampler.rehearsal): from
-two like distributions, both then mostly pick the same token.
+Where tokens are sampled, a level uses the random numbers that the target's next samples will use (Sampler.rehearsal):
+from two similar distributions, both then mostly choose the same token.
 
 What a level computes for tokens that it emitted is shown to the drafter as unverified rows of the target's store, as
 in partial verification; the target's verification overwrites them. Nothing of it is committed there. When the target
@@ -77,7 +77,7 @@ class NestedDrafter(Drafter):
 
     Raises:
         ValueError: a level that cannot verify or sees no more than the drafter under it, a drafter that needs to know
-            how its own tokens were drawn, or no tokens.
+            how its own tokens were sampled, or no tokens.
     """
 
     def __init__(self, inner: Drafter, level: Drafter, depth: int | None = None) -> None:
@@ -88,7 +88,7 @@ class NestedDrafter(Drafter):
             )
         if inner.samples or level.samples:
             raise ValueError(
-                "acceptance=residual has no meaning under a level, whose tokens are picks of its own: leave it out"
+                "acceptance=residual has no meaning under a level, which samples tokens of its own: leave it out"
             )
         under = inner.level if isinstance(inner, NestedDrafter) else inner
         if type(under) is type(level) is SelfDrafter and under.view.budget >= level.view.budget:

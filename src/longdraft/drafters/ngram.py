@@ -59,7 +59,7 @@ class NGramIndex:
         return found
 
 
-class Luck:
+class Record:
     """How often matches were right lately, by their length n: their first token, and each one after a right one.
 
     What came instead is seen whether or not a proposal was verified, so nothing has to be tried to be known.
@@ -67,8 +67,8 @@ class Luck:
 
     # So many guesses are believed in before any was seen, and what each new one leaves of the others.
     PRIOR, KEEP = 2.0, 0.96
-    # Drawn text repeats less of what stands before it.
-    DRAWN = 0.3
+    # Sampled text repeats less of what stands before it.
+    SAMPLED = 0.3
 
     def __init__(self) -> None:
         self.trust = 1.0
@@ -99,7 +99,7 @@ class Luck:
 class NGramDrafter(Drafter):
     """Drafts by n-gram lookup in prompt and output.
 
-    The draft's length follows its luck: it doubles when a whole draft was right, and falls back to what was
+    The draft's length follows how drafts fared: it doubles when a whole draft was right, and falls back to what was
     right when it was not; a match of one token starts shorter than a long match. A draft that is never right
     costs a little verification; where nothing matches, nothing is drafted.
 
@@ -121,7 +121,7 @@ class NGramDrafter(Drafter):
     _lengths: dict[int, int] = field(default_factory=dict)
     # For each sequence, the best match of the last round: n, where the text ended then, and the tokens proposed.
     _matches: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
-    _luck: Luck = field(default_factory=Luck)
+    _record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
@@ -143,7 +143,7 @@ class NGramDrafter(Drafter):
         if not found:
             return TokenTree((root,), (-1,))
         self._matches[sequence.index] = (found[0][0], len(sequence.prompt) + len(sequence.output), found[0][1])
-        chances = [self._luck.log_probs(n, len(path)) for n, path in found]
+        chances = [self._record.log_probs(n, len(path)) for n, path in found]
         return union(root, [path for _, path in found], self.max_nodes, chances)
 
     def observe(self, event: Event) -> None:
@@ -154,12 +154,12 @@ class NGramDrafter(Drafter):
             self._matches.pop(s.index, None)
         if event.begins:
             self._lengths[s.index] = self.max_draft // 2 + 1
-            self._luck.trust = 1.0 if s.greedy else Luck.DRAWN
+            self._record.trust = 1.0 if s.greedy else Record.SAMPLED
         index = self._indexes[s.index]
         index.extend(s.tokens[len(index.text) :])
         if s.index in self._matches:
             n, end, path = self._matches.pop(s.index)
-            self._luck.saw(n, path, index.text[end:])
+            self._record.saw(n, path, index.text[end:])
         if event.tree.drafted and not event.taken_back:
             length, full = self._lengths[s.index], event.accepted >= max(event.tree.depths)
             self._lengths[s.index] = min(2 * length, self.max_draft) if full else max(event.accepted + 1, 2)

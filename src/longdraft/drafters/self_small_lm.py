@@ -105,7 +105,7 @@ class SparseLMDrafter(SelfDrafter):
         found = [x.nan_to_num(nan=0.0) for x in super().judge(sequences, trees)]
         if self.ids is None:
             return found
-        # Not -inf: where processors leave nothing else, one of these is picked.
+        # Not -inf: where processors leave nothing else, one of these has to be chosen.
         whole = [x.new_full((len(x), self._vocabulary), _NEVER) for x in found]
         for x, logits in zip(whole, found, strict=True):
             x[:, self.ids] = logits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-# The last verifications are few enough to follow a change of topic, and half their usual luck is clearly less.
+# The last verifications are few enough to follow a change of topic, and half of what is usual is clearly less.
 LAST, CLEARLY = 2, 0.5
 
 
