@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Sampling, Speculator
-from longdraft.drafters.ngram import Luck, NGramDrafter
+from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
@@ -103,31 +103,31 @@ def test_a_chain_without_probabilities_says_none():
 # --- luck ---
 
 
-def test_luck_is_learned_without_verifying():
+def test_record_is_learned_without_verifying():
     """Nothing of what is proposed is in the trees that are verified, and still it is known to have been right."""
     s = Sequence(0, [1, 2, 3, 4] * 4, 60)
     s.append(1)
     drafter = NGramDrafter(max_draft=3)
     drafter.observe(begun(s))
-    before = drafter._luck.chance(5, True)
+    before = drafter._record.chance(5, True)
     for i in range(12):
         (tree,) = drafter.propose([s], Budget(4, 0.1))
         assert tree.drafted == 3
         s.append([2, 3, 4, 1][i % 4])
         drafter.observe(verified(s, TokenTree(tree.tokens[:1], (-1,)), 0))
-    assert drafter._luck.chance(5, True) > before
-    assert drafter._luck.chance(2, True) == pytest.approx(2 / 3)  # nothing was seen of shorter matches
+    assert drafter._record.chance(5, True) > before
+    assert drafter._record.chance(2, True) == pytest.approx(2 / 3)  # nothing was seen of shorter matches
 
 
 def test_wrong_matches_are_believed_less():
-    luck = Luck()
+    luck = Record()
     for _ in range(12):
         luck.saw(2, [2, 3, 1], [4, 5])
     assert luck.chance(2, True) < 0.4 and luck.chance(3, True) == pytest.approx(0.75)
 
 
 def test_what_was_right_long_ago_fades():
-    luck = Luck()
+    luck = Record()
     for _ in range(200):
         luck.saw(2, [1], [1])
     for _ in range(60):

@@ -108,11 +108,11 @@ def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
     model, calls = tiny_model(), []
     layer = model.model.layers[1]
 
-    def forward(*given, **named):
+    def other(*given, **named):
         calls.append(given)
         return type(layer).forward(layer, *given, **named)
 
-    layer.forward = forward
+    layer.forward = other
     runner = TargetRunner(model)
     logits = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
     assert len(calls) == 1 and not runner.twin.fused.layers

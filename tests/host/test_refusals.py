@@ -177,8 +177,8 @@ def test_a_layer_that_drops_keyword_arguments_is_noticed(monkeypatch):
     model = tiny_model()
     runner = TargetRunner(model)
     attention = model.model.layers[1].self_attn
-    forward = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda longdraft_hosted=None, **kept: forward(**kept))
+    own = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda longdraft_hosted=None, **kept: own(**kept))
     with pytest.raises(UnsupportedModelError, match="does not hand keyword arguments on"):
         forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
@@ -188,8 +188,8 @@ def test_an_attention_option_that_is_not_hosted_is_noticed(monkeypatch, option):
     model = tiny_model()
     runner = TargetRunner(model)
     attention = model.model.layers[1].self_attn
-    forward = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda **given: forward(**given, **{option: 4}))
+    own = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda **given: own(**given, **{option: 4}))
     with pytest.raises(UnsupportedModelError, match=f"LlamaAttention uses {option}"):
         forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
