@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Sampling, Speculator
-from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.ngram import NGramDrafter, Record
 from longdraft.engine import Engine
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
@@ -100,7 +100,7 @@ def test_a_chain_without_probabilities_says_none():
     assert chain(1, [2, 3]).first_chance == 0.0
 
 
-# --- luck ---
+# --- record ---
 
 
 def test_record_is_learned_without_verifying():
@@ -120,16 +120,16 @@ def test_record_is_learned_without_verifying():
 
 
 def test_wrong_matches_are_believed_less():
-    luck = Record()
+    record = Record()
     for _ in range(12):
-        luck.saw(2, [2, 3, 1], [4, 5])
-    assert luck.chance(2, True) < 0.4 and luck.chance(3, True) == pytest.approx(0.75)
+        record.saw(2, [2, 3, 1], [4, 5])
+    assert record.chance(2, True) < 0.4 and record.chance(3, True) == pytest.approx(0.75)
 
 
 def test_what_was_right_long_ago_fades():
-    luck = Record()
+    record = Record()
     for _ in range(200):
-        luck.saw(2, [1], [1])
+        record.saw(2, [1], [1])
     for _ in range(60):
-        luck.saw(2, [1], [0])
-    assert luck.chance(2, True) < 0.2
+        record.saw(2, [1], [0])
+    assert record.chance(2, True) < 0.2
