@@ -61,7 +61,7 @@ class Engine:
         if self.planner is not None:
             self.drafter.follow_budget()
             with self.runner.lock:  # runs on one target share what is known of it
-                self._plan = self.planner.start(self.sequences[0].greedy, len(self.sequences))
+                self._plan = self.planner.start()
         if self.drafter.samples and not self.sequences[0].greedy:
             for s in self.sequences:
                 s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
@@ -120,9 +120,10 @@ class Engine:
                     return
                 start, forwards = time.perf_counter(), self.drafter.forwards
                 events = self._round(batch)
-                if self._plan is not None:
-                    self._plan.observe(events, self.drafter.forwards - forwards)
                 seconds = time.perf_counter() - start
+                if self._plan is not None:
+                    drafting = self._drafted - start
+                    self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
                 for stats, event in zip((self.stats[s.index] for s in batch), events, strict=True):
                     stats.count(event)
                 # The first of a round's steps carries its seconds.
@@ -139,6 +140,7 @@ class Engine:
     def _round(self, batch: list[Sequence]) -> list[Event]:
         """One verification of every sequence of a batch. Whatever is counted, timed or learned of it follows events."""
         trees = self._propose([self.schedule.seen(s) for s in batch])
+        self._drafted = time.perf_counter()
         events = []
         for verified in self.schedule.verify(batch, trees):
             walker = verified.walker
@@ -151,12 +153,14 @@ class Engine:
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """A tree for each sequence: a root alone where it is over as far as its drafter can see, or nothing pays."""
         budget = None if self._plan is None else self._plan.budget(batch)
-        pays = self._plan is None or (budget is not None and (budget.paid or self.drafter.free))
-        going = [s for s in batch if s.finish_reason is None] if pays else []
+        roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
+        going = [s for s in batch if s.finish_reason is None]
+        if budget is not None and not self.drafter.free:
+            going = budget.choose(going, [roots[s.index] for s in going])
         proposed = zip(going, self.drafter.propose(going, budget) if going else [], strict=True)
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
         found = {s.index: tree.limited(s.remaining - 1) for s, tree in proposed}
-        trees = [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in batch]
+        trees = [found.get(s.index, roots[s.index]) for s in batch]
         return trees if self._plan is None else self._plan.prune(trees)
 
     def _check_cache(self) -> None:
