@@ -161,6 +161,14 @@ def test_a_draft_that_is_wrong_costs_little(each):
     assert sum(asked) >= 1 and seconds < 128 * 1.03
 
 
+def test_a_first_round_that_takes_long_is_no_reason_to_give_up():
+    planner = Planner(CHEAP)
+    plan, s = planner.start(), sequence()
+    assert plan.budget([s]).choose([s], [ROOT]) == [s]
+    plan.observe([event(s, plan.prune([tree(0.8, 0.8)])[0], 2)], 2, 50.0, 1.0)
+    assert plan.budget([s]).choose([s], [ROOT]) == [s]
+
+
 def test_what_was_given_up_is_tried_again():
     planner = Planner(CHEAP)
     asked, _ = rounds(planner, 300, right=0, forwards=2, each=0.15)

@@ -18,7 +18,7 @@ from collections.abc import Sequence as SequenceOf
 
 from longdraft.events import Event
 from longdraft.planning.chances import Belief, Chances, Worth
-from longdraft.planning.costs import Costs, CostTable
+from longdraft.planning.costs import OUTLIER, Costs, CostTable
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
@@ -133,20 +133,24 @@ class Plan:
                 right = node in event.path
                 planner.chances[event.sequence.greedy].saw(event.tree.path_log_probs[node], right)
         if self._without:
-            self._account(events, forwards, drafting, verifying)
+            self._account(events, forwards, drafting)
         for chances in planner.chances.values():
             chances.fade()
         for worth in (*planner.worth.values(), *self._worth.values()):
             worth.fade()
 
-    def _account(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
+    def _account(self, events: SequenceOf[Event], forwards: int, drafting: float) -> None:
         """What a round with the draft brought, and what it took."""
-        planner = self._planner
-        planner.forward += FOLLOW * (drafting / max(1, forwards) / self._plain - planner.forward)
-        steps = (drafting + verifying - self._seconds) / self._plain
+        planner, rows = self._planner, max(tree.size for tree in self._trees)
+        longer = self._costs.verification(rows, self._lengths) - self._seconds
+        if forwards:
+            # The first forwards of all may prepare weights: no single round is believed to be as dear as it looks.
+            each = min(drafting / forwards / self._plain, OUTLIER * planner.forward)
+            planner.forward += FOLLOW * (each - planner.forward)
+            longer += forwards * each * self._plain
         for event in events:
             if event.sequence.index in self._without:
                 without, doubt = self._without[event.sequence.index]
                 added = max(0, event.accepted - without.follows(event.emitted))
                 for worth in (self._worth[event.sequence.index], planner.worth[event.sequence.greedy]):
-                    worth.saw(added, doubt, steps)
+                    worth.saw(added, doubt, longer / self._plain)
