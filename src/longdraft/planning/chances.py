@@ -13,6 +13,8 @@ from math import exp
 _STEP, _GRADES = 0.5, 12
 # Observations that a prior is worth: how many it takes until half of what is believed is what was seen.
 PRIOR = 4.0
+# Tokens that a draft is hoped to add for each plain step that it takes: a bad one is given up after two trials.
+HOPE = 4 / 3
 # What a round leaves of the evidence before it: about the last hundred rounds count.
 KEEP = 0.99
 
@@ -44,12 +46,20 @@ def _grade(log_prob: float) -> int:
     return min(int(-log_prob / _STEP), _GRADES - 1)
 
 
-@dataclass(frozen=True)
-class Belief:
-    """Before anything was seen: tokens that a draft adds to a round, and plain steps that the round takes longer."""
+@dataclass
+class Hope:
+    """What to believe of a draft that has not been tried: that it pays, by a little.
 
-    tokens: float
+    Attributes:
+        steps: plain steps that a round with the draft takes longer.
+    """
+
     steps: float
+
+    @property
+    def tokens(self) -> float:
+        """That it adds to such a round."""
+        return HOPE * self.steps
 
 
 class Worth:
@@ -59,7 +69,7 @@ class Worth:
         prior: as sure as ``PRIOR`` rounds; of a text, what is believed of all texts.
     """
 
-    def __init__(self, prior: Belief | Worth) -> None:
+    def __init__(self, prior: Hope | Worth) -> None:
         self._prior = prior
         self._tokens = self._doubts = self._steps = self._rounds = 0.0
 

@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from longdraft.events import Event
-from longdraft.planning.chances import Belief, Chances, Worth
+from longdraft.planning.chances import Chances, Hope, Worth
 from longdraft.planning.costs import OUTLIER, Costs, CostTable
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 
-# Tokens that a draft adds to a round, and what one forward of it takes in plain steps, before any was seen.
-TOKENS, FORWARD = 0.4, 0.15
-# How fast averages follow: seconds of a draft forward, nodes worth verifying.
+# A draft forward, in plain steps, before one was seen.
+FORWARD = 0.15
+# How fast averages follow: time of a draft forward and of a round with it, nodes worth verifying.
 FOLLOW = 0.2
 
 
@@ -40,7 +40,8 @@ class Planner:
         self.costs = Costs(table)
         # Sampled text is accepted by other chances than greedy text, and by smaller ones.
         self.chances = {greedy: Chances() for greedy in (True, False)}
-        self.worth = {greedy: Worth(Belief(TOKENS, 2 * FORWARD)) for greedy in (True, False)}
+        self.hope = Hope(2 * FORWARD)
+        self.worth = {greedy: Worth(self.hope) for greedy in (True, False)}
         self.forward = FORWARD
         self.nodes = 8.0  # lately worth verifying
 
@@ -148,9 +149,11 @@ class Plan:
             each = min(drafting / forwards / self._plain, OUTLIER * planner.forward)
             planner.forward += FOLLOW * (each - planner.forward)
             longer += forwards * each * self._plain
+        steps = max(longer / self._plain, 1e-6)  # nothing is free
+        planner.hope.steps += FOLLOW * (steps - planner.hope.steps)
         for event in events:
             if event.sequence.index in self._without:
                 without, doubt = self._without[event.sequence.index]
                 added = max(0, event.accepted - without.follows(event.emitted))
                 for worth in (self._worth[event.sequence.index], planner.worth[event.sequence.greedy]):
-                    worth.saw(added, doubt, longer / self._plain)
+                    worth.saw(added, doubt, steps)
