@@ -17,16 +17,13 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.builders import merged
 from longdraft.trees.tree import TokenTree
 
-# A lookup as sure as this of its first token needs no second opinion, where a second opinion costs time.
-SURE = 0.75
-
 
 class UnitedDrafter(Drafter):
     """A drafter that costs next to nothing, and one that costs forwards.
 
     Args:
         unpaid: asked in every round.
-        paid: asked too, unless a budget makes its time count and the other is sure of itself, or leaves no time for it.
+        paid: asked too; with a budget, for those sequences that it chooses when it sees what the other proposes.
 
     Both see every token; the hidden states and queries that either reads are the paid one's.
     """
@@ -70,18 +67,14 @@ class UnitedDrafter(Drafter):
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         free = self.unpaid.propose(sequences, budget)
-        roots = [TokenTree(tree.tokens[:1], (-1,)) for tree in free]
-        doubtful = [i for i, tree in enumerate(free) if budget is None or (budget.paid and tree.first_chance < SURE)]
-        paid = dict(zip(doubtful, self._paid([sequences[i] for i in doubtful], budget), strict=True))
+        chosen = sequences if budget is None else budget.choose(sequences, free)
+        paid = dict(zip((s.index for s in chosen), self.paid.propose(chosen, budget) if chosen else [], strict=True))
         trees = []
-        for i, (s, tree) in enumerate(zip(sequences, free, strict=True)):
-            other = paid.get(i, roots[i])
+        for s, tree in zip(sequences, free, strict=True):
+            other = paid.get(s.index) or TokenTree(tree.tokens[:1], (-1,))
             self._proposed[s.index] = (tree, other)
             trees.append(merged(tree, other))
         return trees
-
-    def _paid(self, sequences: list[Sequence], budget: Budget | None) -> list[TokenTree]:
-        return self.paid.propose(sequences, budget) if sequences else []
 
     def observe(self, event: Event) -> None:
         """Tells each how far its own proposal went, of what was verified."""

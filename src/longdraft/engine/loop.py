@@ -78,6 +78,7 @@ class Engine:
         # Queries of the prompts that are being read, layer by layer.
         self._looked: dict[int, dict[int, list[torch.Tensor]]] = {}
         self._plan: Plan | None = None
+        self._drafted = 0.0  # when the last round had drafted
         self._opened = -1
         self._read_last = False
         if planner is not None:
@@ -227,7 +228,7 @@ class Engine:
         self._capacity, self._opened = capacity, self.cache.opened
         self._free = list(range(slots))
         if self.planner is not None:
-            self._plan = self.planner.start(self._waiting[0].greedy, min(slots, len(self._waiting)))
+            self._plan = self.planner.start()
 
     def _check_cache(self) -> None:
         if self._opened < 0 or self.cache.opened == self._opened:
@@ -245,9 +246,10 @@ class Engine:
         """A round of a batch. Whatever is counted, timed or learned of it follows its events."""
         start, forwards = time.perf_counter(), self.drafter.forwards
         events = self._round(batch)
-        if self._plan is not None:
-            self._plan.observe(events, self.drafter.forwards - forwards)
         seconds = time.perf_counter() - start
+        if self._plan is not None:
+            drafting = self._drafted - start
+            self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
         for s, event in zip(batch, events, strict=True):
             self.stats[s.index].count(event)
         # The first of a round's steps carries its seconds.
@@ -256,6 +258,7 @@ class Engine:
     def _round(self, batch: list[Sequence]) -> list[Event]:
         """One verification of every sequence of a batch."""
         trees = self._propose([self.schedule.seen(s) for s in batch])
+        trees = self._prune(trees)
         events = []
         for verified in self.schedule.verify(batch, trees):
             walker = verified.walker
@@ -268,8 +271,10 @@ class Engine:
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """A tree for each sequence: a root alone where it is over as far as its drafter can see, or nothing pays."""
         budget = None if self._plan is None else self._plan.budget(batch)
-        pays = self._plan is None or (budget is not None and (budget.paid or self.drafter.free))
-        going = [s for s in batch if s.finish_reason is None] if pays else []
+        roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
+        going = [s for s in batch if s.finish_reason is None]
+        if budget is not None and not self.drafter.free:
+            going = budget.choose(going, [roots[s.index] for s in going])
         found: dict[int, TokenTree] = {}
         # Greedy and sampled text are drafted apart where that makes a difference to the drafter.
         kinds = (True, False) if self.drafter.samples else (None,)
@@ -277,8 +282,13 @@ class Engine:
             proposed = self.drafter.propose(group, budget) if group else []
             # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
             found |= {s.index: tree.limited(s.remaining - 1) for s, tree in zip(group, proposed, strict=True)}
-        trees = [found.get(s.index) or TokenTree((s.output[-1],), (-1,)) for s in batch]
-        return trees if self._plan is None else self._plan.prune(trees)
+        return [found.get(s.index, roots[s.index]) for s in batch]
+
+    def _prune(self, trees: list[TokenTree]) -> list[TokenTree]:
+        """What is worth verifying of each tree; without a planner, all of it."""
+        pruned = trees if self._plan is None else self._plan.prune(trees)
+        self._drafted = time.perf_counter()
+        return pruned
 
     # --- prompts ---
 

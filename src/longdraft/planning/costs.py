@@ -40,7 +40,7 @@ _FORMAT = 3
 # Rows of the forwards that wake a model up, and how much faster than its table the machine may be.
 WAKING, _BUSY = 4, 0.6
 # How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
-_FOLLOW, _OUTLIER = 0.15, 2.0
+_FOLLOW, OUTLIER = 0.15, 2.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Costs:
     def saw(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Learns from a round: other work on the machine slows all rounds, a table that is off some of them."""
         ratio = seconds / self._expected(rows, lengths)
-        ratio = min(max(ratio, self._pace / _OUTLIER), self._pace * _OUTLIER)
+        ratio = min(max(ratio, self._pace / OUTLIER), self._pace * OUTLIER)
         bias, times = self._known(rows, len(lengths))
         # A batch was never measured, only reckoned: its first rounds say more than the table does.
         follow = _FOLLOW if len(lengths) == 1 else max(_FOLLOW, 1 / (times + 1))

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longdraft.sequence import Sequence
+    from longdraft.trees.tree import TokenTree
+
+# Told sequences, and what is proposed for each at no cost: those whose drafts are worth their forwards.
+Choose = Callable[["list[Sequence]", "list[TokenTree]"], "list[Sequence]"]
+
+
+def _all(sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
+    return sequences
 
 
 @dataclass(frozen=True)
@@ -13,12 +26,12 @@ class Budget:
     Attributes:
         nodes: drafted nodes of a tree that can be worth verifying.
         price: what one more draft forward costs, in expected tokens: a level that promises less is not worth it.
-        paid: whether draft forwards are worth making at all; a drafter that needs none proposes all the same.
+        choose: for which sequences to draft by forwards, told what is proposed without.
     """
 
     nodes: int
     price: float
-    paid: bool = True
+    choose: Choose = _all
 
 
 # Fitted to it, a kind is as large as a planner may ever want it: what memory is taken for.
