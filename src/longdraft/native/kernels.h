@@ -7,12 +7,13 @@ extern "C" {
 
 // One of several matrices that the same x (rows, size) is multiplied with: y = x w^T + bias.
 struct Matrix {
-  const float *w;      // (outs, size)
+  const void *w;       // (outs, size), as `format` says
   const float *bias;   // (outs,) or null
   float *y;            // (rows, outs)
-  std::int64_t w_row;  // floats from one row of w to the next
+  std::int64_t w_row;  // bytes from one row of w to the next
   std::int64_t outs;
-  std::int64_t adds;  // whether y is added to, not overwritten
+  std::int64_t adds;    // whether y is added to, not overwritten
+  std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1
 };
 
 // A decoder layer of the Llama kind.
@@ -47,6 +48,10 @@ void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigne
 
 // Multiplies x with several matrices, their outputs shared out among the threads.
 void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
+                      int threads);
+
+// The floats (rows, size) that rows of a stored matrix stand for.
+void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
                       int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from longdraft.native.build import LEVELS, levels, shared_object
+from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderLayer, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
 logger = logging.getLogger("longdraft")
@@ -41,6 +42,8 @@ class Kernels:
         library.longdraft_threads.argtypes, library.longdraft_threads.restype = [Pointer], None
         library.longdraft_threads(_parallel_entry())
         self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
+        self._unpack = library.longdraft_unpack
+        self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
         self._layer, self._chunk = library.longdraft_layer, library.longdraft_attend_chunk
         for function in (self._linear, self._attend, self._layer, self._chunk):
             function.restype = None
@@ -64,6 +67,15 @@ class Kernels:
         matrices = (Matrix * len(outs))(*map(Matrix.of, products, outs))
         self._linear(x.data_ptr(), x.numel() // size, size, matrices, len(outs), torch.get_num_threads())
         return outs
+
+    def unpack(self, weights: Stored) -> torch.Tensor:
+        """(out, in) float32: what stored weights stand for."""
+        out = torch.empty(weights.shape)
+        data = weights.data
+        self._unpack(
+            data.data_ptr(), weights.number, *weights.shape, data.stride(0), out.data_ptr(), torch.get_num_threads()
+        )
+        return out
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: torch.Tensor | None, scale: float

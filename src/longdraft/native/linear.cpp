@@ -4,6 +4,7 @@
 // is read once, from where it lies, for all rows; a tile of sums stays in registers; and while one tile is computed, the
 // weights of a later one are fetched.
 #include "kernels.h"
+#include "stored.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -14,6 +15,7 @@ using std::int64_t;
 namespace {
 
 constexpr int64_t SHARE = 24;  // outputs that a thread takes at a time: whole tiles of every shape
+constexpr int64_t FEW = 8;     // rows up to which stored weights are unpacked in registers, for each group of rows anew
 
 struct Rows {
   const float *x;  // (rows, size)
@@ -26,32 +28,9 @@ struct Fetch {
   int64_t from, step;
 };
 
-// R rows of x from `row` on, times O rows of W from `out` on.
+// Adds up the lanes of a tile's sums, and writes them.
 template <int R, int O>
-inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
-  const float *x = in.x + row * in.x_row, *w = m.w + out * m.w_row;
-  const float *next = w + O * m.w_row + fetch.from;
-  vec acc[R * O] = {};
-  int64_t i = 0;
-  for (; i + LANES <= in.size; i += LANES, next += fetch.step) {
-    vec b[O];
-    UNROLLED for (int o = 0; o < O; o++) {
-      b[o] = load(w + o * m.w_row + i);
-      __builtin_prefetch(next + o * m.w_row);
-    }
-    UNROLLED for (int r = 0; r < R; r++) {
-      const vec a = load(x + r * in.x_row + i);
-      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
-    }
-  }
-  if (const int64_t rest = in.size - i; rest > 0) {
-    UNROLLED for (int r = 0; r < R; r++) {
-      const vec a = load_some(x + r * in.x_row + i, rest);
-      UNROLLED for (int o = 0; o < O; o++) {
-        acc[r * O + o] = fused(a, load_some(w + o * m.w_row + i, rest), acc[r * O + o]);
-      }
-    }
-  }
+inline void finish(const vec *acc, const Matrix &m, int64_t row, int64_t out) {
   constexpr int N = R * O;
   float found[(N + LANES - 1) / LANES * LANES];
   store(found, sums<std::min(N, LANES)>(acc));
@@ -67,6 +46,58 @@ inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetc
   }
 }
 
+// R rows of x from `row` on, times O rows of W from `out` on.
+template <int R, int O>
+inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
+  const float *x = in.x + row * in.x_row, *w = static_cast<const float *>(m.w) + out * (m.w_row / 4);
+  const int64_t w_row = m.w_row / 4;
+  const float *next = w + O * w_row + fetch.from;
+  vec acc[R * O] = {};
+  int64_t i = 0;
+  for (; i + LANES <= in.size; i += LANES, next += fetch.step) {
+    vec b[O];
+    UNROLLED for (int o = 0; o < O; o++) {
+      b[o] = load(w + o * w_row + i);
+      __builtin_prefetch(next + o * w_row);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+      const vec a = load(x + r * in.x_row + i);
+      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
+    }
+  }
+  if (const int64_t rest = in.size - i; rest > 0) {
+    UNROLLED for (int r = 0; r < R; r++) {
+      const vec a = load_some(x + r * in.x_row + i, rest);
+      UNROLLED for (int o = 0; o < O; o++) {
+        acc[r * O + o] = fused(a, load_some(w + o * w_row + i, rest), acc[r * O + o]);
+      }
+    }
+  }
+  finish<R, O>(acc, m, row, out);
+}
+
+// The same of stored weights: in the same order, so to the same bits as of the floats that they stand for.
+template <typename F, int R, int O>
+inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
+  const float *x = in.x + row * in.x_row;
+  const byte *w = static_cast<const byte *>(m.w) + out * m.w_row;
+  vec acc[R * O] = {};
+  for (int64_t i = 0; i < in.size; i += F::WEIGHTS, w += F::BYTES) {
+    for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, x += PIECE) {
+      typename F::Scale scales[O];
+      UNROLLED for (int o = 0; o < O; o++) scales[o] = F::scale(w + o * m.w_row, piece);
+      UNROLLED for (int part = 0; part < PARTS; part++) {
+        vec b[O];
+        UNROLLED for (int o = 0; o < O; o++) b[o] = F::part(w + o * m.w_row, piece, part, scales[o]);
+        UNROLLED for (int r = 0; r < R; r++) {
+          const vec a = load(x + r * in.x_row + part * LANES);
+          UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
+        }
+      }
+    }
+  }
+  finish<R, O>(acc, m, row, out);
+}
 template <int R, int O>
 inline void tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
   if (rows == R) return tile<R, O>(in, m, row, out, fetch);
@@ -92,6 +123,28 @@ void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
+template <typename F, int R, int O>
+inline void stored_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out) {
+  if (rows == R) return stored_tile<F, R, O>(in, m, row, out);
+  if constexpr (R > 1) stored_tile_of<F, R - 1, O>(rows, in, m, row, out);
+}
+
+template <typename F, int R, int O>
+void stored_outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
+  for (; from + O <= to; from += O) stored_tile_of<F, R, O>(in.rows, in, m, 0, from);
+  for (; from < to; from++) stored_tile_of<F, R, 1>(in.rows, in, m, 0, from);
+}
+
+template <typename F>
+void unpack(const byte *w, int64_t size, float *out) {
+  for (int64_t i = 0; i < size; i += F::WEIGHTS, w += F::BYTES) {
+    for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, out += PIECE) {
+      const typename F::Scale scale = F::scale(w, piece);
+      UNROLLED for (int part = 0; part < PARTS; part++) store(out + part * LANES, F::part(w, piece, part, scale));
+    }
+  }
+}
+
 // The tile's shape: as many outputs a load of x as the rows leave registers for.
 void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   if constexpr (TILE == 24) {
@@ -107,7 +160,43 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
+// Of stored weights: few rows meet them in registers, more meet the floats of a share, unpacked once into cache.
+template <typename F>
+void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
+  if (in.rows <= 3) return stored_outputs<F, 3, 4>(in, m, from, to);
+  if (in.rows <= FEW) return stored_outputs<F, FEW, TILE == 24 ? 3 : 1>(in, m, from, to);
+  static thread_local Scratch scratch;
+  float *floats = scratch.of((to - from) * in.size);
+  for (int64_t o = from; o < to; o++) {
+    unpack<F>(static_cast<const byte *>(m.w) + o * m.w_row, in.size, floats + (o - from) * in.size);
+  }
+  // Its first output is number `from`.
+  share(in, Matrix{floats - from * in.size, m.bias, m.y, 4 * in.size, m.outs, m.adds, 0}, from, to);
+}
+
+template <typename What>
+void with_format(int64_t format, const What &what) {
+  switch (format) {
+    case 1: return what(Q4_0{});
+    case 2: return what(Q4_1{});
+    case 3: return what(Q8_0{});
+    case 4: return what(Q4_K{});
+    case 5: return what(Q5_K{});
+    case 6: return what(Q6_K{});
+    case 7: return what(Bfloat16{});
+    case 8: return what(Float16{});
+  }
+}
+
 }  // namespace
+
+void longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size, int64_t w_row, float *out, int threads) {
+  with_format(format, [=](auto f) {
+    share_out(threads, rows, [=](int64_t r) {
+      unpack<decltype(f)>(static_cast<const byte *>(w) + r * w_row, size, out + r * size);
+    });
+  });
+}
 
 void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
   const Rows in{x, rows, size, size};
@@ -117,7 +206,9 @@ void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *
     int64_t number = s;
     const Matrix *m = matrices;
     for (; number >= (m->outs + SHARE - 1) / SHARE; m++) number -= (m->outs + SHARE - 1) / SHARE;
-    share(in, *m, number * SHARE, std::min(m->outs, (number + 1) * SHARE));
+    const int64_t from = number * SHARE, to = std::min(m->outs, from + SHARE);
+    if (!m->format) return share(in, *m, from, to);
+    with_format(m->format, [&](auto f) { stored_share<decltype(f)>(in, *m, from, to); });
   });
 }
 

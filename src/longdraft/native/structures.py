@@ -7,22 +7,28 @@ from collections.abc import Sequence
 
 import torch
 
+from longdraft.native.stored import Stored
+
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
 
-# A matrix (out, in) and its bias.
-Weights = tuple[torch.Tensor, torch.Tensor | None]
+# A matrix (out, in), in float32 or as it is stored, and its bias.
+Weights = tuple[torch.Tensor | Stored, torch.Tensor | None]
 
 
 class Matrix(ctypes.Structure):
     """See kernels.h."""
 
-    _fields_ = [("w", Pointer), ("bias", Pointer), ("y", Pointer), ("w_row", Long), ("outs", Long), ("adds", Long)]
+    _fields_ = [
+        *((name, Pointer) for name in ("w", "bias", "y")),
+        *((name, Long) for name in ("w_row", "outs", "adds", "format")),
+    ]
 
     @classmethod
     def of(cls, weights: Weights, y: torch.Tensor | None = None) -> Matrix:
         w, bias = weights
-        into = None if y is None else y.data_ptr()
-        return cls(w.data_ptr(), None if bias is None else bias.data_ptr(), into, w.stride(0), w.shape[0], 0)
+        data, number = (w.data, w.number) if isinstance(w, Stored) else (w, 0)
+        places = [None if x is None else x.data_ptr() for x in (data, bias, y)]
+        return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number)
 
 
 _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
