@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,10 +92,13 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
 
 
 def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
-    objects = []
-    for name in SOURCES:
-        objects.append(str(place / f"{name}.o"))
-        _run([*compiler, *_FLAGS, f"-march={level}", "-c", str(sources / name), "-o", objects[-1]])
+    def compile_one(name: str) -> str:
+        made = str(place / f"{name}.o")
+        _run([*compiler, *_FLAGS, f"-march={level}", "-c", str(sources / name), "-o", made])
+        return made
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_one, SOURCES))
     _run([*compiler, "-shared", *objects, "-o", str(place / "kernels.so")])
     return place / "kernels.so"
 
