@@ -123,16 +123,11 @@ void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
-template <typename F, int R, int O>
-inline void stored_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out) {
-  if (rows == R) return stored_tile<F, R, O>(in, m, row, out);
-  if constexpr (R > 1) stored_tile_of<F, R - 1, O>(rows, in, m, row, out);
-}
-
-template <typename F, int R, int O>
-void stored_outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  for (; from + O <= to; from += O) stored_tile_of<F, R, O>(in.rows, in, m, 0, from);
-  for (; from < to; from++) stored_tile_of<F, R, 1>(in.rows, in, m, 0, from);
+// R rows or fewer, LEAST at least.
+template <typename F, int R, int O, int LEAST>
+inline void stored_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t out) {
+  if (rows == R) return stored_tile<F, R, O>(in, m, 0, out);
+  if constexpr (R > LEAST) stored_tile_of<F, R - 1, O, LEAST>(rows, in, m, out);
 }
 
 template <typename F>
@@ -160,11 +155,17 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
-// Of stored weights: few rows meet them in registers, more meet the floats of a share, unpacked once into cache.
+// Of stored weights: few rows meet them in registers, more meet the floats of a share, unpacked once into cache. What is
+// left over of whole tiles is unpacked too.
 template <typename F>
 void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  if (in.rows <= 3) return stored_outputs<F, 3, 4>(in, m, from, to);
-  if (in.rows <= FEW) return stored_outputs<F, FEW, TILE == 24 ? 3 : 1>(in, m, from, to);
+  constexpr int NARROW = 3, WIDE = TILE == 24 ? 3 : 1;
+  if (in.rows <= NARROW) {
+    for (; from + 4 <= to; from += 4) stored_tile_of<F, NARROW, 4, 1>(in.rows, in, m, from);
+  } else if (in.rows <= FEW) {
+    for (; from + WIDE <= to; from += WIDE) stored_tile_of<F, FEW, WIDE, NARROW + 1>(in.rows, in, m, from);
+  }
+  if (from == to) return;
   static thread_local Scratch scratch;
   float *floats = scratch.of((to - from) * in.size);
   for (int64_t o = from; o < to; o++) {
