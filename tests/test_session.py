@@ -206,6 +206,26 @@ def test_a_waiting_request_can_be_aborted_and_a_closed_session_leaves_its_cache_
     assert spec.generate([1, 2, 3], max_new_tokens=20, cache=cache)[0].token_ids == alone(spec, Request([1, 2, 3], 20))
 
 
+def test_a_result_is_taken_once_when_its_last_step_has_come(spec):
+    session = spec.session(1)
+    one, two = session.add(Request([1, 2, 3], 9)), session.add(Request([4], 9))
+    session.step()
+    for number, error in ((one, "still decoded"), (two, "still decoded"), (7, "no request 7")):
+        with pytest.raises(RequestError, match=error):
+            session.take(number)
+    session.abort(two)  # its last step has not come yet
+    assert not session.ended(two)
+    finished(session)
+    assert session.ended(two) and session.take(two).finish_reason == "cancelled"
+    assert session.take(one).token_ids == alone(spec, Request([1, 2, 3], 9))
+    with pytest.raises(RequestError, match="was taken"):
+        session.take(one)
+    session.add(Request([1, 2], 9))
+    session.abort(2)
+    session.close()
+    assert not session.busy and session.take(2).finish_reason == "cancelled"
+
+
 def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
     cache = PromptCache()
     session = spec.session(1, cache=cache)

@@ -53,8 +53,3 @@ class Event:
     def begins(self) -> bool:
         """Whether the sequence is a new one to its drafter."""
         return self.mode == "prefill"
-
-
-def last_query(event: Event) -> dict[int, torch.Tensor]:
-    """Layer -> (query heads, head size) of the newest row."""
-    return {layer: q[:, -1] for layer, q in event.queries.items()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longdraft.engine import Engine, Result, Step
+from longdraft.errors import RequestError
 from longdraft.kv import memory
 from longdraft.verify.sampling import Sampling
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int]
 # Sequences decoded at a time where nobody says how many: each more makes a step a little slower and its KV is memory.
-BATCH = {"cpu": 8}
-BATCH_ON_GPU = 32
+BATCH, BATCH_ON_GPU = 8, 32
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,28 @@ class Session:
         self._engine.close()
 
     def result(self, number: int) -> Result:
-        """What there is of a request, marked cancelled where it has not ended."""
+        """What there is of a request, marked cancelled where it has not ended.
+
+        Raises:
+            RequestError: the session has no such request, or not any more.
+        """
+        if number not in self._sequences:
+            raise RequestError(f"this session has no request {number}, or its result was taken")
         return self._result(number, *self._seconds[number])
 
     def ended(self, number: int) -> bool:
         """Whether a request has ended, and no step of it will follow."""
-        return self._sequences[number].finish_reason is not None
+        return not self._engine.holds(number)
 
     def take(self, number: int) -> Result:
-        """The result of a request that has ended; the session forgets it."""
+        """The result of a request that has ended; the session forgets it.
+
+        Raises:
+            RequestError: it is still decoded, or the session has no such request.
+        """
         found = self.result(number)
+        if not self.ended(number):
+            raise RequestError(f"request {number} is still decoded: take it when its last step has come, or abort it")
         for kept in (self._sequences, self._stops, self._flags, self._seconds, self._engine.stats):
             del kept[number]
         return found
@@ -220,4 +232,4 @@ class Generation(Session):
 
 def batch_for(device_type: str) -> int:
     """Sequences decoded at a time on a device."""
-    return BATCH.get(device_type, BATCH_ON_GPU)
+    return BATCH if device_type == "cpu" else BATCH_ON_GPU

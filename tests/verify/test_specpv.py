@@ -12,7 +12,6 @@ from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.ngram import NGramDrafter
 from longdraft.engine import Engine, eos_rule
-from longdraft.events import last_query
 from longdraft.host.runner import Taps, TargetRunner
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
@@ -251,7 +250,7 @@ class Listening(Drafter):
         return trees
 
     def observe(self, event):
-        sequence, queries = event.sequence, last_query(event)
+        sequence, queries = event.sequence, {layer: q[:, -1] for layer, q in event.queries.items()}
         if self.store.unverified[sequence.slot]:
             return  # what a partial verification asks can be compared with nothing
         text = sequence.tokens[: self.store.readable(sequence.slot)]

@@ -44,8 +44,8 @@ class Engine:
         cache: where the KV lives, and what of it is already there; None: a cache of its own.
         planner: says how much to draft and to verify; None: the trees are the drafter's own.
         slots: sequences at a time; fewer where the memory does not hold the KV of so many.
-        capacity: tokens of the longest text, prompt and output; None: of those that wait when decoding begins. A longer
-            one waits until nobody decodes, and then has more memory taken.
+        capacity: tokens of the longest text, prompt and output; at least those of the texts that wait at first.
+            A longer one waits until nobody decodes, and then has more memory taken.
         chunk: prompt tokens that are read between two rounds, and at most in one forward.
 
     Attributes:
@@ -121,6 +121,11 @@ class Engine:
         """Whether there is anything left to do, or to tell."""
         return bool(self._waiting or self._active or self._ended)
 
+    def holds(self, index: int) -> bool:
+        """Whether a step of a sequence is still to come."""
+        known = [*(s.index for s in (*self._active, *self._waiting)), *(step.sequence for step in self._ended)]
+        return index in known
+
     def run(self) -> Iterator[Step]:
         """Steps until all have ended."""
         while self.busy:
@@ -163,6 +168,7 @@ class Engine:
 
     def _close(self) -> None:
         self._waiting.clear()
+        self._ended.clear()
         for s in list(self._active):
             self._leave(s)
 
@@ -223,8 +229,8 @@ class Engine:
             except MemoryBudgetError:
                 if slots == 1 or self._kept:
                     raise
+                logger.warning("There is no memory for %d sequences at a time: %d are decoded.", slots, slots // 2)
                 slots, self.cache = slots // 2, PromptCache()
-                logger.warning("There is no memory for %d sequences at a time: %d are decoded.", 2 * slots, slots)
         self._capacity, self._opened = capacity, self.cache.opened
         self._free = list(range(slots))
         if self.planner is not None:
