@@ -14,16 +14,17 @@ using std::int64_t;
 
 namespace {
 
+// As in emulated.py.
 constexpr std::intptr_t PAGE = 4096;
-constexpr int MOST = 1 << 15, INTS = 24, FLOATS = 4;
+constexpr int INTS = 24, FLOATS = 4;
 
-// emulated.py sends the same.
 struct Call {
   char name[32];
   int64_t ints[INTS];  // and pointers
   float floats[FLOATS];
 };
 
+constexpr int MOST = 1 << 15;  // pages that one call may touch
 char *pages[MOST];
 int64_t count = 0;
 
@@ -71,13 +72,15 @@ int main(int, char **arguments) {
   sigaction(SIGSEGV, &action, nullptr);
   for (Call c;;) {
     hear(&c, sizeof c);
-    const int64_t done[] = {0, call(dlsym(library, c.name), c, std::make_index_sequence<INTS>{},
-                                    std::make_index_sequence<FLOATS>{}), count};
+    void *function = dlsym(library, c.name);
+    const auto result = call(function, c, std::make_index_sequence<INTS>{}, std::make_index_sequence<FLOATS>{});
+    const int64_t done[] = {0, result, count};  // 0: no page
     say(done, sizeof done);
-    for (; count; munmap(pages[count], PAGE)) {
-      count--;
-      say(&pages[count], sizeof pages[count]);
-      say(pages[count], PAGE);
+    while (count > 0) {
+      char *page = pages[--count];
+      say(&page, sizeof page);
+      say(page, PAGE);
+      munmap(page, PAGE);
     }
   }
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ CALL = struct.Struct(f"<32s{INTS}q{FLOATS}f")
 
 
 def library(level: str) -> Library:
-    """The kernels for an instruction set of aarch64, by Debian's cross compiler and qemu."""
+    """The kernels for an instruction set of aarch64, by Debian's cross compiler and qemu; for one process at a time."""
     compiler = f"{MACHINE}-g++"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
         kernels = build.shared_object(level)
-    program = Path(tempfile.mkdtemp()) / "emulated"
+    program = kernels.with_name("emulated")
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-Werror", str(source), "-o", str(program)], check=True)
     return Library([f"qemu-{MACHINE.split('-')[0]}", "-L", f"/usr/{MACHINE}", str(program), str(kernels)])

@@ -26,12 +26,12 @@ logger = logging.getLogger("longdraft")
 _HERE = Path(__file__).parent
 SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp")
 _HEADERS = ("kernels.h", "vectors.h", "stored.h", "threads.h", "blocks.h")
-# No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h). Tiles fill
-# the registers, and instructions moved about before registers are assigned, as GCC does on aarch64, need more of them.
+# No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h). A tile
+# fills the registers: were loads moved up before these are assigned, as GCC does on aarch64, it would no longer fit.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
 _SECONDS = 120
 
-# Machines, their instruction sets from the widest on, and the flags by which /proc/cpuinfo says that a processor has them.
+# Machines, their instruction sets from the widest on, and the flags by which /proc/cpuinfo says that one has them.
 LEVELS = {
     "x86_64": {
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
