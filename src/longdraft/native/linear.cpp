@@ -29,15 +29,19 @@ struct Fetch {
   int64_t from, step;
 };
 
+// The sums of N vectors, one after the other.
+template <int N>
+[[gnu::always_inline]] inline void add_up(const vec *acc, float *found) {
+  store(found, sums<std::min(N, LANES)>(acc));
+  if constexpr (N > LANES) add_up<N - LANES>(acc + LANES, found + LANES);
+}
+
 // Adds up the lanes of a tile's sums, and writes them.
 template <int R, int O>
-inline void finish(const vec *acc, const Matrix &m, int64_t row, int64_t out) {
+[[gnu::always_inline]] inline void finish(const vec *acc, const Matrix &m, int64_t row, int64_t out) {
   constexpr int N = R * O;
   float found[(N + LANES - 1) / LANES * LANES];
-  store(found, sums<std::min(N, LANES)>(acc));
-  if constexpr (N > LANES) store(found + LANES, sums<std::clamp(N - LANES, 1, LANES)>(acc + LANES));
-  if constexpr (N > 2 * LANES) store(found + 2 * LANES, sums<std::clamp(N - 2 * LANES, 1, LANES)>(acc + 2 * LANES));
-  static_assert(N <= 3 * LANES);
+  add_up<N>(acc, found);
   float *y = m.y + row * m.outs + out;
   UNROLLED for (int r = 0; r < R; r++) {
     UNROLLED for (int o = 0; o < O; o++) {
@@ -162,7 +166,7 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
 // left over of whole tiles is unpacked too.
 template <typename F>
 void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int NARROW = 3, WIDE = TILE == 24 ? 3 : 1;
+  constexpr int NARROW = 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;  // what unpacking leaves registers for
   if (in.rows <= NARROW) {
     for (; from + 4 <= to; from += 4) stored_tile_of<F, NARROW, 4, 1>(in.rows, in, m, from);
   } else if (in.rows <= FEW) {
