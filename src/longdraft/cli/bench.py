@@ -94,8 +94,14 @@ def bench(
         str | None,
         typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
     ] = None,
-    llama_cpp_model: Annotated[
-        Path | None, typer.Option(help="For llama-cpp: a GGUF file.", show_default="the embedded model's")
+    gguf: Annotated[
+        Path | None,
+        typer.Option(
+            "--gguf",
+            "--llama-cpp-model",
+            help="For llama-cpp, openvino and openvino-lookup: a GGUF file.",
+            show_default="the embedded model's",
+        ),
     ] = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
@@ -135,7 +141,7 @@ def bench(
             plan=plan,
             offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
-            sources=Sources(assistant, llama_cpp_model),
+            sources=Sources(assistant, gguf),
             profile=profile,
         )  # fmt: skip
     for option, path in (("--out", out), ("--results", results)):
@@ -229,7 +235,8 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
 def _show(found: dict[str, Any], decode: Any) -> None:
     differing = report.listing(found, decode)
     remarks = [Text(line, style="red" if line.startswith("MISMATCH") else "") for line in differing]
-    remarks += [Text(f"{name}: {note}.") for name, note in found["notes"].items()]
+    for note in dict.fromkeys(found["notes"].values()):
+        remarks.append(Text(f"{', '.join(n for n, own in found['notes'].items() if own == note)}: {note}."))
     console.report(report.tables(found), remarks, report.DEFINITIONS)
 
 
