@@ -71,7 +71,7 @@ class OpenVINO(GGUFPeer):
         times: list[float] = []
         counts: list[int] = []
 
-        class Clock(genai.StreamerBase):  # type: ignore[misc]
+        class Clock(genai.StreamerBase):
             def write(self, token: int | Sequence[int]) -> Any:
                 new = [token] if isinstance(token, int) else list(token)
                 times.append(time.perf_counter())
