@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.native import build
+from longdraft.native.dequantise import FORMATS
 from longdraft.native.library import kernels_for
-from longdraft.native.stored import FORMATS, Stored
+from longdraft.native.stored import Stored
 
 gguf = pytest.importorskip("gguf")
 
@@ -19,7 +20,7 @@ LEVELS = build.levels()
 
 def stored(kind: str, outs: int, size: int, seed: int = 0) -> Stored:
     """Random bytes, with scales that are numbers of a moderate size."""
-    weights, length = FORMATS[kind]
+    weights, length, _ = FORMATS[kind]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (outs, size // weights, length), dtype=np.uint8)
     scales = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(kind)
@@ -44,6 +45,7 @@ def test_the_numbers_are_those_of_ggufs_dequantisation(level, kind):
     for seed in range(5):
         w = stored(kind, 7, 512, seed)
         assert torch.equal(kernels_for(level).unpack(w), expected(w))
+        assert torch.equal(w.floats(), expected(w))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -6,6 +6,7 @@ taken where no compiler is found.
 """
 
 from longdraft.native.library import Kernels, fits, kernels, missing
-from longdraft.native.structures import DecoderLayer, Rows
+from longdraft.native.stored import Stored
+from longdraft.native.structures import DecoderLayer, DecoderStack, Rows
 
-__all__ = ["DecoderLayer", "Kernels", "Rows", "fits", "kernels", "missing"]
+__all__ = ["DecoderLayer", "DecoderStack", "Kernels", "Rows", "Stored", "fits", "kernels", "missing"]

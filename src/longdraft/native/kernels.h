@@ -19,9 +19,20 @@ struct Matrix {
 // A decoder layer of the Llama kind.
 struct Layer {
   const float *norm, *second_norm;  // (hidden,)
-  float eps, second_eps, scale;     // of the two norms; of the attention
+  const float *q_norm, *k_norm;     // (d,) of each head's queries and keys, or null
+  float eps, second_eps, q_eps, k_eps;
+  float scale;  // of the attention's scores
   Matrix q, k, v, o, gate, up, down;
   std::int64_t hidden, heads, kv_heads, d, inner;
+};
+
+// Layers one after the other, and what makes logits of the last one's output.
+struct Stack {
+  const Layer *const *layers;
+  std::int64_t count;
+  const float *norm;  // (hidden,)
+  float eps;
+  Matrix head;
 };
 
 // T rows of each of B sequences, and where their keys and values lie.
@@ -34,10 +45,10 @@ struct Batch {
   std::int64_t width;
 };
 
-// Keys and values of one layer: (slots, kv_heads, capacity, d).
+// Keys and values of layers: (layers, slots, kv_heads, capacity, d).
 struct KeysValues {
   float *k, *v;
-  std::int64_t k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
+  std::int64_t k_layer, v_layer, k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
 };
 
 // Floats that a vector holds.
@@ -71,8 +82,9 @@ void longdraft_attend_chunk(const float *q, const float *k, std::int64_t k_head,
                             std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n, float scale,
                             float *out, int threads);
 
-// out (B, T, hidden) = the layer of x; its keys and values are written where `batch` says, its queries, after RoPE, to
-// queries (B, heads, T, d).
-void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *kv, const float *x, float *out,
-                     float *queries, int threads);
+// x (B, T, hidden) becomes the layers' output; their keys and values are written where `batch` says. For each layer,
+// queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. logits: null, or (B, T, vocabulary),
+// of the last of a sequence's T rows alone where `last`.
+void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
+                     float *const *hidden, float *logits, int last, int threads);
 }
