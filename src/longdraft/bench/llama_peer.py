@@ -41,7 +41,9 @@ class LlamaCpp(GGUFPeer):
         self._model = self._opened(512)
         self.check_tokens(self._model.n_vocab(), vocabulary)
         weights = precision.of_file_type(self._model.metadata.get("general.file_type", ""))
-        self.note = f"llama.cpp on {self.file.name}, {weights} weights: another model's tokens"
+        self.note = (
+            f"llama.cpp on {self.file.name}, {weights} weights; it rounds in its own way, so its tokens are others"
+        )
 
     def warm(self, job: Job) -> Run:
         (prompt,) = job.prompts

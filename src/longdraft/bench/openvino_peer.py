@@ -60,7 +60,8 @@ class OpenVINO(GGUFPeer):
             raise CheckpointError(f"OpenVINO cannot read {self.file} ({reason}): give another GGUF file.") from error
         self.check_tokens(len(self._pipeline.get_tokenizer().get_vocab()), vocabulary)
         self.note = (
-            f"OpenVINO GenAI on {self.file.name}, {_weights(self.file)} weights, {_computing()}: another model's tokens"
+            f"OpenVINO GenAI on {self.file.name}, {_weights(self.file)} weights, {_computing()}; it rounds in its own "
+            "way, so its tokens are others"
         )
 
     def warm(self, job: Job) -> Run:

@@ -23,6 +23,7 @@ from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.embedded import EMBEDDED_ID
 from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import is_stored
 from longdraft.methods import METHODS, method_of
 
 DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method
@@ -156,8 +157,10 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
+        plain = replace(loading, weights=options.WeightsKind.float32)
+        unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
-            measuring = Bench(loaded, settings, progress=status)
+            measuring = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = (
         None
         if results is None
