@@ -257,19 +257,26 @@ def prefill(args: Any, models: Models) -> dict[str, Any]:
 
 def memory(args: Any, _: Models) -> dict[str, Any]:
     (text,) = samples(args.data, args.rows[:1], "govreport_1K")
+    model = ["--model", args.model] if args.model else []
     found = {}
-    for weights in WEIGHTS:
-        options = ["--weights", weights, "--device", "cpu", *(["--model", args.model] if args.model else [])]
-        command = [sys.executable, "-c", GENERATE, "generate", "-p", text.document, "-n", str(args.tokens), "--json"]
+    for weights, name in [(weights, name) for weights in WEIGHTS for name in (REFERENCE, DEFAULT)]:
+        method = [] if name == DEFAULT else ["--method", name]
+        command = ["generate", "-p", text.document, "-n", str(args.tokens), "--device", "cpu", "--json"]
+        command += ["--weights", weights]
         for _turn in range(2):  # a first one may measure what verifications cost, which is kept
-            ran = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            ran = subprocess.run(
+                [sys.executable, "-c", GENERATE, *command, *method, *model],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            )
             if ran.returncode:
                 raise SystemExit(ran.stderr)
-        *_text, generated, peak = ran.stdout.splitlines()
-        found[weights] = {**json.loads(peak), "prompt_tokens": json.loads(generated)["prompt_tokens"]}
-        imports, above = found[weights]["imports"] / MIB, (found[weights]["peak"] - found[weights]["imports"]) / MIB
-        tokens = f"{found[weights]['prompt_tokens']:,} + {args.tokens} tokens"
-        console.print(f"{weights}: {above:.0f} MiB above the imports ({imports:.0f} MiB) at {tokens}")
+        generated, peak = map(json.loads, ran.stdout.splitlines()[-2:])
+        found[titled(name, weights)] = own = {**peak, "prompt_tokens": generated["prompt_tokens"]}
+        imports, above = own["imports"] / MIB, (own["peak"] - own["imports"]) / MIB
+        tokens = f"{own['prompt_tokens']:,} + {args.tokens} tokens"
+        console.print(f"{titled(name, weights)}: {above:.0f} MiB above the imports ({imports:.0f} MiB) at {tokens}")
     return found
 
 
