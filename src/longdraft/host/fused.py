@@ -51,6 +51,7 @@ class FusedLayers:
         if own is None or shape.head_dim % HEAD_UNIT:
             return
         self._kernels, self._model = own, model
+        self._rotary = rotary_module(model)
         theirs = list(hosting.decoder_layers(model))
         found = [_layer(layer, model, shape.kv_heads, shape.head_dim) for layer in theirs]
         fused = [layer for layer in found if layer is not None]
@@ -81,9 +82,8 @@ class FusedLayers:
         assert self.stack is not None
         block, store = hosted.block, hosted.store
         x = self._model.get_input_embeddings()(block.tokens)
-        rotary = rotary_module(self._model)
-        assert rotary is not None
-        rows = _rows(block, *rotary(x, block.positions))
+        assert self._rotary is not None
+        rows = _rows(block, *self._rotary(x, block.positions))
         kept = {"queries": hosted.query_layers, "hidden": hosted.hidden_layers}
         out = self._kernels.stack(self.stack, rows, store.keys, store.values, x, logits=logits, **kept)
         hosted.queries, hosted.hidden = out.queries, out.hidden

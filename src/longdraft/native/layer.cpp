@@ -128,17 +128,19 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *k_
 void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
                      float *const *hidden, float *logits, int last, int threads) {
   const int64_t size = stack->layers[0]->hidden, count = batch->sequences * batch->size;
-  for (int64_t i = 0; i < stack->count; i++) {
-    compute(*stack->layers[i], *batch, *kv, kv->k + i * kv->k_layer, kv->v + i * kv->v_layer, x, queries[i], threads);
-    if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
-  }
-  if (!logits) return;
-  const int64_t step = last ? batch->size : 1, rows = count / step;
-  static thread_local Scratch scratch;
-  float *normed = scratch.of(rows * size);
-  for (int64_t r = 0; r < rows; r++) {
-    rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size);
-  }
-  const Matrix head = into(stack->head, logits, false);
-  longdraft_linear(normed, rows, size, &head, 1, threads);
+  Team::with(threads, [=] {
+    for (int64_t i = 0; i < stack->count; i++) {
+      compute(*stack->layers[i], *batch, *kv, kv->k + i * kv->k_layer, kv->v + i * kv->v_layer, x, queries[i], threads);
+      if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
+    }
+    if (!logits) return;
+    const int64_t step = last ? batch->size : 1, rows = count / step;
+    static thread_local Scratch scratch;
+    float *normed = scratch.of(rows * size);
+    for (int64_t r = 0; r < rows; r++) {
+      rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size);
+    }
+    const Matrix head = into(stack->head, logits, false);
+    longdraft_linear(normed, rows, size, &head, 1, threads);
+  });
 }

@@ -16,15 +16,13 @@ from typing import Literal
 
 import torch
 
-from longdraft.native.build import LEVELS, levels, shared_object
+from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_NATIVE"
-# Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
-_TAKEN = ("x86-64-v4", "x86-64-v3")
 # Head sizes are whole vectors.
 HEAD_UNIT = 16
 
@@ -242,11 +240,11 @@ def _level() -> str:
     except OSError as error:
         raise _NotForThis(str(error)) from None
     wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
-    if wanted in LEVELS:
+    if wanted in LEVELS["x86_64"]:
         if wanted not in found:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
-    taken = [level for level in found if level in _TAKEN]
+    taken = [level for level in found if level not in ON_REQUEST]
     if not taken:
         raise _NotForThis("the processor has no AVX2")
     return taken[0]
