@@ -2,6 +2,7 @@
 //
 // With few rows a layer's products take some tenths of a millisecond, and what stands between them in Python as much.
 #include "kernels.h"
+#include "packed.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -86,19 +87,16 @@ void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *k
         turn(q + row * q_size + h * d, cos, sin, d, queries + ((b * l.heads + h) * size + t) * d, 1);
       }
       for (int64_t h = 0; h < l.kv_heads; h++) {
-        float *key = kv->k + batch->slots[b] * kv->k_slot + h * kv->k_head + place * kv->k_row;
-        float *value = kv->v + batch->slots[b] * kv->v_slot + h * kv->v_head + place * kv->v_row;
-        turn(k + row * kv_size + h * d, cos, sin, d, key, kv->k_dim);
-        std::copy_n(v + row * kv_size + h * d, d, value);
+        turn(k + row * kv_size + h * d, cos, sin, d, folded, 1);  // not yet in use
+        write_row(*kv, batch->slots[b], h, place, folded, v + row * kv_size + h * d, d);
       }
     }
   }
 
   for (int64_t b = 0; b < batch->sequences; b++) {
     const std::uint8_t *mask = batch->masks ? batch->masks + b * size * batch->width : nullptr;
-    longdraft_attend(queries + b * q_size * size, kv->k + batch->slots[b] * kv->k_slot, kv->k_head, kv->k_row, kv->k_dim,
-                     kv->v + batch->slots[b] * kv->v_slot, kv->v_head, kv->v_row, l.kv_heads, l.heads / l.kv_heads * size,
-                     d, batch->ends[b], mask, size, batch->width, l.scale, folded, threads);
+    longdraft_attend(queries + b * q_size * size, kv, batch->slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
+                     batch->ends[b], mask, size, batch->width, l.scale, folded, threads);
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
         std::copy_n(folded + (h * size + t) * d, d, attended + (b * size + t) * q_size + h * d);

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from longdraft.native.scaled import FORMATS, Scaled
 from longdraft.native.stored import Stored
 
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
@@ -56,13 +57,21 @@ class KeysValues(ctypes.Structure):
 
     _fields_ = [
         *((name, Pointer) for name in ("k", "v")),
-        *((name, Long) for name in ("k_slot", "k_head", "k_row", "k_dim", "v_slot", "v_head", "v_row")),
+        *((name, Long) for name in ("k_slot", "k_head", "k_row", "k_dim", "v_slot", "v_head", "v_row", "format")),
+        *((name, Pointer) for name in ("k_scale", "v_scale")),
+        *((name, Long) for name in ("scale_slot", "scale_head")),
     ]
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-        """keys, values: (slots, kv_heads, capacity, d)."""
-        return cls(keys.data_ptr(), values.data_ptr(), *keys.stride(), *values.stride()[:3])
+    def of(cls, keys: torch.Tensor | Scaled, values: torch.Tensor | Scaled) -> KeysValues:
+        """keys, values: (slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
+        scales: tuple[int | None, int | None, int, int] = (None, None, 0, 0)
+        if isinstance(keys, Scaled) and isinstance(values, Scaled):
+            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), *keys.scales.stride()[:2])
+            keys, values = keys.numbers, values.numbers
+        assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
+        strides = (*keys.stride(), *values.stride()[:3])
+        return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
 
 
 class DecoderLayer:
