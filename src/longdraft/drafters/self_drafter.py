@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.self_views import self_view, view_dtype_of
+from longdraft.drafters.self_views import self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
@@ -31,7 +31,7 @@ from longdraft.verify.schedule import verify_trees
 from longdraft.views.cache import TrueCache
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
-from longdraft.views.view import check_sizes
+from longdraft.views.view import check_sizes, dtype_of
 
 # New rows that a view takes in before it is chosen anew, as a share of its budget, and at least.
 FRESH_SHARE, FRESH = 4, 64
@@ -83,7 +83,7 @@ class SelfDrafter(TreeDrafter):
         acceptance: str = "draw",
         view_dtype: str | None = None,
     ) -> None:
-        self.view_dtype = view_dtype_of(view_dtype)
+        self.view_dtype = dtype_of(view_dtype)
         sizes = self_view(view, budget, sink, window, chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
         every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh

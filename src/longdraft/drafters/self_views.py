@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, check_sizes
 
@@ -25,21 +23,6 @@ VIEWS: dict[str, tuple[str, int | None]] = {
     "attention": ("attention", CHUNK),
     "mean-key": ("mean-key", CHUNK),
 }
-
-# What a view's keys and values may be rounded to.
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-
-
-def view_dtype_of(name: str | None) -> torch.dtype | None:
-    """What ``view_dtype`` names; None: the model's.
-
-    Raises:
-        ValueError: none of :data:`DTYPES`.
-    """
-    if name is not None and name not in DTYPES:
-        *others, last = DTYPES
-        raise ValueError(f"view_dtype must be {', '.join(others)} or {last}, got {name!r}")
-    return None if name is None else DTYPES[name]
 
 
 def self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
