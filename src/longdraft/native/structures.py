@@ -67,7 +67,8 @@ class KeysValues(ctypes.Structure):
         """keys, values: (slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
         scales: tuple[int | None, int | None, int, int] = (None, None, 0, 0)
         if isinstance(keys, Scaled) and isinstance(values, Scaled):
-            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), *keys.scales.stride()[:2])
+            slot, head, _ = keys.scales.stride()
+            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), slot, head)
             keys, values = keys.numbers, values.numbers
         assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
         strides = (*keys.stride(), *values.stride()[:3])
