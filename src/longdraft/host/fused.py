@@ -19,6 +19,7 @@ from longdraft.errors import LongdraftError
 from longdraft.few_rows import MOST, weights_of
 from longdraft.host import hosting
 from longdraft.host.parts import rotary_module
+from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
@@ -69,7 +70,7 @@ class FusedLayers:
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""
         # Other kinds of stores move layers in and out as attention asks for them.
-        if not self.layers or block.captured or type(store) is not KVStore:
+        if not self.layers or block.captured or type(store) not in (KVStore, PackedStore):
             return False
         return not block.prompt or block.batch * block.size <= MOST
 

@@ -18,6 +18,7 @@ from longdraft.host.parts import SharedParts
 from longdraft.host.twin import Twin, host
 from longdraft.kv import offload as offloading
 from longdraft.kv.offload import Offload
+from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 
 
@@ -151,21 +152,35 @@ class TargetRunner:
         return frozenset(int(i) for i in ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
 
     def new_store(
-        self, slots: int, capacity: int, feature_layers: tuple[int, ...] = (), resident: bool = False
+        self,
+        slots: int,
+        capacity: int,
+        feature_layers: tuple[int, ...] = (),
+        resident: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> KVStore:
         """An empty KV store of this target's shape, laid out as its attention path likes it.
 
         Args:
             feature_layers: decoder layers whose output hidden states every forward shall leave in it.
             resident: keep it on the device even where stores are offloaded: a small one that every round reads.
+            dtype: what keys and values are rounded to, in a resident store; None: they are kept as they are.
 
         Raises:
+            CapabilityError: nothing here reads keys and values of that dtype.
             MemoryBudgetError: when it does not fit.
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
+        if dtype not in (None, self.kv_shape.dtype):
+            if self.attention_path != "cpu" or self.kv_shape.dtype != torch.float32:
+                raise CapabilityError(
+                    f"Views in {dtype} are for models in float32 on a CPU with its own attention path; this one is "
+                    f"{self.kv_shape.dtype} on {self.device} ({self.attention_path}): leave view_dtype out."
+                )
+            return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
         offload = None if resident else self.offload
         return offloading.new_store(
             offload,

@@ -3,6 +3,7 @@
 //
 // With few rows a layer's products take some tenths of a millisecond, and what stands between them in Python as much.
 #include "kernels.h"
+#include "packed.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -64,9 +65,19 @@ void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float
   if (weight) rms_norm(x, vectors, d, weight, eps, x);
 }
 
-// x becomes the layer's output; k and v are those of its keys and values.
-void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *k_place, float *v_place, float *x,
-             float *kept_queries, int threads) {
+// Those of one layer.
+KeysValues of_layer(KeysValues kv, int64_t i) {
+  as_stored(kv.k, kv.format, [&](auto *k) { kv.k = k + i * kv.k_layer; });
+  as_stored(kv.v, kv.format, [&](auto *v) { kv.v = v + i * kv.v_layer; });
+  if (kv.k_scale) {
+    kv.k_scale += i * kv.scale_layer;
+    kv.v_scale += i * kv.scale_layer;
+  }
+  return kv;
+}
+
+// x becomes the layer's output.
+void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x, float *kept_queries, int threads) {
   const int64_t count = batch.sequences * batch.size, size = batch.size, d = l.d;
   const int64_t q_size = l.heads * d, kv_size = l.kv_heads * d;
   static thread_local Scratch scratch;
@@ -93,18 +104,15 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *k_
         turn(q + row * q_size + h * d, cos, sin, d, queries + ((b * l.heads + h) * size + t) * d, 1);
       }
       for (int64_t h = 0; h < l.kv_heads; h++) {
-        float *key = k_place + batch.slots[b] * kv.k_slot + h * kv.k_head + place * kv.k_row;
-        float *value = v_place + batch.slots[b] * kv.v_slot + h * kv.v_head + place * kv.v_row;
-        turn(k + row * kv_size + h * d, cos, sin, d, key, kv.k_dim);
-        std::copy_n(v + row * kv_size + h * d, d, value);
+        turn(k + row * kv_size + h * d, cos, sin, d, folded, 1);  // not yet in use
+        write_row(kv, batch.slots[b], h, place, folded, v + row * kv_size + h * d, d);
       }
     }
   }
 
   for (int64_t b = 0; b < batch.sequences; b++) {
     const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
-    longdraft_attend(queries + b * q_size * size, k_place + batch.slots[b] * kv.k_slot, kv.k_head, kv.k_row, kv.k_dim,
-                     v_place + batch.slots[b] * kv.v_slot, kv.v_head, kv.v_row, l.kv_heads, l.heads / l.kv_heads * size, d,
+    longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
                      batch.ends[b], mask, size, batch.width, l.scale, folded, threads);
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
@@ -130,7 +138,7 @@ void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *k
   const int64_t size = stack->layers[0]->hidden, count = batch->sequences * batch->size;
   Team::with(threads, [=] {
     for (int64_t i = 0; i < stack->count; i++) {
-      compute(*stack->layers[i], *batch, *kv, kv->k + i * kv->k_layer, kv->v + i * kv->v_layer, x, queries[i], threads);
+      compute(*stack->layers[i], *batch, of_layer(*kv, i), x, queries[i], threads);
       if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
     }
     if (!logits) return;

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
+from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
@@ -28,7 +29,7 @@ HEAD_UNIT = 16
 
 
 class Kernels:
-    """What was compiled. All tensors are float32 on the CPU; nothing is differentiated through.
+    """What was compiled. Tensors are float32 on the CPU, keys and values aside; nothing is differentiated through.
 
     A row's result is the same to the bit whatever rows are beside it, and however many threads work.
 
@@ -48,15 +49,10 @@ class Kernels:
         for function in (self._linear, self._attend, self._stack, self._chunk):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
-        # q; k, its strides; v, its strides; heads, rows, d, n; mask, its shape; scale; out; threads
-        self._attend.argtypes = [
-            *(Pointer, Pointer, Long, Long, Long, Pointer, Long, Long, Long, Long, Long, Long, Pointer, Long, Long),
-            *(ctypes.c_float, Pointer, ctypes.c_int),
-        ]
-        self._chunk.argtypes = [
-            *(Pointer, Pointer, Long, Long, Long, Pointer, Long, Long, Long, Long, Long, Long, Long),
-            *(ctypes.c_float, Pointer, ctypes.c_int),
-        ]
+        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
+        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
+        self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
+        self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
         self._stack.argtypes = [Pointer] * 7 + [ctypes.c_int] * 2
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
@@ -78,13 +74,14 @@ class Kernels:
         return out
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: torch.Tensor | None, scale: float
+        self, q: torch.Tensor, k: KeptRows, v: KeptRows, tree: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         """Attention of folded rows.
 
         Args:
             q: (Hkv, G*T, d), row g*T + t of a KV head being query head g of its group, row t; d a multiple of 16.
-            k, v: (Hkv, n, d); of the strides of k, one of the last two is 1; rows of v are contiguous.
+            k, v: (Hkv, n, d); of the strides of k, one of the last two is 1, the second but last unless they are
+                float32; rows of v are contiguous.
             tree: (T, W) bool: which of the last W keys a row sees; it sees all before them. None: all keys.
 
         Returns:
@@ -98,12 +95,12 @@ class Kernels:
             tree = tree.contiguous()
             mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
         self._attend(
-            *(q.data_ptr(), k.data_ptr(), *k.stride(), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
-    def attend_chunk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend_chunk(self, q: torch.Tensor, k: KeptRows, v: KeptRows, scale: float) -> torch.Tensor:
         """Attention of a chunk of a prompt, whose row t sees all keys but those of the rows behind it.
 
         Args:
@@ -116,7 +113,7 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         self._chunk(
-            *(q.data_ptr(), k.data_ptr(), *k.stride(), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
@@ -125,8 +122,8 @@ class Kernels:
         self,
         stack: DecoderStack,
         rows: Rows,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: KeptRows,
+        values: KeptRows,
         x: torch.Tensor,
         *,
         queries: Collection[int] = (),
@@ -173,10 +170,13 @@ class StackOutput:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:
     """Whether :meth:`Kernels.attend` takes these: dtype, device, head size, strides."""
-    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q, k, v))
-    return plain and q.shape[-1] % HEAD_UNIT == 0 and 1 in k.stride()[-2:] and v.stride(-1) == 1 and k.shape[1] > 0
+    if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)) or k.dtype != v.dtype:
+        return False
+    turned = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
+    served = k.dtype in FORMATS and turned and v.stride(-1) == 1
+    return served and q.shape[-1] % HEAD_UNIT == 0 and k.shape[1] > 0
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:

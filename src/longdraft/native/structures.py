@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
 
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
@@ -64,14 +65,23 @@ class KeysValues(ctypes.Structure):
     _fields_ = [
         *((name, Pointer) for name in ("k", "v")),
         *((name, Long) for name in ("k_layer", "v_layer", "k_slot", "k_head", "k_row", "k_dim")),
-        *((name, Long) for name in ("v_slot", "v_head", "v_row")),
+        *((name, Long) for name in ("v_slot", "v_head", "v_row", "format")),
+        *((name, Pointer) for name in ("k_scale", "v_scale")),
+        *((name, Long) for name in ("scale_layer", "scale_slot", "scale_head")),
     ]
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-        """keys, values: (layers, slots, kv_heads, capacity, d)."""
+    def of(cls, keys: KeptRows, values: KeptRows) -> KeysValues:
+        """keys, values: (layers, slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
+        scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
+        if isinstance(keys, Scaled) and isinstance(values, Scaled):
+            layer, slot, head, _ = keys.scales.stride()
+            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), layer, slot, head)
+            keys, values = keys.numbers, values.numbers
+        assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
         k, v = keys.stride(), values.stride()
-        return cls(keys.data_ptr(), values.data_ptr(), k[0], v[0], *k[1:], *v[1:4])
+        strides = (k[0], v[0], *k[1:], *v[1:4])
+        return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
 
 
 # The weight of a norm and its epsilon.
