@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -229,7 +230,8 @@ class _Mapped:
 
     def __init__(self, file: Path) -> None:
         self._path = file
-        self._open = file.open("rb")
+        self._open = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._open)
         self._was = self._look()
 
     def check(self) -> None:
@@ -243,13 +245,8 @@ class _Mapped:
         return self  # a copy of the model reads the same file
 
     def _look(self) -> tuple[int, int]:
-        stat = os.fstat(self._open.fileno())
+        stat = os.fstat(self._open)
         return stat.st_size, stat.st_mtime_ns
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # it could not be opened, or the interpreter is ending
-            self._open.close()
-
 
 def _kernels_for(x: torch.Tensor) -> Kernels | None:
     return kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
