@@ -1,0 +1,44 @@
+"""Calls of the kernels as operators of torch, ``longdraft::stack`` and the like: so torch's profilers name them.
+
+While nobody profiles, a kernel is called without this detour, which takes as long as a small product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+NAMES = ("linear", "unpack", "attend", "attend_chunk", "stack")
+
+_LIBRARY = torch.library.Library("longdraft", "DEF")
+_numbers = itertools.count()
+# What an operator, whose arguments can be tensors and numbers only, is to call.
+_calls: dict[int, Callable[[], None]] = {}
+
+
+def _run(tensors: list[torch.Tensor], call: int) -> None:
+    _calls.pop(call)()
+
+
+for _name in NAMES:
+    _LIBRARY.define(f"{_name}(Tensor[] tensors, int call) -> ()")
+    _LIBRARY.impl(_name, _run, "CPU")
+
+
+def launch(name: str, tensors: Sequence[torch.Tensor], function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a kernel.
+
+    Args:
+        name: one of :data:`NAMES`. tensors: what it reads and writes, whose shapes a profiler may show.
+        function, arguments: of the compiled library.
+    """
+    if not torch.autograd._profiler_enabled():
+        function(*arguments)
+        return
+    number = next(_numbers)
+    _calls[number] = partial(function, *arguments)
+    getattr(torch.ops.longdraft, name)(list(tensors), number)
