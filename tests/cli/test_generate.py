@@ -229,6 +229,7 @@ def test_a_difference_is_shown_for_what_it_is(generate, monkeypatch):
         (["-p", "x", "--repetition-penalty", "-1"], "penalty"),
         (["-p", "x", "--seed", "-1"], "--seed must be"),
         (["-p", "x", "--dtype", "int3"], "int3"),
+        (["-p", "x", "--weights", "stored", "--dtype", "bfloat16"], "Stored weights are for float32"),
         (["-p", "x", "--device", "abacus"], "abacus"),
         (["-p", "x", "--rope-factor", "0.5"], "above 1"),
     ],
@@ -243,7 +244,7 @@ def test_bad_settings_end_with_one_red_line_and_code_2(generate, arguments, mess
     assert ended.out == ""
 
 
-@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "many"), ("--top-p", "2"), ("--min-p", "-1")])
+@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "many"), ("--weights", "int4"), ("--top-p", "2"), ("--min-p", "-1")])
 def test_a_value_out_of_range_names_its_option(generate, option, value):
     ended = generate("-p", "x", option, value)
     assert ended.code == 2
