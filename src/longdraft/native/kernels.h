@@ -40,6 +40,29 @@ struct KeysValues {
   std::int64_t k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
 };
 
+// A draft's block and the head behind it: EAGLE-3's, whose tokens are joined with what stands for the target's thoughts, or
+// LongSpec's, which attends to the target's keys too.
+struct Draft {
+  const float *norm, *joined_norm;                  // (hidden,): of the tokens; of what is joined with them, or null
+  const float *cross_norm, *mlp_norm, *final_norm;  // (hidden,); the first one unused, the last one null where there is none
+  float eps, scale;                                 // of the norms; of the attentions
+  Matrix q, k, v, o, cross_q, cross_o, gate, up, down, head;
+  std::int64_t hidden, heads, kv_heads, d, inner;
+  std::int64_t normed_residual;  // whether what is joined is added to the attention's output with its norm
+};
+
+// Rows of each of B sequences, of which the last W go on; and whom those see.
+struct Nodes {
+  std::int64_t sequences, width;       // B, W
+  const std::int64_t *counts, *slots;  // (B,): rows of each sequence; its slot, here and in the target's store
+  const float *x, *joined;             // (rows, hidden): embeddings, and what is joined with them
+  const float *cos, *sin;              // (rows, d)
+  const std::int64_t *begins, *ends;   // (B,): of the draft's own keys, those that are seen; the last are the rows' own
+  const std::uint8_t *masks;           // (B, W, seen) or null: which of the last `seen` keys a row sees
+  std::int64_t seen;
+  const std::int64_t *lengths;  // (B,): of the target's keys, how many are seen
+};
+
 // Floats that a vector holds.
 int longdraft_lanes();
 
@@ -75,4 +98,10 @@ void longdraft_attend_chunk(const float *q, const float *k, std::int64_t k_head,
 // queries (B, heads, T, d).
 void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *kv, const float *x, float *out,
                      float *queries, int threads);
+
+// out (B, W, hidden) = the block of the rows that go on, before the last norm; logits (B, W, outs of the head); and of each
+// row the `best` largest log-probabilities, the largest first, and the places of their tokens in the head.
+// own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
+void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
+                     std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);
 }

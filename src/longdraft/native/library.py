@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from longdraft.native.build import LEVELS, levels, shared_object
+from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderLayer, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
@@ -45,7 +46,9 @@ class Kernels:
         self._unpack = library.longdraft_unpack
         self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
         self._layer, self._chunk = library.longdraft_layer, library.longdraft_attend_chunk
-        for function in (self._linear, self._attend, self._layer, self._chunk):
+        self._draft = library.longdraft_draft
+        self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
+        for function in (self._linear, self._attend, self._layer, self._chunk, self._draft):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
         # q; k, its strides; v, its strides; heads, rows, d, n; mask, its shape; scale; out; threads
@@ -139,6 +142,34 @@ class Kernels:
         structures = (ctypes.addressof(layer.struct), ctypes.addressof(rows.struct), ctypes.addressof(kv))
         self._layer(*structures, x.data_ptr(), out.data_ptr(), queries.data_ptr(), torch.get_num_threads())
         return out, queries
+
+    def draft(
+        self,
+        block: DraftBlock,
+        nodes: Nodes,
+        own: tuple[torch.Tensor, torch.Tensor],
+        text: tuple[torch.Tensor, torch.Tensor] | None,
+        best: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A level of a draft: its block, the head, and each row's likeliest tokens. Writes all rows' keys and values.
+
+        Args:
+            own: the draft's keys and values (slots, kv_heads, capacity, d).
+            text: those of the target's last layer, for LongSpec; None for EAGLE-3.
+            best: tokens of each row; 0: none.
+
+        Returns:
+            Of the rows that go on: the block's output (rows, hidden) before the last norm; logits (rows, vocabulary);
+            log-probabilities and places in the head (rows, best), the likeliest first.
+        """
+        out, logits = torch.empty(nodes.size, block.hidden), torch.empty(nodes.size, block.vocabulary)
+        best = min(best, block.vocabulary)
+        log_probs, places = torch.empty(nodes.size, best), torch.empty(nodes.size, best, dtype=torch.long)
+        caches = [None if kv is None else KeysValues.of(*kv) for kv in (own, text)]
+        structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
+        results = (x.data_ptr() for x in (out, logits, log_probs, places))
+        self._draft(*structures, best, *results, torch.get_num_threads())
+        return out, logits, log_probs, places
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

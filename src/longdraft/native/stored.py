@@ -52,3 +52,22 @@ class Stored:
     def number(self) -> int:
         """Of the format, for the kernels."""
         return 1 + list(FORMATS).index(self.format)
+
+
+def quantised(weights: torch.Tensor) -> Stored:
+    """A matrix (out, in) in Q8_0: blocks of 32 whole numbers from -127 to 127, times a scale in float16.
+
+    Raises:
+        ValueError: ``in`` is no multiple of 32.
+    """
+    block, _ = FORMATS["Q8_0"]
+    if weights.shape[1] % block:
+        raise ValueError(f"Q8_0 has blocks of {block} weights, got rows of {weights.shape[1]}")
+    blocks = weights.detach().float().reshape(weights.shape[0], -1, block)
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    numbers = blocks * torch.where(scales > 0, 1 / scales, 0)
+    # To the nearest, halves away from zero.
+    whole = numbers.abs().trunc()
+    whole = torch.copysign(whole + (numbers.abs() - whole >= 0.5), numbers).to(torch.int8)
+    data = torch.cat([scales.half().view(torch.uint8), whole.view(torch.uint8)], dim=-1)
+    return Stored(data.view(weights.shape[0], -1), "Q8_0")
