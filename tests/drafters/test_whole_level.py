@@ -1,0 +1,148 @@
+"""Levels in one call of the kernels against the drafts' modules in torch; and weights in Q8_0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from longdraft import Speculator
+from longdraft.attention.prefix import reference
+from longdraft.drafters import eagle3_draft, longspec_draft, whole_level
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.levels import Fed, Inputs
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.kv.store import KVShape
+from longdraft.native import build, kernels
+from longdraft.native.library import kernels_for
+from longdraft.native.stored import Stored, quantised
+from longdraft.views.ring import Ring
+from tests.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
+from tests.tiny import tiny_model
+
+HEADS, KV_HEADS, D, WINDOW = 4, 2, 16, 40
+
+
+class Desk:
+    """A draft's module and its kernel, each with a window of its own, for two sequences that have read some tokens."""
+
+    def __init__(self, kind: str, level: str, stored: bool) -> None:
+        model = tiny_model(heads=HEADS, kv_heads=KV_HEADS, hidden=64, vocab=131)
+        self.longspec = kind == "longspec"
+        if self.longspec:
+            self.block: nn.Module = random_block(model, WINDOW, final_norm=True)
+            self.head = 0.25 * torch.randn(131, model.config.hidden_size)
+        else:
+            self.block = random_eagle3_block(model, head_dim=D, heads=HEADS, kv_heads=KV_HEADS, attention_bias=True)
+            self.head = self.block.lm_head.weight.detach()
+        self.hidden = model.config.hidden_size
+        self.block.requires_grad_(False)
+        if stored:  # the module takes what the stored weights stand for
+            for layer in self.block.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.weight.copy_(floats(layer.weight))
+            self.head = floats(self.head)
+        found = kernels_for(level)
+        if self.longspec:
+            self.whole = longspec_draft._whole(found, self.block, self.head)
+        else:
+            self.whole = eagle3_draft._whole(found, self.block)
+        shape = KVShape(1, KV_HEADS, D, torch.float32)
+        self.rings = [Ring(shape, 3, WINDOW, 16, "cpu") for _ in range(2)]
+        self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
+
+    def inputs(self, rows: int) -> Inputs:
+        joined = None if self.longspec else torch.randn(rows, self.hidden)
+        angles = torch.rand(rows, D // 2) * 6
+        cos, sin = (torch.cat([x, x], -1) for x in (angles.cos(), angles.sin()))
+        return Inputs(torch.randn(rows, self.hidden), joined, cos, sin)
+
+    def plain(self, fed: Fed, rows: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and logits."""
+        attend = fed.attend(self.rings[0])
+        going = torch.cat([torch.arange(sum(fed.counts)).split(fed.counts)[i][-fed.width :] for i in range(2)])
+        x, joined, cos, sin = rows
+        if not self.longspec:
+            out = self.block(x, joined, cos, sin, attend, going)
+            return out, self.block.norm(out) @ self.head.T
+
+        def cross(q):
+            keys, values, lengths = self.text
+            own = zip(q.split(fed.width, dim=1), fed.slots, lengths, strict=True)
+            return torch.cat([reference(x, keys[s, :, :n], values[s, :, :n], D**-0.5) for x, s, n in own], dim=1)
+
+        out = self.block(x, cos, sin, attend, cross, going)
+        return out, out @ self.head.T
+
+    def compare(self, fed: Fed, best: int) -> None:
+        rows = self.inputs(sum(fed.counts))
+        out, logits = self.plain(fed, rows)
+        text = self.text if self.longspec else None
+        got = self.whole(fed, rows, self.rings[1], text, best)
+        if not self.longspec:  # LongSpec's module ends with the norm
+            torch.testing.assert_close(got[0], out, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[1], logits, rtol=1e-4, atol=1e-3)
+        for x, y in ((self.rings[0].keys, self.rings[1].keys), (self.rings[0].values, self.rings[1].values)):
+            torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-4)
+        said = torch.log_softmax(got[1], -1).topk(best, dim=-1)
+        torch.testing.assert_close(got[2], said.values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(got[3], said.indices)
+
+
+def floats(weights: torch.Tensor) -> torch.Tensor:
+    return build_kernels().unpack(quantised(weights)) if weights.shape[1] % 32 == 0 else weights
+
+
+def build_kernels():
+    return kernels_for(build.levels()[0])
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["float32", "Q8_0"])
+@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
+def test_a_level_is_what_the_module_says(kind, level, stored, monkeypatch):
+    if not stored:
+        monkeypatch.setattr(whole_level, "light", lambda weights: weights)
+    desk = Desk(kind, level, stored)
+    # Read first: one more than the window holds, and less; then a few tokens, of which the last is a root.
+    desk.compare(Fed((2, 0), (WINDOW, 7), 1, starts=(0, 0)), 3)
+    desk.compare(Fed((2, 0), (1, 4), 1, starts=(WINDOW, 7)), 131)
+    first = torch.eye(5, dtype=torch.bool).expand(2, -1, -1)
+    desk.compare(Fed((2, 0), (5, 5), 5, depth=1, ancestors=first), 1)
+    chosen = torch.stack([first[0][[0, 0, 3]], first[1][[4, 1, 1]]])
+    second = torch.cat([chosen, torch.eye(3, dtype=torch.bool).expand(2, -1, -1)], dim=2)
+    desk.compare(Fed((2, 0), (3, 3), 3, depth=2, ancestors=second), 10)
+
+
+@pytest.mark.skipif(kernels() is None, reason="no kernels here")
+@pytest.mark.parametrize("method", ["longspec", "eagle3"])
+def test_drafts_are_held_in_q8_0(tmp_path, monkeypatch, method):
+    """What a method drafts is what the quantised weights say, to the bit."""
+    model = tiny_model(layers=6, heads=4, kv_heads=2, hidden=64, vocab=97)
+    trees = []
+    for weigh in (whole_level.light, lambda w: floats(w)):
+        monkeypatch.setattr(whole_level, "light", weigh)
+        if method == "longspec":
+            draft = LongSpecDraft.load(random_draft(tmp_path, model))
+        else:
+            draft = Eagle3Draft.load(random_eagle3(tmp_path, model, head_dim=16))
+        spec = Speculator(method, target=model, draft=draft, widths=(3, 4, 4))
+        bound = draft.bound(spec.runner())
+        assert isinstance(bound.whole._block._products["q"][0], Stored) == (weigh is not floats and not trees)
+        run = spec.stream([[1, 2, 3] * 5, [4, 5]], max_new_tokens=8)
+        drafter, found = run._engine.drafter, []
+        propose = drafter.propose
+        monkeypatch.setattr(drafter, "propose", lambda *a: found.append(propose(*a)) or found[-1])
+        run.results()
+        trees.append([(t.tokens, t.log_probs) for round_ in found for t in round_])
+    assert trees[0] == trees[1]
+
+
+def test_numbers_that_are_none_are_hopeless(tmp_path):
+    """A draft that overflows proposes badly, that is all."""
+    model = tiny_model(vocab=61)
+    draft = LongSpecDraft.load(random_draft(tmp_path, model))
+    draft.weights["mlp.down_proj.weight"][:] = float("inf")
+    spec = Speculator("longspec", target=model, draft=draft, widths=(3, 4))
+    plain = Speculator("ar", target=model).generate([[1, 2, 3]], max_new_tokens=6)[0].token_ids
+    assert spec.generate([[1, 2, 3]], max_new_tokens=6)[0].token_ids == plain
