@@ -4,8 +4,9 @@
 
 One text, which plain decoding and the drafts continue in turn, a step of each at a time. A draft grows beam trees of
 --levels levels of so many nodes. "level" is the time of a whole proposal (the draft's forwards, the choice of nodes, the
-finished tree) over its levels; ratios are of medians, in percent of a plain step. FILE is JSONL as `longdraft bench
---data` takes it; without it, the text repeats this file.
+finished tree) over its levels; ratios are of medians, in percent of a plain step. "CPU" is the time that the threads
+computed, which says something where others use the machine too. FILE is JSONL as `longdraft bench --data` takes it;
+without it, the text repeats this file.
 """
 
 from __future__ import annotations
@@ -24,23 +25,37 @@ import longdraft
 from longdraft.bench.data import fitted, read
 
 
-def proposals(spec: longdraft.Speculator, prompt: list[int], steps: int) -> Iterator[float]:
+Seconds = tuple[float, float]  # by the clock, and of all threads
+
+
+def now() -> Seconds:
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: Seconds) -> Seconds:
+    end = now()
+    return end[0] - start[0], end[1] - start[1]
+
+
+def proposals(spec: longdraft.Speculator, prompt: list[int], steps: int) -> Iterator[Seconds]:
     """Seconds of each round's proposal; of the whole step where nothing is proposed."""
     run = spec.stream([prompt], max_new_tokens=40 * steps, eos_token_ids=[])
     drafter = run._engine.drafter
-    taken: list[float] = []
+    taken: list[Seconds] = []
     propose = drafter.propose
 
     def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
+        start = now()
         found = propose(*arguments)
-        taken.append(time.perf_counter() - start)
+        taken.append(since(start))
         return found
 
     drafter.propose = timed  # type: ignore[method-assign]
+    start = now()
     for step in run:
         if step.mode != "prefill":
-            yield step.seconds if spec.method.name == "ar" else taken[-1]
+            yield since(start) if spec.method.name == "ar" else taken[-1]
+        start = now()
 
 
 def main() -> None:
@@ -67,27 +82,26 @@ def main() -> None:
                 method, target=model, tokenizer=tokenizer, plan="fixed", widths=widths
             )
     runs = {name: proposals(spec, prompt, options.steps + 2) for name, spec in specs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in specs}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in specs}
     for turn in range(options.steps + 2):
         for name, run in runs.items():
             found = next(run)
             if turn > 1:  # the first ones find caches cold
                 seconds[name].append(found)
-    plain = median(seconds.pop("plain"))
-    print(f"{len(prompt)} tokens; a plain step takes {1e3 * plain:.2f} ms, {torch.get_num_threads()} threads")
-    print(f"{'draft, nodes':>14} {'level, ms':>10} {'of a step':>10}")
-    result = {"context": len(prompt), "plain": 1e3 * plain}
-    for name, found in seconds.items():
-        level = median(found) / options.levels
-        result[name] = 1e3 * level
-        print(f"{name:>14} {1e3 * level:10.2f} {level / plain:10.1%}")
+    medians = {name: [1e3 * median(x) for x in zip(*found, strict=True)] for name, found in seconds.items()}
+    plain = medians.pop("plain")
+    print(f"{len(prompt)} tokens; a plain step takes {plain[0]:.2f} ms, CPU {plain[1]:.2f}; {torch.get_num_threads()} threads")
+    print(f"{'draft, nodes':>14} {'level, ms':>10} {'of a step':>10} {'CPU':>10} {'of a step':>10}")
+    for name, found in medians.items():
+        wall, cpu = (x / options.levels for x in found)
+        print(f"{name:>14} {wall:10.2f} {wall / plain[0]:10.1%} {cpu:10.2f} {cpu / plain[1]:10.1%}")
     if options.profile:
-        for name in seconds:
+        for name in medians:
             with torch.profiler.profile() as profile:
                 for _ in range(5):
                     next(runs[name])
             print(name, profile.key_averages().table("self_cpu_time_total", row_limit=25, max_name_column_width=40))
-    print(json.dumps(result))
+    print(json.dumps({"context": len(prompt), "threads": torch.get_num_threads(), "plain": plain} | medians))
 
 
 if __name__ == "__main__":

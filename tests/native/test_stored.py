@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longdraft.native import build
 from longdraft.native.library import kernels_for
-from longdraft.native.stored import FORMATS, Stored, quantised
+from longdraft.native.stored import FORMATS, Stored
 
 gguf = pytest.importorskip("gguf")
 
@@ -87,17 +87,3 @@ def test_what_is_no_stored_matrix_is_refused():
         Stored(torch.zeros(2, 21, dtype=torch.uint8), "Q4_1")
     with pytest.raises(ValueError, match="rows of bytes"):
         Stored(torch.zeros(2, 20), "Q4_1")
-
-
-def test_q8_0_is_what_gguf_quantises():
-    generator = torch.Generator().manual_seed(0)
-    for seed in range(3):
-        w = torch.randn(67, 32 * (seed + 1), generator=generator)
-        # Nothing at all, tiny numbers, and halves between two whole ones.
-        w[0], w[1] = 0, 1e-6 * w[1]
-        w[2, :8] = torch.tensor([127.0, 2.5, -2.5, 0.5, -0.5, 126.5, -0.0, 3.4999])
-        wanted = gguf.quantize(w.numpy(), gguf.GGMLQuantizationType.Q8_0)
-        got = quantised(w)
-        assert torch.equal(got.data, torch.from_numpy(wanted)) and got.shape == tuple(w.shape)
-    with pytest.raises(ValueError, match="blocks of 32"):
-        quantised(torch.ones(2, 40))

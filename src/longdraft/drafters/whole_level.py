@@ -1,6 +1,7 @@
 """A level of a one-layer draft in one call of our kernels: block, head, and the likeliest tokens.
 
-A draft may be wrong at will, so its weights are held in Q8_0: a quarter of the bytes to read.
+A draft may be wrong at will, so its weights are held in eight bits: a quarter of the bytes to read, and products of
+whole numbers.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from longdraft.host.runner import TargetRunner
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
-from longdraft.native.stored import FORMATS, Stored, quantised
-from longdraft.native.structures import Weights
+from longdraft.native.rounded import LONGEST, Rounded, rounded
+from longdraft.native.stored import Stored
 from longdraft.views.ring import Ring
 
 # Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many of each sequence's are seen.
 Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
+# A matrix (out, in) and its bias.
+Product = tuple[torch.Tensor | Stored, torch.Tensor | None]
 
 
 def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
@@ -29,13 +32,13 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
 
 
-def light(weights: torch.Tensor | Stored) -> torch.Tensor | Stored:
-    """Weights of a draft as the kernels read them: in Q8_0 where rows are whole blocks."""
-    whole = not isinstance(weights, Stored) and weights.shape[1] % FORMATS["Q8_0"][0] == 0
-    return quantised(weights) if whole else weights
+def light(weights: torch.Tensor | Stored, found: Kernels) -> torch.Tensor | Rounded:
+    """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
+    floats = found.unpack(weights) if isinstance(weights, Stored) else weights
+    return rounded(floats) if floats.shape[1] <= LONGEST else floats.contiguous()
 
 
-def products_of(layers: Mapping[str, nn.Linear]) -> dict[str, Weights]:
+def products_of(layers: Mapping[str, nn.Linear]) -> dict[str, Product]:
     """Weights and biases of linear layers."""
     return {name: (x.weight, x.bias) for name, x in layers.items()}
 
@@ -53,7 +56,7 @@ class WholeLevel:
         self,
         found: Kernels,
         norms: Mapping[str, torch.Tensor],
-        products: Mapping[str, Weights],
+        products: Mapping[str, Product],
         heads: int,
         kv_heads: int,
         d: int,
@@ -61,8 +64,8 @@ class WholeLevel:
         normed_residual: bool = False,
     ) -> None:
         self._kernels = found
-        light_ones = {name: (light(w), bias) for name, (w, bias) in products.items()}
-        self._block = DraftBlock(norms, light_ones, heads, kv_heads, d, eps, normed_residual)
+        held = {name: (light(w, found), bias) for name, (w, bias) in products.items()}
+        self._block = DraftBlock(norms, held, heads, kv_heads, d, eps, normed_residual)
 
     def __call__(
         self, fed: Fed, rows: Inputs, window: Ring, text: Text | None, best: int

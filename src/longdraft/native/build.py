@@ -24,8 +24,8 @@ from longdraft.folders import cache_folder
 
 logger = logging.getLogger("longdraft")
 
-SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp", "draft.cpp")
-_HEADERS = ("kernels.h", "vectors.h", "stored.h", "threads.h", "blocks.h", "parts.h")
+SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp", "draft.cpp", "rounded.cpp")
+_HEADERS = ("kernels.h", "vectors.h", "stored.h", "threads.h", "blocks.h", "parts.h", "rounded.h")
 # No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h).
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 _SECONDS = 120

@@ -17,7 +17,6 @@ FORMATS = {
     "BF16": (32, 64),
     "F16": (32, 64),
 }
-_TOGETHER = 4096
 
 
 @dataclass(frozen=True)
@@ -53,29 +52,3 @@ class Stored:
     def number(self) -> int:
         """Of the format, for the kernels."""
         return 1 + list(FORMATS).index(self.format)
-
-
-def quantised(weights: torch.Tensor) -> Stored:
-    """A matrix (out, in) in Q8_0: blocks of 32 whole numbers from -127 to 127, times a scale in float16.
-
-    Raises:
-        ValueError: ``in`` is no multiple of 32.
-    """
-    block, size = FORMATS["Q8_0"]
-    if weights.shape[1] % block:
-        raise ValueError(f"Q8_0 has blocks of {block} weights, got rows of {weights.shape[1]}")
-    data = torch.empty(weights.shape[0], weights.shape[1] // block * size, dtype=torch.uint8)
-    # Some rows at a time: a head is large, and so is what is computed on the way.
-    for rows, into in zip(weights.detach().split(_TOGETHER), data.split(_TOGETHER), strict=True):
-        into.copy_(_q8_0(rows.float(), block))
-    return Stored(data, "Q8_0")
-
-
-def _q8_0(weights: torch.Tensor, block: int) -> torch.Tensor:
-    blocks = weights.reshape(weights.shape[0], -1, block)
-    scales = blocks.abs().amax(-1, keepdim=True) / 127
-    numbers = blocks * torch.where(scales > 0, 1 / scales, 0)
-    # To the nearest, halves away from zero.
-    whole = numbers.abs().trunc()
-    whole = torch.copysign(whole + (numbers.abs() - whole >= 0.5), numbers).to(torch.int8)
-    return torch.cat([scales.half().view(torch.uint8), whole.view(torch.uint8)], dim=-1).flatten(1)
