@@ -24,7 +24,6 @@ import torch
 import longdraft
 from longdraft.bench.data import fitted, read
 
-
 Seconds = tuple[float, float]  # by the clock, and of all threads
 
 
@@ -90,7 +89,9 @@ def main() -> None:
                 seconds[name].append(found)
     medians = {name: [1e3 * median(x) for x in zip(*found, strict=True)] for name, found in seconds.items()}
     plain = medians.pop("plain")
-    print(f"{len(prompt)} tokens; a plain step takes {plain[0]:.2f} ms, CPU {plain[1]:.2f}; {torch.get_num_threads()} threads")
+    print(
+        f"{len(prompt)} tokens; a plain step takes {plain[0]:.2f} ms, CPU {plain[1]:.2f}; {torch.get_num_threads()} threads"
+    )
     print(f"{'draft, nodes':>14} {'level, ms':>10} {'of a step':>10} {'CPU':>10} {'of a step':>10}")
     for name, found in medians.items():
         wall, cpu = (x / options.levels for x in found)

@@ -8,4 +8,4 @@ from longdraft.drafters import whole_level
 @pytest.fixture
 def float32_weights(monkeypatch):
     """Drafts are computed with the weights as they are, as their definitions in these tests are."""
-    monkeypatch.setattr(whole_level, "light", lambda weights, _: weights)
+    monkeypatch.setattr(whole_level, "light", lambda weights: weights)

@@ -97,7 +97,7 @@ class Desk:
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
 def test_a_level_is_what_the_module_says(kind, level, held, monkeypatch):
     if not held:
-        monkeypatch.setattr(whole_level, "light", lambda weights, _: weights)
+        monkeypatch.setattr(whole_level, "light", lambda weights: weights)
     desk = Desk(kind, level, held)
     # Read first: one more than the window holds, and less; then a few tokens, of which the last is a root.
     desk.compare(Fed((2, 0), (WINDOW, 7), 1, starts=(0, 0)), 3)

@@ -183,7 +183,7 @@ class TrainedDraft(Draft[Bound]):
         if self.ids is None:
             return head, None
         ids = self.ids.to(runner.device)
-        return (Stored(head.data[ids], head.format) if isinstance(head, Stored) else head[ids]), ids
+        return (head.rows(ids) if isinstance(head, Stored) else head[ids]), ids
 
     def _empty(self) -> nn.Module:
         """The module without memory."""

@@ -163,7 +163,11 @@ class DraftRound(ABC):
         """The nodes of a level, with cos and sin (T, d): a node's position is its root's + its depth."""
         width = level.tokens.shape[1]
         fed = Fed(
-            self._slots(level), (width,) * len(level.rows), width, depth=level.depth, ancestors=self._ancestors.add(level)
+            self._slots(level),
+            (width,) * len(level.rows),
+            width,
+            depth=level.depth,
+            ancestors=self._ancestors.add(level),
         )
         cos, sin = (
             torch.cat([self._ahead[row][i][level.depth - 1].expand(width, -1) for row in level.rows]) for i in (0, 1)

@@ -127,9 +127,7 @@ class LongSpecDrafter(RetrievingDrafter):
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
         drafted = _Round(self, self._bound, sequences, self.tree.fit(budget).depth)
-        return self.grow(
-            sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest
-        )
+        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
 
     def text(self, slots: SequenceOf[int]) -> Text:
         """Keys and values of the target's last layer that cross-attention sees, all of the text or a part."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from longdraft.drafters.levels import Fed, Inputs
 from longdraft.host.runner import TargetRunner
-from longdraft.native import Kernels, kernels
+from longdraft.native import Kernels, floats, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.rounded import LONGEST, Rounded, rounded
@@ -32,10 +32,10 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
 
 
-def light(weights: torch.Tensor | Stored, found: Kernels) -> torch.Tensor | Rounded:
+def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
     """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
-    floats = found.unpack(weights) if isinstance(weights, Stored) else weights
-    return rounded(floats) if floats.shape[1] <= LONGEST else floats.contiguous()
+    plain = floats(weights)
+    return rounded(plain) if plain.shape[1] <= LONGEST else plain.contiguous()
 
 
 def products_of(layers: Mapping[str, nn.Linear]) -> dict[str, Product]:
@@ -64,7 +64,7 @@ class WholeLevel:
         normed_residual: bool = False,
     ) -> None:
         self._kernels = found
-        held = {name: (light(w, found), bias) for name, (w, bias) in products.items()}
+        held = {name: (light(w), bias) for name, (w, bias) in products.items()}
         self._block = DraftBlock(norms, held, heads, kv_heads, d, eps, normed_residual)
 
     def __call__(

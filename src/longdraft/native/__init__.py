@@ -5,7 +5,7 @@ in memory, they do at a fraction of what reading that memory takes. Everything h
 taken where no compiler is found.
 """
 
-from longdraft.native.library import Kernels, fits, kernels, missing
+from longdraft.native.library import Kernels, fits, floats, kernels, missing
 from longdraft.native.structures import DecoderLayer, Rows
 
-__all__ = ["DecoderLayer", "Kernels", "Rows", "fits", "kernels", "missing"]
+__all__ = ["DecoderLayer", "Kernels", "Rows", "fits", "floats", "kernels", "missing"]

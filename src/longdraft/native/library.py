@@ -178,6 +178,19 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return plain and q.shape[-1] % HEAD_UNIT == 0 and 1 in k.stride()[-2:] and v.stride(-1) == 1 and k.shape[1] > 0
 
 
+def floats(weights: torch.Tensor | Stored) -> torch.Tensor:
+    """(out, in): what weights stand for.
+
+    Raises:
+        RuntimeError: they are stored, and this machine has no kernels to unpack them.
+    """
+    if isinstance(weights, torch.Tensor):
+        return weights
+    if (found := kernels()) is None:
+        raise RuntimeError(f"weights stored as {weights.format} cannot be unpacked here: {missing()}")
+    return found.unpack(weights)
+
+
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
     """The kernels of this machine, compiled when they are first asked for.
 

@@ -49,6 +49,14 @@ class Stored:
         return self.data.shape[0], self.data.shape[1] // size * weights
 
     @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def rows(self, which: torch.Tensor) -> Stored:
+        """Some of its rows."""
+        return Stored(self.data[which], self.format)
+
+    @property
     def number(self) -> int:
         """Of the format, for the kernels."""
         return 1 + list(FORMATS).index(self.format)
