@@ -3,10 +3,10 @@
     python benchmarks/draft_level.py [FILE] [--methods longspec eagle3] [--context 1024] [--widths 1 8 16] [--profile]
 
 One text, which plain decoding and the drafts continue in turn, a step of each at a time. A draft grows beam trees of
---levels levels of so many nodes. "level" is the time of a whole proposal (the draft's forwards, the choice of nodes, the
-finished tree) over its levels; ratios are of medians, in percent of a plain step. "CPU" is the time that the threads
-computed, which says something where others use the machine too. FILE is JSONL as `longdraft bench --data` takes it;
-without it, the text repeats this file.
+--levels levels of so many nodes. "level" is the time of a whole proposal (the draft's forwards, the choice of nodes,
+the finished tree) over its levels; ratios are of medians, in percent of a plain step. "CPU" is the time that the
+threads computed, which says something where others use the machine too. FILE is JSONL as `longdraft bench --data` takes
+it; without it, the text repeats this file.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ def main() -> None:
                 seconds[name].append(found)
     medians = {name: [1e3 * median(x) for x in zip(*found, strict=True)] for name, found in seconds.items()}
     plain = medians.pop("plain")
-    print(
-        f"{len(prompt)} tokens; a plain step takes {plain[0]:.2f} ms, CPU {plain[1]:.2f}; {torch.get_num_threads()} threads"
-    )
+    threads = torch.get_num_threads()
+    print(f"{len(prompt)} tokens; a plain step takes {plain[0]:.2f} ms, CPU {plain[1]:.2f}; {threads} threads")
     print(f"{'draft, nodes':>14} {'level, ms':>10} {'of a step':>10} {'CPU':>10} {'of a step':>10}")
     for name, found in medians.items():
         wall, cpu = (x / options.levels for x in found)
@@ -102,7 +101,7 @@ def main() -> None:
                 for _ in range(5):
                     next(runs[name])
             print(name, profile.key_averages().table("self_cpu_time_total", row_limit=25, max_name_column_width=40))
-    print(json.dumps({"context": len(prompt), "threads": torch.get_num_threads(), "plain": plain} | medians))
+    print(json.dumps({"context": len(prompt), "threads": threads, "plain": plain} | medians))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Fed:
     ancestors: torch.Tensor | None = None
 
     def places(self, window: Ring) -> list[tuple[int, int]]:
-        """The rows [begin, end) of the window that each sequence sees, its new ones at their end; makes room for them."""
+        """The rows [begin, end) of the window that each sequence sees, for whose new rows, the last, there is room."""
         if self.ancestors is not None:
             return [window.seen(slot, self.depth, self.ancestors.shape[2]) for slot in self.slots]
         for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
@@ -117,6 +117,7 @@ class DraftRound(ABC):
         rotary: (T,) positions -> cos and sin (T, d).
         depth: levels of the trees at most.
         device: of the draft.
+        whole: levels are computed in one call, which says the likeliest tokens too.
     """
 
     def __init__(
@@ -162,13 +163,8 @@ class DraftRound(ABC):
     def following(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor]:
         """The nodes of a level, with cos and sin (T, d): a node's position is its root's + its depth."""
         width = level.tokens.shape[1]
-        fed = Fed(
-            self._slots(level),
-            (width,) * len(level.rows),
-            width,
-            depth=level.depth,
-            ancestors=self._ancestors.add(level),
-        )
+        seen = self._ancestors.add(level)
+        fed = Fed(self._slots(level), (width,) * len(level.rows), width, depth=level.depth, ancestors=seen)
         cos, sin = (
             torch.cat([self._ahead[row][i][level.depth - 1].expand(width, -1) for row in level.rows]) for i in (0, 1)
         )

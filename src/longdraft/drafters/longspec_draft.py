@@ -85,13 +85,13 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
 
 def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
     own, cross, mlp, shape = block.self_attn, block.cross_attn, block.mlp, block.shape
-    norms = {
+    norms: dict[str, torch.Tensor] = {
         "norm": block.input_layernorm.weight,
         "cross_norm": block.post_self_attention_layernorm.weight,
         "mlp_norm": block.post_cross_attention_layernorm.weight,
     }
     if shape.final_norm:
-        norms["final_norm"] = block.norm.weight
+        norms["final_norm"] = block.norm.get_parameter("weight")
     layers = {
         **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
         **{"cross_q": cross.q_proj, "cross_o": cross.o_proj},
