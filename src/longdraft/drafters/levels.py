@@ -131,8 +131,8 @@ class DraftRound(ABC):
 
     @abstractmethod
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits (B' * W, draft vocabulary) of what follows each node; and log-probabilities and draft ids (B' * W, k)
-        of the ``best`` likeliest, none where that is 0."""
+        """Logits (B' * W, draft vocabulary) of what follows each node where ``best`` is 0; else log-probabilities and
+        draft ids (B' * W, k) of the ``best`` likeliest."""
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""

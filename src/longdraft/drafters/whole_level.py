@@ -70,8 +70,9 @@ class WholeLevel:
     def __call__(
         self, fed: Fed, rows: Inputs, window: Ring, text: Text | None, best: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows that go on: outputs (rows, hidden) before the last norm, logits (rows, draft vocabulary), and
-        log-probabilities and draft ids (rows, k) of the ``best`` likeliest tokens. Keys and values enter the window.
+        """The rows that go on: outputs (rows, hidden) before the last norm; logits (rows, draft vocabulary) where
+        ``best`` is 0; else log-probabilities and draft ids (rows, k) of the ``best`` likeliest tokens. Keys and values
+        enter the window.
         """
         begins, ends = zip(*fed.places(window), strict=True)
         lengths = None if text is None else text[2]

@@ -80,14 +80,14 @@ void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *o
   int64_t all = 0;
   for (int64_t b = 0; b < n.sequences; b++) all += n.counts[b];
   static thread_local Scratch scratch;
-  const int64_t sizes[] = {all * input,    going * input,           all * kv_size,   all * kv_size,
-                           going * q_size, 2 * going * q_size + 16, going * l.inner, going * l.inner};
-  float *parts[8];
+  const int64_t sizes[] = {all * input,    going * input,           all * kv_size,   all * kv_size,  going * q_size,
+                           2 * going * q_size + 16, going * l.inner, going * l.inner, best ? going * l.head.outs : 0};
+  float *parts[9];
   int64_t total = 0;
   for (int64_t size : sizes) total += Scratch::whole_lines(size);
   parts[0] = scratch.of(total);
-  for (int i = 1; i < 8; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(sizes[i - 1]);
-  const auto [entering, normed, k, v, q, room, gate, up] = parts;
+  for (int i = 1; i < 9; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(sizes[i - 1]);
+  const auto [entering, normed, k, v, q, room, gate, up, said] = parts;
 
   for (int64_t r = 0; r < all; r++) {
     rms_norm(n.x + r * hidden, 1, hidden, l.norm, l.eps, entering + r * input);
@@ -139,10 +139,10 @@ void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *o
   longdraft_linear(gate, going, l.inner, &back, 1, threads);
 
   if (l.final_norm) rms_norm(out, going, hidden, l.final_norm, l.eps, normed);
-  const Matrix head = into(l.head, logits, false);
+  const Matrix head = into(l.head, best ? said : logits, false);
   longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, threads);
   if (!best) return;
   share_out(threads, going, [=](int64_t r) {
-    likeliest(logits + r * head.outs, head.outs, best, log_probs + r * best, tokens + r * best);
+    likeliest(head.y + r * head.outs, head.outs, best, log_probs + r * best, tokens + r * best);
   });
 }

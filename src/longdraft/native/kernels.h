@@ -100,8 +100,8 @@ void longdraft_attend_chunk(const float *q, const float *k, std::int64_t k_head,
 void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *kv, const float *x, float *out,
                      float *queries, int threads);
 
-// out (B, W, hidden) = the block of the rows that go on, before the last norm; logits (B, W, outs of the head); and of each
-// row the `best` largest log-probabilities, the largest first, and the places of their tokens in the head.
+// out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest
+// log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
 void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
                      std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);

@@ -156,14 +156,15 @@ class Kernels:
         Args:
             own: the draft's keys and values (slots, kv_heads, capacity, d).
             text: those of the target's last layer, for LongSpec; None for EAGLE-3.
-            best: tokens of each row; 0: none.
+            best: tokens of each row; 0: logits are wanted.
 
         Returns:
-            Of the rows that go on: the block's output (rows, hidden) before the last norm; logits (rows, vocabulary);
-            log-probabilities and places in the head (rows, best), the likeliest first.
+            Of the rows that go on: the block's output (rows, hidden) before the last norm; logits (rows, vocabulary),
+            of no rows where the best are wanted; log-probabilities and places in the head (rows, best), the likeliest
+            first.
         """
-        out, logits = torch.empty(nodes.size, block.hidden), torch.empty(nodes.size, block.vocabulary)
         best = min(best, block.vocabulary)
+        out, logits = torch.empty(nodes.size, block.hidden), torch.empty(0 if best else nodes.size, block.vocabulary)
         log_probs, places = torch.empty(nodes.size, best), torch.empty(nodes.size, best, dtype=torch.long)
         caches = [None if kv is None else KeysValues.of(*kv) for kv in (own, text)]
         structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
