@@ -1,7 +1,8 @@
 """How often the target accepts what it drafts itself on a part of its KV, by view, context and budget.
 
     python benchmarks/self_draft.py FILE... [--context 4000 8000] [--limit 1] [--views streaming snapkv chunks tokens]
-        [--budget 512] [--depth 4] [--max-tokens 48] [--temperature 1] [--dtype bfloat16] [-o name=value ...]
+        [--budget 512] [--view-dtypes float32 int8] [--depth 4] [--max-tokens 48] [--temperature 1] [--dtype bfloat16]
+        [-o name=value ...]
 
 Each FILE is JSONL as `longdraft bench --data` takes it; prompts are cut to each --context and read once for all views.
 A row of the table: the share of drafted tokens that were right, of those whose predecessors were (MagicDec's acceptance
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1, help="rows of each file")
     parser.add_argument("--views", nargs="*", default=["streaming", "snapkv", "chunks", "tokens"])
     parser.add_argument("--budget", type=int, nargs="*", default=[512])
+    parser.add_argument("--view-dtypes", nargs="*", default=[None], help="of the views; by default the target's")
     parser.add_argument("--depth", type=int, default=4, help="tokens of a chain")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -87,25 +90,25 @@ def main() -> None:
     model, tokenizer = longdraft.load(dtype=options.dtype, rope_factor=options.rope_factor)
     results = []
     print(
-        f"{'data':16} {'context':>8} {'view':>10} {'budget':>7} {'a token':>8} {'accepted':>9} {'draft':>7} {'full':>7}"
+        f"{'data':16} {'context':>8} {'view':>10} {'budget':>7} {'of':>9} {'a token':>8} {'accepted':>9} {'draft':>7} "
+        f"{'full':>7}"
     )
     for path in options.files:
         for context in options.context:
             prompts = [fitted(s, tokenizer, context) for s in read([path], options.limit)]
             caches = [longdraft.PromptCache() for _ in prompts]
-            for view in options.views:
-                for budget in options.budget:
-                    given = method_options("self", options.option) | {"view": view, "budget": budget}
-                    spec = longdraft.Speculator("self", target=model, plan="fixed", depth=options.depth, **given)
-                    found = measure(spec, prompts, caches, Watched(spec.runner()), options)
-                    mean = round(sum(map(len, prompts)) / len(prompts))
-                    results.append({"data": path.stem, "context": mean, "view": view, "budget": budget} | found)
-                    print(
-                        f"{path.stem:16} {mean:8} {view:>10} {budget:7} {found['acceptance']:8.3f} "
-                        f"{found['mean_accepted_length']:9.2f} {found['draft_ms']:7.1f} "
-                        f"{found['verification_ms']:7.1f}",
-                        flush=True,
-                    )
+            mean = round(sum(map(len, prompts)) / len(prompts))
+            for view, budget, dtype in product(options.views, options.budget, options.view_dtypes):
+                sizes = {"view": view, "budget": budget, "view_dtype": dtype}
+                given = method_options("self", options.option) | sizes
+                spec = longdraft.Speculator("self", target=model, plan="fixed", depth=options.depth, **given)
+                found = measure(spec, prompts, caches, Watched(spec.runner()), options)
+                results.append({"data": path.stem, "context": mean} | sizes | found)
+                print(
+                    f"{path.stem:16} {mean:8} {view:>10} {budget:7} {dtype or '':>9} {found['acceptance']:8.3f} "
+                    f"{found['mean_accepted_length']:9.2f} {found['draft_ms']:7.1f} {found['verification_ms']:7.1f}",
+                    flush=True,
+                )
     print(json.dumps(results))
 
 

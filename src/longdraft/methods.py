@@ -22,6 +22,7 @@ from longdraft.drafters.tokenswift import tokenswift
 from longdraft.errors import UnknownMethodError
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
+from longdraft.views.view import dtype_of
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,10 @@ def of_kind(kind: Kind) -> Method:
 
 def _specpv(
     kind: type[SpecPV], budget: int = 1024, selector: str = "minmax", reduction: str = "mean", margin: int = 20,
-    sink: int = 32, recent: int = 128, block: int = 16,
+    sink: int = 32, recent: int = 128, block: int = 16, view_dtype: str | None = None,
 ) -> SpecPV:  # fmt: skip
     """A schedule from a method's options: :func:`partial_view`'s, with ``recent`` for its window."""
-    return kind(partial_view(budget, sink, recent, block, margin, selector, reduction))
+    return kind(partial_view(budget, sink, recent, block, margin, selector, reduction), dtype_of(view_dtype))
 
 
 _DRAFTER = inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, default=None)

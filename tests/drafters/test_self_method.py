@@ -173,6 +173,10 @@ def test_a_small_model_that_a_text_outgrows_is_named(tmp_path, caplog):
         ("self", {"adaptive": "yes"}, "adaptive must be True or False"),
         ("self", {"depth": 0}, "depth must be"),
         ("self", {"draft": "x"}, "no option draft"),
+        ("self", {"view_dtype": "int4"}, "view_dtype must be one of float32, bfloat16, int8, got 'int4'"),
+        ("magicdec", {"view_dtype": 8}, "view_dtype must be one of"),
+        ("nested", {"drafter": "ar", "level_dtype": "float16"}, "view_dtype must be one of"),
+        ("specpv", {"drafter": "ar", "view_dtype": "float16"}, "view_dtype must be one of"),
         ("self", {"tree": "chain", "top_k": 2}, "a chain takes depth"),
         ("magicdec", {"view": "chunks"}, "view must be streaming or snapkv"),
         ("magicdec", {"budget": 8}, r"at least sink \+ window"),
@@ -202,9 +206,21 @@ def test_drafts_and_drafters_that_do_not_go_together(tmp_path):
         ({"view": "streaming", "budget": 500}, "was trained for|were trained|than the 512 tokens"),
         ({"view": "streaming", "budget": 20, "sink": 16, "window": 8}, r"at least sink \+ window"),
         ({"view": "snapkv", "budget": 20}, r"at least sink \+ window"),
+        ({"view": "streaming", "view_dtype": "int8"}, "view_dtype is of view=snapkv"),
     ):
         with pytest.raises(ValueError, match=says):
             Speculator("magicdec", target=model, draft=folder, **options)
+
+
+@pytest.mark.parametrize("method", ["self", "specpv-exact"])
+def test_a_view_of_a_dtype_that_nothing_reads(method):
+    options = {"drafter": "ar"} if method != "self" else {}
+    spec = Speculator(method, target=tiny_model(vocab=11, dtype=torch.bfloat16), view_dtype="int8", **options)
+    with pytest.raises(CapabilityError, match=r"this one is torch.bfloat16 on cpu .*: leave view_dtype out"):
+        spec.generate([PROMPTS[0]], max_new_tokens=4)
+    model = tiny_model(vocab=11)
+    given = Speculator("self", target=model, view_dtype="float32").generate(PROMPTS, max_new_tokens=20)
+    assert tokens(given) == tokens(plain(model, n=20))
 
 
 def test_views_that_do_not_fit_the_memory(monkeypatch):

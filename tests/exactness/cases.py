@@ -110,7 +110,13 @@ VARIANTS = {
         f"self {view}": Case("self", None, CHUNKS | {"view": view, "refresh": 2})
         for view in ("minmax", "quest", "attention", "mean-key")
     },
+    "self bfloat16": Case("self", None, CHUNKS | {"refresh": 2, "view_dtype": "bfloat16"}),
+    "self int8 tree": Case("self", None, CHUNKS | {"refresh": 2, "widths": (3, 4, 4), "view_dtype": "int8"}),
     "self snapkv by chunks": Case("self", None, CHUNKS | {"view": "snapkv", "refresh": 2}),
+    "magicdec small-lm bfloat16": Case(
+        "magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, "view_dtype": "bfloat16", **SNAPKV}
+    ),
+    "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
     "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
     "nested longspec": Case("nested", "longspec wide", {"widths": (2, 2), **LEVEL}),
@@ -128,6 +134,7 @@ VARIANTS = {
     ),
     "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
     "heads residual": Case("heads", "heads kept", {"acceptance": "residual"}, draws=False),
+    "tokenswift int8": Case("tokenswift", "heads", {"reuse_n": 2, "view_dtype": "int8", **TOKENS}),
     "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
     "tokenswift smaller vocabulary": Case("tokenswift", "heads kept", {}),
     "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
@@ -145,6 +152,7 @@ VARIANTS = {
     ),
     "specpv-exact small-lm": specpv("small-lm"),
     "specpv-exact small-lm retrieval": specpv("small-lm", view="retrieval", chunk=4, chunks=4, every=1),
+    "specpv-exact int8": specpv("longspec", drafter="longspec", widths=(3, 4), view_dtype="int8"),
     "specpv-exact self streaming": specpv(None, drafter="self", view="streaming", budget=24),
     "specpv-exact self snapkv": specpv(None, drafter="self", window=4, budget=24),
     "specpv-exact self chunks": specpv(None, drafter="self", view="chunks", chunk=4, window=4, budget=24),

@@ -63,6 +63,7 @@ def few_rows(
     kernels = native.kernels()
     if kernels is not None and native.fits(q, k, v):
         return kernels.attend(q, k, v, tree, scale)
+    k, v = k.to(q.dtype), v.to(q.dtype)  # of a view, they may be of another
     out = torch.empty_like(q)
     width = 0 if tree is None else tree.shape[1]
     _products(q * scale, k, v, k.shape[1] - width, tree, out)
@@ -105,6 +106,7 @@ def _many_rows(
     heads, size, dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
+    k, v = k.to(q.dtype), v.to(q.dtype)
     own_k, own_v = (x[:, n:].repeat_interleave(group, dim=0)[None].contiguous() for x in (k, v))
     if block.mask is None and not block.offset:  # the kernel aligns its causal mask to the upper left
         own, own_lse = _flash(q[None], own_k, own_v, 0.0, True, scale=scale)
@@ -125,6 +127,7 @@ def _flash_prefix(
     folded: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """folded (Hkv, rows, d) sees all of k, v (Hkv, n, d) -> output like folded, log-sum-exp (Hkv, rows)."""
+    k, v = k.to(folded.dtype), v.to(folded.dtype)
     # The kernel wants each row contiguous; the copy of transposed keys is small beside a chunk's work.
     if k.stride(-1) != 1:
         k = k.contiguous()

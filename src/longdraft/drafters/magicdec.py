@@ -28,11 +28,13 @@ def magicdec_self(
     refresh: int | None = None,
     depth: int | None = None,
     acceptance: str = "draw",
+    view_dtype: str | None = None,
 ) -> SelfDrafter:
     """The target drafts for itself.
 
     Args:
-        view, budget, sink, window, refresh: as :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them.
+        view, budget, sink, window, refresh, view_dtype: as :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes
+            them.
         depth: tokens of the chain (the paper's gamma); None: 4, and with a planner as many as pay.
         acceptance: "draw" or "residual".
 
@@ -40,7 +42,9 @@ def magicdec_self(
         ValueError: another view, or sizes that make none.
     """
     _check(view)
-    return SelfDrafter(view, budget, sink, window, refresh=refresh, depth=depth, acceptance=acceptance)
+    return SelfDrafter(
+        view, budget, sink, window, refresh=refresh, depth=depth, acceptance=acceptance, view_dtype=view_dtype
+    )
 
 
 def magicdec_small_lm(
@@ -52,6 +56,7 @@ def magicdec_small_lm(
     refresh: int | None = None,
     depth: int | None = None,
     acceptance: str = "draw",
+    view_dtype: str | None = None,
 ) -> Drafter:
     """A small language model drafts.
 
@@ -60,17 +65,21 @@ def magicdec_small_lm(
 
     Args:
         budget: with "streaming" 512, or as many as it was trained for.
+        view_dtype: of "snapkv" alone: a streaming view's rows are moved, and rounding would add up.
         others: as of :func:`magicdec_self`.
 
     Raises:
-        ValueError: another view, sizes that make none, or more than the draft was trained for.
+        ValueError: another view, sizes that make none, or more than the draft was trained for; ``view_dtype`` with
+            "streaming".
     """
     _check(view)
     if view == "snapkv":
         return SparseLMDrafter(
             draft, view=view, budget=budget, sink=sink, window=window, refresh=refresh, depth=depth,
-            acceptance=acceptance,
+            acceptance=acceptance, view_dtype=view_dtype,
         )  # fmt: skip
+    if view_dtype is not None:
+        raise ValueError("view_dtype is of view=snapkv where a small language model drafts: leave it out")
     chain = tree_kind("chain", depth=depth, acceptance=acceptance)
     longest = max(LONGEST, chain.depth)
     if budget is None and window is None:

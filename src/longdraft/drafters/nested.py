@@ -220,12 +220,13 @@ def triforce(
     depth: int | None = None,
     drafted: int = DRAFTED,
     streamed: int = STREAMED,
+    view_dtype: str | None = None,
 ) -> NestedDrafter:
     """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves.
 
     Args:
         draft: the small model.
-        budget, chunk, sink, window, refresh: of the target's view, as
+        budget, chunk, sink, window, refresh, view_dtype: of the target's view, as
             :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them.
         depth: tokens that the target on its chunks emits before it verifies them on everything (gamma_2); None: 6, and
             with a planner as many as pay.
@@ -239,7 +240,8 @@ def triforce(
         if type(size) is not int or size < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
     small = SmallLMDrafter(draft, tree="chain", depth=drafted, view="streaming", sink=SINK, recent=streamed - SINK)
-    return NestedDrafter(small, SelfDrafter("chunks", budget, sink, window, chunk, refresh), depth)
+    level = SelfDrafter("chunks", budget, sink, window, chunk, refresh, view_dtype=view_dtype)
+    return NestedDrafter(small, level, depth)
 
 
 def nested(
@@ -251,11 +253,14 @@ def nested(
     level_chunk: int | None = None,
     level_refresh: int | None = None,
     level_depth: int | None = None,
+    level_dtype: str | None = None,
 ) -> NestedDrafter:
     """A drafter with the target on a sparse view over it; the options of :class:`SelfDrafter`, and the depth.
 
     Raises:
         ValueError: as :class:`NestedDrafter` and :class:`SelfDrafter` do.
     """
-    level = SelfDrafter(level_view, level_budget, level_sink, level_window, level_chunk, level_refresh)
+    level = SelfDrafter(
+        level_view, level_budget, level_sink, level_window, level_chunk, level_refresh, view_dtype=level_dtype
+    )
     return NestedDrafter(inner, level, level_depth)

@@ -31,7 +31,7 @@ from longdraft.verify.schedule import verify_trees
 from longdraft.views.cache import TrueCache
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
-from longdraft.views.view import check_sizes
+from longdraft.views.view import check_sizes, dtype_of
 
 # New rows that a view takes in before it is chosen anew, as a share of its budget, and at least.
 FRESH_SHARE, FRESH = 4, 64
@@ -56,6 +56,7 @@ class SelfDrafter(TreeDrafter):
         widths, nodes, tree, depth, top_k, threshold, acceptance: of the tree, as
             :func:`~longdraft.trees.options.tree_kind` takes them; by default a chain of 4, and with a planner one as
             long as pays.
+        view_dtype: what the view's keys and values are rounded to: "float32", "bfloat16" or "int8"; None: nothing.
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
@@ -80,7 +81,9 @@ class SelfDrafter(TreeDrafter):
         top_k: int | None = None,
         threshold: float | None = None,
         acceptance: str = "draw",
+        view_dtype: str | None = None,
     ) -> None:
+        self.view_dtype = dtype_of(view_dtype)
         sizes = self_view(view, budget, sink, window, chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
         every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh
@@ -103,6 +106,7 @@ class SelfDrafter(TreeDrafter):
 
         Raises:
             MemoryBudgetError: they do not fit the memory that is free.
+            CapabilityError: nothing here reads them in the dtype that was asked for.
         """
         self.host(runner, store, store.feature_layers)
 
@@ -111,7 +115,7 @@ class SelfDrafter(TreeDrafter):
         self.runner, self.full = runner, full
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, feature_layers, resident=True)
+            return runner.new_store(slots, capacity, feature_layers, resident=True, dtype=self.view_dtype)
 
         self.cache = TrueCache(full, new_store, self.view, self.rows)
         self._queries = LastQueries(self.view.looks)

@@ -39,6 +39,7 @@ def tokenswift(
     reuse: bool = True,
     reuse_n: int = PHRASE,
     reuse_k: int = PHRASES,
+    view_dtype: str | None = None,
 ) -> Drafter:
     """TokenSwift's drafter (Wu et al. 2025, arXiv:2502.18890, section 3).
 
@@ -46,7 +47,7 @@ def tokenswift(
         heads, widths, nodes, tree, depth, top_k, threshold, acceptance: as
             :class:`~longdraft.drafters.heads.HeadsDrafter` takes them; the first of ``widths`` is the level that the
             target itself says, where it drafts. ``nodes`` counts those of the heads alone.
-        view, budget, sink, window, chunk, refresh: what of its KV the target reads to draft, as
+        view, budget, sink, window, chunk, refresh, view_dtype: what of its KV the target reads to draft, as
             :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them; "none": it does not draft, and the heads
             continue the state of the last verified token.
         reuse, reuse_n, reuse_k: whether phrases of the output are proposed too, their length and number.
@@ -58,10 +59,11 @@ def tokenswift(
         raise ValueError(f"reuse must be True or False, got {reuse!r}")
     source = None
     if view != NO_VIEW:
-        source = ViewStates(SelfDrafter(view, budget, sink, window, chunk, refresh, depth=1))
+        level = SelfDrafter(view, budget, sink, window, chunk, refresh, depth=1, view_dtype=view_dtype)
+        source = ViewStates(level)
     else:
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk, "refresh": refresh}
-        if given := [name for name, size in sizes.items() if size is not None]:
+        if given := [name for name, value in (sizes | {"view_dtype": view_dtype}).items() if value is not None]:
             raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
     own = HeadsDrafter(draft, heads, widths, nodes, tree, depth, top_k, threshold, acceptance, source)
     phrases = ReuseDrafter(reuse_n, reuse_k)

@@ -13,7 +13,7 @@ from torch import nn
 
 from longdraft.drafters.levels import Fed, Inputs
 from longdraft.host.runner import TargetRunner
-from longdraft.native import Kernels, floats, kernels
+from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.rounded import LONGEST, Rounded, rounded
@@ -34,7 +34,7 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
 
 def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
     """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
-    plain = floats(weights)
+    plain = weights.floats() if isinstance(weights, Stored) else weights
     return rounded(plain) if plain.shape[1] <= LONGEST else plain.contiguous()
 
 

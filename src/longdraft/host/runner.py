@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
-from longdraft.host import hosting, support
+from longdraft.host import hosting, stored, support
 from longdraft.host.graphs import Computed, Graphs
 from longdraft.host.lock import FairLock
 from longdraft.host.parts import SharedParts
 from longdraft.host.twin import Twin, host
 from longdraft.kv import offload as offloading
 from longdraft.kv.offload import Offload
+from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 
 
@@ -114,7 +115,9 @@ class TargetRunner:
         Raises:
             CapabilityError: it is of another dtype now, or on another device.
             UnsupportedModelError: it can no longer be copied.
+            CheckpointError: the file that its weights are mapped from was written to.
         """
+        stored.check_unchanged(self.model)
         self._host.refresh()
         if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
             raise CapabilityError(
@@ -133,7 +136,7 @@ class TargetRunner:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return stored.weight_shape(self.model.get_output_embeddings())[0]
 
     @property
     def fingerprint(self) -> str:
@@ -149,21 +152,35 @@ class TargetRunner:
         return frozenset(int(i) for i in ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
 
     def new_store(
-        self, slots: int, capacity: int, feature_layers: tuple[int, ...] = (), resident: bool = False
+        self,
+        slots: int,
+        capacity: int,
+        feature_layers: tuple[int, ...] = (),
+        resident: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> KVStore:
         """An empty KV store of this target's shape, laid out as its attention path likes it.
 
         Args:
             feature_layers: decoder layers whose output hidden states every forward shall leave in it.
             resident: keep it on the device even where stores are offloaded: a small one that every round reads.
+            dtype: what keys and values are rounded to, in a resident store; None: they are kept as they are.
 
         Raises:
+            CapabilityError: nothing here reads keys and values of that dtype.
             MemoryBudgetError: when it does not fit.
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
+        if dtype not in (None, self.kv_shape.dtype):
+            if self.attention_path != "cpu" or self.kv_shape.dtype != torch.float32:
+                raise CapabilityError(
+                    f"Views in {dtype} are for models in float32 on a CPU with its own attention path; this one is "
+                    f"{self.kv_shape.dtype} on {self.device} ({self.attention_path}): leave view_dtype out."
+                )
+            return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
         offload = None if resident else self.offload
         return offloading.new_store(
             offload,
@@ -240,6 +257,8 @@ class TargetRunner:
             frozenset(taps.hidden),
             self.whole_layers and self.twin.fused.take(store, block),
         )
+        if hosted.whole and self.twin.fused.stack is not None:
+            return self.twin.fused.run(hosted, logits), hosted.hidden, hosted.queries
         inputs: dict[str, Any] = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
         found = None
         if logits == "none":
@@ -258,5 +277,5 @@ class TargetRunner:
 
 def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:
     """What a runner and the drafts on it cannot do without: device, dtype, and where embedding and head lie."""
-    ends = (getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    return model.device, model.dtype, *(None if w is None else (w.data_ptr(), w.shape, w.dtype) for w in ends)
+    ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

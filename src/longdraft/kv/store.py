@@ -17,8 +17,8 @@ from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.kv import memory
 
-# Numbers of a cache line, float32.
-_LINE = 16
+# Bytes of a cache line.
+_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,7 @@ class KVStore:
         values = torch.empty(size, dtype=self.shape.dtype, device=self.device)
         if not transposed_keys:
             return torch.empty_like(values), values
-        # Whole cache lines a row: a vector that straddles two is read twice.
-        pitch = -(-self.capacity // _LINE) * _LINE
-        turned = torch.empty((*size[:3], self.shape.head_dim, pitch), dtype=self.shape.dtype, device=self.device)
-        return turned[..., : self.capacity].transpose(-1, -2), values
+        return turned_rows(size, self.shape.dtype, self.device), values
 
     @staticmethod
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
@@ -269,3 +266,12 @@ class KVStore:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
         self.lengths[slot] = length
         self.unverified[slot] = 0
+
+
+def turned_rows(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor (..., rows, d) that lies in memory as (..., d, rows)."""
+    *outer, rows, dim = size
+    # Whole cache lines a row: a vector that straddles two is read twice.
+    unit = _LINE // dtype.itemsize
+    turned = torch.empty((*outer, dim, -(-rows // unit) * unit), dtype=dtype, device=device)
+    return turned[..., :rows].transpose(-1, -2)

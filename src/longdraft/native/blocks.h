@@ -4,6 +4,7 @@
 // threads there are, and every sum has one order.
 #pragma once
 
+#include "packed.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -24,35 +25,41 @@ constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // The next block, fetched while this one is computed: each group of rows fetches its share of the rows of K^T and V, a
 // row in as many steps as there are groups, so that memory is kept busy evenly.
+template <typename E>
 struct Fetch {
-  const float *next;   // the first of this group's share
-  int64_t row, steps;  // floats to the next row; steps that one row is fetched in
+  const E *next;       // the first of this group's share
+  int64_t row, steps;  // numbers to the next row; steps that one row is fetched in
 };
 
+template <typename E>
 struct Fetching {
-  explicit Fetching(Fetch f) : next(f.next), row(f.row), steps(f.steps), left(f.steps) {}
+  explicit Fetching(Fetch<E> f) : next(f.next), row(f.row), steps(f.steps), left(f.steps) {}
+
+  template <int C>
+  inline void fetch() const {
+    constexpr int LINE = 64 / sizeof(E);  // numbers that come together
+    UNROLLED for (int i = 0; i < C * LANES; i += LINE) __builtin_prefetch(next + i);
+  }
 
   inline void step() {
     next = --left ? next : next + row;
     left = left ? left : steps;
   }
 
-  const float *next;
+  const E *next;
   const int64_t row, steps;
   int64_t left;
 };
 
 // R rows of q (R, d) times C x LANES keys of kt (d, keys): scores (R, BLOCK).
-template <int R, int C>
-inline void score(const float *q, int64_t d, const float *kt, int64_t kt_row, Fetch fetch, float *s) {
+template <int R, int C, typename E>
+inline void score(const float *q, int64_t d, const E *kt, int64_t kt_row, Fetch<E> fetch, float *s) {
   vec acc[R * C] = {};
-  Fetching ahead(fetch);
+  Fetching<E> ahead(fetch);
   for (int64_t i = 0; i < d; i++, ahead.step()) {
     vec b[C];
-    UNROLLED for (int c = 0; c < C; c++) {
-      b[c] = load(kt + i * kt_row + c * LANES);
-      __builtin_prefetch(ahead.next + c * LANES);
-    }
+    UNROLLED for (int c = 0; c < C; c++) b[c] = load(kt + i * kt_row + c * LANES);
+    ahead.template fetch<C>();
     UNROLLED for (int r = 0; r < R; r++) {
       UNROLLED for (int c = 0; c < C; c++) acc[r * C + c] = fused(every(q[r * d + i]), b[c], acc[r * C + c]);
     }
@@ -63,19 +70,17 @@ inline void score(const float *q, int64_t d, const float *kt, int64_t kt_row, Fe
 }
 
 // out (R, d) += p (R, BLOCK) times v (keys, d), C x LANES columns of it.
-template <int R, int C>
-inline void mix(const float *p, int64_t keys, const float *v, int64_t v_row, Fetch fetch, float *out, int64_t d) {
+template <int R, int C, typename E>
+inline void mix(const float *p, int64_t keys, const E *v, int64_t v_row, Fetch<E> fetch, float *out, int64_t d) {
   vec acc[R * C];
   UNROLLED for (int r = 0; r < R; r++) {
     UNROLLED for (int c = 0; c < C; c++) acc[r * C + c] = load(out + r * d + c * LANES);
   }
-  Fetching ahead(fetch);
+  Fetching<E> ahead(fetch);
   for (int64_t j = 0; j < keys; j++, ahead.step()) {
     vec b[C];
-    UNROLLED for (int c = 0; c < C; c++) {
-      b[c] = load(v + j * v_row + c * LANES);
-      __builtin_prefetch(ahead.next + c * LANES);
-    }
+    UNROLLED for (int c = 0; c < C; c++) b[c] = load(v + j * v_row + c * LANES);
+    ahead.template fetch<C>();
     UNROLLED for (int r = 0; r < R; r++) {
       UNROLLED for (int c = 0; c < C; c++) acc[r * C + c] = fused(every(p[r * BLOCK + j]), b[c], acc[r * C + c]);
     }
@@ -85,10 +90,11 @@ inline void mix(const float *p, int64_t keys, const float *v, int64_t v_row, Fet
   }
 }
 
-inline Fetch moved(Fetch f, int64_t floats) { return {f.next + floats, f.row, f.steps}; }
+template <typename E>
+inline Fetch<E> moved(Fetch<E> f, int64_t numbers) { return {f.next + numbers, f.row, f.steps}; }
 
-template <int R>
-void score_rows(const float *q, int64_t d, const float *kt, int64_t kt_row, int64_t keys, Fetch fetch, float *s) {
+template <int R, typename E>
+void score_rows(const float *q, int64_t d, const E *kt, int64_t kt_row, int64_t keys, Fetch<E> fetch, float *s) {
   int64_t j = 0;
   for (; j + COLUMNS * LANES <= keys; j += COLUMNS * LANES) {
     score<R, COLUMNS>(q, d, kt + j, kt_row, moved(fetch, j), s + j);
@@ -97,14 +103,14 @@ void score_rows(const float *q, int64_t d, const float *kt, int64_t kt_row, int6
   for (; j < keys; j++) {
     for (int r = 0; r < R; r++) {
       float total = 0;
-      for (int64_t i = 0; i < d; i++) total = fused(q[r * d + i], kt[i * kt_row + j], total);
+      for (int64_t i = 0; i < d; i++) total = fused(q[r * d + i], number(kt + i * kt_row + j), total);
       s[r * BLOCK + j] = total;
     }
   }
 }
 
-template <int R>
-void mix_rows(const float *p, int64_t keys, const float *v, int64_t v_row, Fetch fetch, float *out, int64_t d) {
+template <int R, typename E>
+void mix_rows(const float *p, int64_t keys, const E *v, int64_t v_row, Fetch<E> fetch, float *out, int64_t d) {
   int64_t c = 0;
   for (; c + COLUMNS * LANES <= d; c += COLUMNS * LANES) {
     mix<R, COLUMNS>(p, keys, v + c, v_row, moved(fetch, c), out + c, d);
@@ -140,8 +146,8 @@ inline void in_groups(int64_t rows, const What &what) {
   const int64_t groups = (rows + ROWS - 1) / ROWS;
   for (int64_t g = 0, first = 0; g < groups; g++) {
     const int64_t end = rows * (g + 1) / groups;
-    group<ROWS>(end - first, first, what, [=](const float *start, int64_t row, int64_t all) {
-      return Fetch{start + all * g / groups * row, row, groups};
+    group<ROWS>(end - first, first, what, [=](const auto *start, int64_t row, int64_t all) {
+      return Fetch<std::decay_t<decltype(*start)>>{start + all * g / groups * row, row, groups};
     });
     first = end;
   }
@@ -201,12 +207,6 @@ void soften(float *s, int64_t rows, int64_t keys, int64_t d, Partial part) {
   }
 }
 
-// Where a head's keys and values lie.
-struct Text {
-  const float *k, *v;
-  int64_t k_row, k_dim, v_row;
-};
-
 // Rows of q (rows, d), scaled, and what has been found for them.
 struct Queries {
   const float *q;
@@ -214,24 +214,40 @@ struct Queries {
   Partial part;
 };
 
-// Scores (rows, BLOCK) of keys [a, a + keys); turned: room for the keys, transposed.
-void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *s, float *turned) {
-  const float *kt = text.k + a * text.k_row;
-  const bool turns = text.k_row != 1;
-  if (turns) transpose_block(kt, text.k_row, keys, in.d, turned);
-  const float *block = turns ? turned : kt, *next = turns ? turned : kt + BLOCK;
-  const int64_t block_row = turns ? BLOCK : text.k_dim;
-  in_groups(in.rows, [&](auto R, int64_t r, auto share) {
-    score_rows<R.value>(in.q + r * in.d, in.d, block, block_row, keys, share(next, block_row, in.d), s + r * BLOCK);
-  });
+// Of (rows, BLOCK), each key's column times its scale.
+void scale_keys(float *s, int64_t rows, int64_t keys, const float *scales) {
+  for (int64_t r = 0; r < rows; r++, s += BLOCK) {
+    int64_t j = 0;
+    for (; j + LANES <= keys; j += LANES) store(s + j, load(s + j) * load(scales + j));
+    for (; j < keys; j++) s[j] *= scales[j];
+  }
 }
 
-// The values of keys [a, a + keys), by weights p (rows, BLOCK).
-void mix_block(const Queries &in, const Text &text, int64_t a, int64_t keys, const float *p) {
-  const float *v = text.v + a * text.v_row;
-  in_groups(in.rows, [&](auto R, int64_t r, auto share) {
-    const Fetch fetch = share(v + BLOCK * text.v_row, text.v_row, keys);
-    mix_rows<R.value>(p + r * BLOCK, keys, v, text.v_row, fetch, in.part.out + r * in.d, in.d);
+// Scores (rows, BLOCK) of keys [a, a + keys); turned: room for the keys, transposed.
+void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *s, float *turned) {
+  const auto score_keys = [&](auto *kt, int64_t kt_row, auto *next) {
+    in_groups(in.rows, [&](auto R, int64_t r, auto share) {
+      score_rows<R.value>(in.q + r * in.d, in.d, kt, kt_row, keys, share(next, kt_row, in.d), s + r * BLOCK);
+    });
+  };
+  if (text.format == FLOAT32 && text.k_row != 1) {
+    transpose_block(static_cast<float *>(text.k) + a * text.k_row, text.k_row, keys, in.d, turned);
+    score_keys(turned, BLOCK, turned);
+  } else {
+    as_stored(text.k, text.format, [&](auto *k) { score_keys(k + a, text.k_dim, k + a + BLOCK); });
+  }
+  if (text.k_scale) scale_keys(s, in.rows, keys, text.k_scale + a);
+}
+
+// The values of keys [a, a + keys), by weights p (rows, BLOCK), which nobody needs any more.
+void mix_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *p) {
+  if (text.v_scale) scale_keys(p, in.rows, keys, text.v_scale + a);
+  as_stored(text.v, text.format, [&](auto *values) {
+    auto *v = values + a * text.v_row;
+    in_groups(in.rows, [&](auto R, int64_t r, auto share) {
+      const auto fetch = share(v + BLOCK * text.v_row, text.v_row, keys);
+      mix_rows<R.value>(p + r * BLOCK, keys, v, text.v_row, fetch, in.part.out + r * in.d, in.d);
+    });
   });
 }
 

@@ -1,6 +1,7 @@
 // A level of a draft's tree in one call: LongSpec's or EAGLE-3's block, the head, and each node's likeliest next tokens.
 //
 // A draft is one layer, so what stands between its products in Python would take several times as long as these do.
+#include "packed.h"
 #include "parts.h"
 
 #include <limits>
@@ -29,12 +30,15 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
         turn(q + t * inner + h * d, n.cos + row * d, n.sin + row * d, d, turned + (h * size + t) * d, 1);
       }
     }
-    const KeysValues &kv = seen.kv;
+    KeysValues kv = seen.kv;
     const int64_t begin = seen.begins ? seen.begins[b] : 0, keys = seen.ends[b] - begin;
     const std::uint8_t *mask = seen.masks ? seen.masks + b * size * seen.width : nullptr;
-    longdraft_attend(turned, kv.k + n.slots[b] * kv.k_slot + begin * kv.k_row, kv.k_head, kv.k_row, kv.k_dim,
-                     kv.v + n.slots[b] * kv.v_slot + begin * kv.v_row, kv.v_head, kv.v_row, l.kv_heads,
-                     l.heads / l.kv_heads * size, d, keys, mask, size, seen.width, l.scale, found, threads);
+    if (begin) {  // of the draft's own, which are floats
+      kv.k = static_cast<float *>(kv.k) + begin * kv.k_row;
+      kv.v = static_cast<float *>(kv.v) + begin * kv.v_row;
+    }
+    longdraft_attend(turned, &kv, n.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d, keys, mask, size, seen.width,
+                     l.scale, found, threads);
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) std::copy_n(found + (h * size + t) * d, d, q + t * inner + h * d);
     }
@@ -69,12 +73,8 @@ void likeliest(const float *logits, int64_t size, int64_t best, float *log_probs
   for (int64_t i = 0; i < best; i++) log_probs[i] -= all;
 }
 
-}  // namespace
-
-void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text, int64_t best,
-                     float *out, float *logits, float *log_probs, int64_t *tokens, int threads) {
-  const Draft &l = *draft;
-  const Nodes &n = *nodes;
+void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValues *text, int64_t best, float *out,
+           float *logits, float *log_probs, int64_t *tokens, int threads) {
   const int64_t hidden = l.hidden, d = l.d, q_size = l.heads * d, kv_size = l.kv_heads * d;
   const int64_t input = l.joined_norm ? 2 * hidden : hidden, going = n.sequences * n.width;
   int64_t all = 0;
@@ -112,10 +112,8 @@ void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *o
     for (int64_t t = 0; t < n.counts[b]; t++, row++) {
       const int64_t place = n.ends[b] - n.counts[b] + t;
       for (int64_t h = 0; h < l.kv_heads; h++) {
-        float *key = own->k + n.slots[b] * own->k_slot + h * own->k_head + place * own->k_row;
-        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, key, own->k_dim);
-        float *value = own->v + n.slots[b] * own->v_slot + h * own->v_head + place * own->v_row;
-        std::copy_n(v + row * kv_size + h * d, d, value);
+        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, room, 1);  // not yet in use
+        write_row(*own, n.slots[b], h, place, room, v + row * kv_size + h * d, d);
       }
     }
   }
@@ -145,4 +143,11 @@ void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *o
   share_out(threads, going, [=](int64_t r) {
     likeliest(head.y + r * head.outs, head.outs, best, log_probs + r * best, tokens + r * best);
   });
+}
+
+}  // namespace
+
+void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text, int64_t best,
+                     float *out, float *logits, float *log_probs, int64_t *tokens, int threads) {
+  Team::with(threads, [=] { level(*draft, *nodes, own, text, best, out, logits, log_probs, tokens, threads); });
 }

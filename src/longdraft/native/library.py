@@ -7,29 +7,30 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from longdraft.native.build import LEVELS, levels, shared_object
+from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.draft import DraftBlock, Nodes
+from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
-from longdraft.native.structures import DecoderLayer, KeysValues, Long, Matrix, Pointer, Rows, Weights
+from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_NATIVE"
-# Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
-_TAKEN = ("x86-64-v4", "x86-64-v3")
 # Head sizes are whole vectors.
 HEAD_UNIT = 16
 
 
 class Kernels:
-    """What was compiled. All tensors are float32 on the CPU; nothing is differentiated through.
+    """What was compiled. Tensors are float32 on the CPU, keys and values aside; nothing is differentiated through.
 
     A row's result is the same to the bit whatever rows are beside it, and however many threads work.
 
@@ -45,22 +46,17 @@ class Kernels:
         self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
         self._unpack = library.longdraft_unpack
         self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
-        self._layer, self._chunk = library.longdraft_layer, library.longdraft_attend_chunk
+        self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
         self._draft = library.longdraft_draft
         self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
-        for function in (self._linear, self._attend, self._layer, self._chunk, self._draft):
+        for function in (self._linear, self._attend, self._stack, self._chunk, self._draft):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
-        # q; k, its strides; v, its strides; heads, rows, d, n; mask, its shape; scale; out; threads
-        self._attend.argtypes = [
-            *(Pointer, Pointer, Long, Long, Long, Pointer, Long, Long, Long, Long, Long, Long, Pointer, Long, Long),
-            *(ctypes.c_float, Pointer, ctypes.c_int),
-        ]
-        self._chunk.argtypes = [
-            *(Pointer, Pointer, Long, Long, Long, Pointer, Long, Long, Long, Long, Long, Long, Long),
-            *(ctypes.c_float, Pointer, ctypes.c_int),
-        ]
-        self._layer.argtypes = [Pointer] * 6 + [ctypes.c_int]
+        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
+        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
+        self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
+        self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
+        self._stack.argtypes = [Pointer] * 7 + [ctypes.c_int] * 2
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
         """x (..., in) times several matrices (out, in), with their biases, in one go -> each (..., out)."""
@@ -81,13 +77,14 @@ class Kernels:
         return out
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: torch.Tensor | None, scale: float
+        self, q: torch.Tensor, k: KeptRows, v: KeptRows, tree: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         """Attention of folded rows.
 
         Args:
             q: (Hkv, G*T, d), row g*T + t of a KV head being query head g of its group, row t; d a multiple of 16.
-            k, v: (Hkv, n, d); of the strides of k, one of the last two is 1; rows of v are contiguous.
+            k, v: (Hkv, n, d); of the strides of k, one of the last two is 1, the second but last unless they are
+                float32; rows of v are contiguous.
             tree: (T, W) bool: which of the last W keys a row sees; it sees all before them. None: all keys.
 
         Returns:
@@ -101,12 +98,12 @@ class Kernels:
             tree = tree.contiguous()
             mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
         self._attend(
-            *(q.data_ptr(), k.data_ptr(), *k.stride(), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
-    def attend_chunk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend_chunk(self, q: torch.Tensor, k: KeptRows, v: KeptRows, scale: float) -> torch.Tensor:
         """Attention of a chunk of a prompt, whose row t sees all keys but those of the rows behind it.
 
         Args:
@@ -119,29 +116,47 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         self._chunk(
-            *(q.data_ptr(), k.data_ptr(), *k.stride(), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
-    def layer(
-        self, layer: DecoderLayer, rows: Rows, keys: torch.Tensor, values: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole decoder layer; writes the rows' keys and values.
+    def stack(
+        self,
+        stack: DecoderStack,
+        rows: Rows,
+        keys: KeptRows,
+        values: KeptRows,
+        x: torch.Tensor,
+        *,
+        queries: Collection[int] = (),
+        hidden: Collection[int] = (),
+        logits: Literal["all", "last", "none"] = "none",
+    ) -> StackOutput:
+        """Decoder layers; writes the rows' keys and values.
 
         Args:
-            keys, values: (slots, kv_heads, capacity, d).
-            x: (B, T, hidden).
-
-        Returns:
-            Hidden states like x; queries (B, heads, T, d) after RoPE.
+            keys, values: (layers, slots, kv_heads, capacity, d).
+            x: (B, T, hidden), which becomes the last layer's output.
+            queries, hidden: indices of layers whose queries and outputs to keep.
+            logits: which rows' to compute.
         """
-        x = x.contiguous()
-        out, queries = torch.empty_like(x), torch.empty(rows.sequences, layer.heads, rows.size, layer.d)
+        batch, size, _ = x.shape
+        out = StackOutput()
+        out.queries = {i: torch.empty(batch, stack.layers[i].heads, size, stack.layers[i].d) for i in queries}
+        out.hidden = {i: torch.empty_like(x) for i in hidden}
+        if logits != "none":
+            out.logits = torch.empty(batch, size if logits == "all" else 1, stack.vocabulary)
+        kept = [(Pointer * len(stack.layers))() for _ in range(2)]
+        for places, tensors in zip(kept, (out.queries, out.hidden), strict=True):
+            for i, tensor in tensors.items():
+                places[i] = tensor.data_ptr()
         kv = KeysValues.of(keys, values)
-        structures = (ctypes.addressof(layer.struct), ctypes.addressof(rows.struct), ctypes.addressof(kv))
-        self._layer(*structures, x.data_ptr(), out.data_ptr(), queries.data_ptr(), torch.get_num_threads())
-        return out, queries
+        structures = (ctypes.addressof(s) for s in (stack.struct, rows.struct, kv))
+        arrays = (ctypes.addressof(places) for places in kept)
+        found = None if out.logits is None else out.logits.data_ptr()
+        self._stack(*structures, x.data_ptr(), *arrays, found, int(logits == "last"), torch.get_num_threads())
+        return out
 
     def draft(
         self,
@@ -166,30 +181,34 @@ class Kernels:
         best = min(best, block.vocabulary)
         out, logits = torch.empty(nodes.size, block.hidden), torch.empty(0 if best else nodes.size, block.vocabulary)
         log_probs, places = torch.empty(nodes.size, best), torch.empty(nodes.size, best, dtype=torch.long)
-        caches = [None if kv is None else KeysValues.of(*kv) for kv in (own, text)]
+        caches = [None if kv is None else KeysValues.of(kv[0][None], kv[1][None]) for kv in (own, text)]
         structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
         results = (x.data_ptr() for x in (out, logits, log_probs, places))
         self._draft(*structures, best, *results, torch.get_num_threads())
         return out, logits, log_probs, places
 
 
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether :meth:`Kernels.attend` takes these: dtype, device, head size, strides."""
-    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q, k, v))
-    return plain and q.shape[-1] % HEAD_UNIT == 0 and 1 in k.stride()[-2:] and v.stride(-1) == 1 and k.shape[1] > 0
+@dataclass
+class StackOutput:
+    """What a stack brings back besides its last layer's output.
 
-
-def floats(weights: torch.Tensor | Stored) -> torch.Tensor:
-    """(out, in): what weights stand for.
-
-    Raises:
-        RuntimeError: they are stored, and this machine has no kernels to unpack them.
+    Attributes:
+        logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last rows, or None.
+        queries: layer -> (B, heads, T, d) after RoPE. hidden: layer -> (B, T, hidden).
     """
-    if isinstance(weights, torch.Tensor):
-        return weights
-    if (found := kernels()) is None:
-        raise RuntimeError(f"weights stored as {weights.format} cannot be unpacked here: {missing()}")
-    return found.unpack(weights)
+
+    logits: torch.Tensor | None = None
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:
+    """Whether :meth:`Kernels.attend` takes these: dtype, device, head size, strides."""
+    if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)) or k.dtype != v.dtype:
+        return False
+    turned = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
+    served = k.dtype in FORMATS and turned and v.stride(-1) == 1
+    return served and q.shape[-1] % HEAD_UNIT == 0 and k.shape[1] > 0
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
@@ -253,11 +272,11 @@ def _level() -> str:
     except OSError as error:
         raise _NotForThis(str(error)) from None
     wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
-    if wanted in LEVELS:
+    if wanted in LEVELS["x86_64"]:
         if wanted not in found:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
-    taken = [level for level in found if level in _TAKEN]
+    taken = [level for level in found if level not in ON_REQUEST]
     if not taken:
         raise _NotForThis("the processor has no AVX2")
     return taken[0]

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from longdraft.native import floats
-from longdraft.native.stored import Stored
+from longdraft.native import Stored
 from longdraft.training.documents import Document
 
 
@@ -49,4 +48,4 @@ def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Ten
     if kept is not None:
         kept = kept.to(head.device)
         head = head.rows(kept) if isinstance(head, Stored) else head[kept]
-    return floats(head)
+    return head.floats() if isinstance(head, Stored) else head

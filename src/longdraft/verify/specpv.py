@@ -76,12 +76,13 @@ class SpecPV(Schedule):
 
     Args:
         view: of :func:`partial_view`; its room is the margin.
+        dtype: what the partial cache's keys and values are rounded to; None: they are kept as they are.
     """
 
     exact = False
 
-    def __init__(self, view: View) -> None:
-        self.view = view
+    def __init__(self, view: View, dtype: torch.dtype | None = None) -> None:
+        self.view, self._dtype = view, dtype
 
     def extra_rows(self, max_nodes: int) -> int:
         # A refresh appends the tokens in waiting too; the shorter of a batch are padded to the longest.
@@ -97,7 +98,7 @@ class SpecPV(Schedule):
         super().open(runner, store, max_nodes, query_layers)
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, store.feature_layers, resident=True)
+            return runner.new_store(slots, capacity, store.feature_layers, resident=True, dtype=self._dtype)
 
         # Behind the margin, the tokens that go over it and the next tree.
         self.partial = TrueCache(store, new_store, self.view, 2 * (max_nodes + 1), summaries=True)

@@ -149,7 +149,7 @@ class TrueCache:
         self.store.commit(slot, path)
         own = slice(start, start + len(path))
         features = None if self.store.features is None else self.store.features[slot, own]
-        keys, values = self.store.keys[:, slot, :, own], self.store.values[:, slot, :, own]
+        keys, values = (x[:, slot, :, own].to(self.full.shape.dtype) for x in (self.store.keys, self.store.values))
         self.full.put_rows(slot, self.full.readable(slot), keys, values, features)
         self.full.unverified[slot] += len(path)
 

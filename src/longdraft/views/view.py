@@ -19,6 +19,9 @@ import torch
 
 from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
 
+# What the keys and values of a view may be rounded to.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
 
 def check_sizes(least: int, **sizes: object) -> None:
     """Raises ValueError, naming the size that is no whole number of at least ``least``."""
@@ -32,6 +35,18 @@ def check_multiples(unit: str, of: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if size % of:
             raise ValueError(f"{name} must be a multiple of {unit} ({of} tokens), got {size}")
+
+
+def dtype_of(view_dtype: str | None) -> torch.dtype | None:
+    """What a view's keys and values are rounded to; None: nothing.
+
+    Raises:
+        ValueError: not one of :data:`DTYPES`.
+    """
+    if view_dtype is None:
+        return None
+    check_name("view_dtype", view_dtype, tuple(DTYPES))
+    return DTYPES[view_dtype]
 
 
 def check_name(option: str, value: str, names: tuple[str, ...]) -> None:

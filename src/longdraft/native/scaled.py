@@ -1,0 +1,51 @@
+"""Rows of keys or values in eight bits: whole numbers, and a scale for each row."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+# The dtypes of keys and values that kernels read; a dtype's place is its number in kernels.h.
+FORMATS = (torch.float32, torch.bfloat16, torch.int8)
+
+
+class Scaled:
+    """Stands where a tensor (..., rows, d) would: indexed and assigned to as one, up to its rows.
+
+    A row's numbers are those of a float row divided by its scale, which is the largest magnitude / 127, and rounded.
+
+    Args:
+        numbers: (..., rows, d) int8. scales: (..., rows) float32.
+    """
+
+    dtype = torch.int8
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        self.numbers, self.scales = numbers, scales
+        self.shape, self.device, self.stride = numbers.shape, numbers.device, numbers.stride
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Scaled:
+        """Float rows, rounded. One that is not finite gets a scale that is not."""
+        scales = x.abs().amax(-1) / 127
+        least = torch.finfo(torch.float32).tiny  # for rows of zeros
+        return cls((x / scales.clamp_min(least)[..., None]).round_().to(torch.int8), scales)
+
+    def __getitem__(self, index: Any) -> Scaled:
+        return Scaled(self.numbers[index], self.scales[index])
+
+    def __setitem__(self, index: Any, rows: torch.Tensor | Scaled) -> None:
+        new = rows if isinstance(rows, Scaled) else Scaled.of(rows)
+        self.numbers[index], self.scales[index] = new.numbers, new.scales
+
+    def index_select(self, dim: int, index: torch.Tensor) -> Scaled:
+        """dim: counted from the front, not that of the numbers of a row."""
+        return Scaled(self.numbers.index_select(dim, index), self.scales.index_select(dim, index))
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rows that it stands for."""
+        return (self.numbers * self.scales[..., None]).to(dtype)
+
+
+KeptRows: TypeAlias = torch.Tensor | Scaled
