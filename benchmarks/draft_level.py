@@ -1,6 +1,7 @@
 """What a level of a draft costs beside a plain step of the target.
 
-    python benchmarks/draft_level.py [FILE] [--methods longspec eagle3] [--context 1024] [--widths 1 8 16] [--profile]
+    python benchmarks/draft_level.py [FILE] [--methods longspec eagle3] [--context 1024] [--widths 1 8 16]
+        [--weights float32] [--profile]
 
 One text, which plain decoding and the drafts continue in turn, a step of each at a time. A draft grows beam trees of
 --levels levels of so many nodes. "level" is the time of a whole proposal (the draft's forwards, the choice of nodes,
@@ -65,9 +66,10 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--levels", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--weights", choices=["float32", "stored"], default="float32", help="of the target")
     parser.add_argument("--profile", action="store_true", help="say what torch's operators take, too")
     options = parser.parse_args()
-    model, tokenizer = longdraft.load()
+    model, tokenizer = longdraft.load(weights=options.weights)
     if options.file:
         prompt = fitted(read([options.file], 1)[0], tokenizer, options.context)
     else:
