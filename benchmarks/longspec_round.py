@@ -53,7 +53,7 @@ class Clock:
 @contextmanager
 def timed(clock: Clock) -> Iterator[None]:
     """Wraps the target's forward, the draft's forward, and its cross-attention inside that."""
-    forward, expand, cross = TargetRunner.forward, longspec._Round.expand, longspec._Round._cross_attend
+    forward, expand, cross = TargetRunner.forward, longspec._Round.said, longspec._Round._cross_attend
     TargetRunner.forward = clock.wrap("target", forward)  # type: ignore[method-assign]
     longspec._Round.expand = clock.wrap("expand", expand)  # type: ignore[method-assign]
     longspec._Round._cross_attend = lambda self, *a: clock.wrap("cross", cross(self, *a))  # type: ignore[method-assign]

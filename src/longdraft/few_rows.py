@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft.native import Kernels, Stored, kernels
+from longdraft.native.rounded import Rounded
 from longdraft.native.structures import Weights
 from longdraft.packing import PackedLinear, packable, pays, room_for
 
@@ -27,19 +28,23 @@ class FewRowsLinear:
     """One weight matrix, as ``F.linear``.
 
     Args:
-        weight: (out, in). It is not changed.
+        weight: (out, in). It is not changed. Where there are kernels, it may be stored or rounded.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | Stored | Rounded, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
+        if not isinstance(weight, torch.Tensor):
+            self._kernels, self._packed = kernels(), None
+            return
         self._kernels = kernels() if _plain(weight) else None
         self._packed = PackedLinear(weight, bias) if self._kernels is None and packable(weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out)."""
         rows = x.numel() // x.shape[-1]
-        if self._kernels is not None and rows <= MOST:
+        if self._kernels is not None and (rows <= MOST or not isinstance(self.weight, torch.Tensor)):
             return self._kernels.linear(x, [(self.weight, self.bias)])[0]
+        assert isinstance(self.weight, torch.Tensor)
         if self._packed is not None and pays(rows):
             return self._packed(x)
         return F.linear(x, self.weight, self.bias)

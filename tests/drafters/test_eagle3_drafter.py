@@ -17,11 +17,13 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.host.rotary import Rotary, yarn
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
+from longdraft.views.ring import SPARE
 from tests.drafts import random_eagle3
 from tests.events import attended, begun, replaced, taken_back
 from tests.forwards import forward
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("float32_weights")
 LAYERS = (1, 2, 4)
 
 
@@ -157,9 +159,10 @@ PROMPTS = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)], [8]]
     ],
     ids=str,
 )
-def test_rounds_are_the_modules_plain_definition(tmp_path, rounds, settings, options):
+@pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
+def test_rounds_are_the_modules_plain_definition(tmp_path, rounds, settings, options, head_dim):
     model = six_layers()
-    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, **settings))
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, head_dim=head_dim, **settings))
     results = Speculator("eagle3", target=model, draft=draft, **options).generate(PROMPTS, max_new_tokens=14)
     window = options.get("window", settings.get("window"))
     checked = rounds[:8] + rounds[-8:]
@@ -227,7 +230,7 @@ def decoding(request, tmp_path):
     model, window, options = six_layers(), request.param, {}
     if window == "covering":
         window, options = None, {"retrieval": True, "chunk": 2, "chunks": 30, "sink": 2, "recent": 4}
-    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window, head_dim=16))
     return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12, **options)
 
 
@@ -364,7 +367,7 @@ def test_a_window_bounds_the_memory(tmp_path):
     for length in (20, 200):
         cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
         # slots, KV heads, ring and the nodes that the draft is shown, head size
-        assert cache.keys.shape == (1, 2, 16 + 3, 12)
+        assert cache.keys.shape == (1, 2, 16 + SPARE + 3, 12)
 
 
 def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):

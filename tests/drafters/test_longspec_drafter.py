@@ -16,12 +16,13 @@ from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVShape
 from longdraft.sequence import Sequence
-from longdraft.views.ring import Ring
+from longdraft.views.ring import SPARE, Ring
 from tests.drafts import random_draft
 from tests.events import attended, begun, replaced, taken_back
 from tests.forwards import forward
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("float32_weights")
 WINDOW = 8
 
 
@@ -239,8 +240,8 @@ def test_memory_does_not_grow_with_the_context(tmp_path):
     folder = random_draft(tmp_path, model, window=16)
     short, long = (drafter_after(model, folder, [i % 61 for i in range(n)]).window for n in (20, 900))
     for window in (short, long):
-        # slots, KV heads, ring and the tree without its last level, head size
-        assert window.keys.shape == window.values.shape == (1, 2, 16 + 6, 16)
+        # slots, KV heads, window and the tree without its last level, head size
+        assert window.keys.shape == window.values.shape == (1, 2, 16 + SPARE + 6, 16)
 
 
 def test_prefill_reads_the_last_window_alone(tmp_path):
@@ -268,7 +269,7 @@ def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
     assert draft.bound(spec.runner()) is first
 
 
-@given(st.integers(2, 9), st.lists(st.integers(1, 5), min_size=1, max_size=12))
+@given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99))
 def test_the_ring_holds_the_last_tokens(window, pieces):
     shape = KVShape(1, 1, 4, torch.float32)
     ring = Ring(shape, 1, window, 0, "cpu")
@@ -279,9 +280,11 @@ def test_the_ring_holds_the_last_tokens(window, pieces):
         ring.append(0, position, k, -k)
         position += n
     assert ring.end(0) == position
-    for p in range(max(0, position - window), position):
-        assert ring.keys[0, 0, p % window].tolist() == [p] * 4
-        assert ring.values[0, 0, p % window].tolist() == [-p] * 4
+    begin, end = ring.seen(0)
+    last = list(range(max(0, position - window), position))
+    assert ring.keys[0, 0, begin:end].tolist() == [[p] * 4 for p in last]
+    assert ring.values[0, 0, begin:end].tolist() == [[-p] * 4 for p in last]
+    assert ring.seen(0, depth=1, nodes=3) == (max(begin, end - window + 1), end + 3)
 
 
 @pytest.mark.parametrize("options", [{"widths": ()}, {"widths": (4, 0)}, {"nodes": 0}, {"widths": (2,) * 8}], ids=str)

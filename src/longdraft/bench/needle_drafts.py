@@ -259,7 +259,7 @@ class _Listening(Static):
             self.heard.extend((row, growth.ids) for row in logits[:, 0])
             return logits
 
-        return super().levels(replace(growth, expand=overheard), roots)
+        return super().levels(replace(growth, expand=overheard, likeliest=None), roots)
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bool) -> Foreseen:

@@ -14,6 +14,7 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
 from longdraft.host.runner import TargetRunner
+from longdraft.native.stored import Stored
 
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
@@ -176,12 +177,13 @@ class TrainedDraft(Draft[Bound]):
         module.load_state_dict({name: t.float() for name, t in self.weights.items()})
         return module
 
-    def head(self, runner: TargetRunner) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def head(self, runner: TargetRunner) -> tuple[torch.Tensor | Stored, torch.Tensor | None]:
         """The target's head (draft vocabulary, hidden), and the target id of each of its rows; None: all, in order."""
+        head: torch.Tensor | Stored = runner.parts.head
         if self.ids is None:
-            return runner.parts.head, None
+            return head, None
         ids = self.ids.to(runner.device)
-        return runner.parts.head[ids], ids
+        return (head.rows(ids) if isinstance(head, Stored) else head[ids]), ids
 
     def _empty(self) -> nn.Module:
         """The module without memory."""

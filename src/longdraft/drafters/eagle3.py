@@ -18,7 +18,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.kinds import Kind, Training, register
-from longdraft.drafters.levels import LevelAttention
+from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
@@ -30,7 +30,7 @@ from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import CompactRing
-from longdraft.views.ring import Ring
+from longdraft.views.ring import SPARE, Ring
 
 # Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
 CHUNK = 1024
@@ -122,6 +122,7 @@ class Eagle3Drafter(RetrievingDrafter):
         # Without a window, one that no text of this run outgrows.
         rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
         beside = self.tree.max_expanded + (0 if self.retrieval is None else self.retrieval.view.limit + self.tree.depth)
+        beside += SPARE if self.retrieval is None else 2 * SPARE
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
@@ -155,8 +156,8 @@ class Eagle3Drafter(RetrievingDrafter):
         for s in sequences:
             if last_row(s) - self.cache.end(s.slot) > CHUNK:
                 self._fill(s)
-        expand = _Round(self, self._bound, sequences).expand
-        return self.grow(sequences, expand, self._bound.ids, self._runner.device, budget)
+        drafted = _Round(self, self._bound, sequences, self.tree.fit(budget).depth)
+        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
 
     def _rewind(self, sequence: Sequence) -> None:
         """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
@@ -213,59 +214,52 @@ def last_row(sequence: Sequence) -> int:
     return len(sequence.prompt) + len(sequence.output) - 2
 
 
-class _Round:
+class _Round(DraftRound):
     """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
 
-    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence]) -> None:
+    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
+        # What is retrieved is turned to other positions on its way, which torch does.
+        self._whole = bound.whole if drafter.retrieval is None else None
+        super().__init__(sequences, bound.rotary, depth, drafter._runner.device, self._whole is not None)
         self._drafter, self._bound, self._cache = drafter, bound, drafter.cache
-        self._sequences = sequences
-        self._attention = LevelAttention(drafter.cache, [s.slot for s in sequences])
-        # For each sequence, (1,): its root's row. On the device, so that no level waits for it.
-        self._rows: dict[int, torch.Tensor] = {}
         # For each sequence, (W, hidden): the outputs of the last level's nodes, their children's g.
         self._outputs: dict[int, torch.Tensor] = {}
 
-    def expand(self, level: Level) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) of what follows each node."""
+    def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
-        out = self._roots(level) if level.depth == 0 else self._nodes(level)
-        self._outputs = dict(zip(level.rows, out.split(level.tokens.shape[1]), strict=True))
-        return self._bound.block.logits(out).view(*level.tokens.shape, -1)
+        fed, inputs, queries = self._roots(level) if level.depth == 0 else self._nodes(level)
+        if self._whole is not None:
+            out, logits, log_probs, ids = self._whole(fed, inputs, self._cache, None, best)
+        else:
+            x, g, cos, sin = inputs
+            assert g is not None
+            out = self._bound.block(x, g, cos, sin, fed.attend(self._cache), queries)
+            logits = self._bound.block.logits(out)
+            log_probs = ids = logits[:, :0]
+        self._outputs = dict(zip(level.rows, out.split(fed.width), strict=True))
+        return logits, log_probs, ids
 
-    def _roots(self, level: Level) -> torch.Tensor:
-        """Feeds the rows that the cache lacks; all of them have keys and values, the last ones alone go on."""
-        sequences = [self._sequences[row] for row in level.rows]
-        starts, ends = [], [0]
-        xs, gs = [], []
-        places: list[int] = []
-        for s in sequences:
+    def _roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
+        """The rows that the cache lacks; all of them have keys and values, the last ones alone go on."""
+        starts, ends, xs, gs = [], [], [], []
+        for s in (self.sequences[row] for row in level.rows):
             end = last_row(s) + 1
             start = max(min(self._cache.end(s.slot), end - 1), end - self._cache.window)
             following = s.output[start + 1 - len(s.prompt) :] if start + 1 >= len(s.prompt) else s.tokens[start + 1 :]
             x, g = self._drafter.inputs(s.slot, following, start)
             xs.append(x)
             gs.append(g)
-            places += range(start, end)
             starts.append(start)
-            ends.append(len(places))
+            ends.append(end)
             self._drafter.fed(s)
+        fed, cos, sin, newest = self.entering(level, starts, ends)
+        return fed, Inputs(torch.cat(xs), torch.cat(gs), cos, sin), newest
 
-        device = level.tokens.device
-        positions = on_device(places, device)
-        newest = on_device([end - 1 for end in ends[1:]], device)
-        self._rows = dict(zip(level.rows, positions[newest].split(1), strict=True))
-        cos, sin = self._bound.rotary(positions)
-        attend = self._attention.newest(level.rows, starts, ends)
-        return self._bound.block(torch.cat(xs), torch.cat(gs), cos, sin, attend, newest)
-
-    def _nodes(self, level: Level) -> torch.Tensor:
-        """Feeds one level of the tree; a node's row is its root's + its depth, its g its parent's output."""
-        width = level.tokens.shape[1]
+    def _nodes(self, level: Level) -> tuple[Fed, Inputs, slice]:
+        """A node's row is its root's + its depth, its g its parent's output."""
+        fed, cos, sin = self.following(level)
         g = torch.cat([self._outputs[row][level.parents[i]] for i, row in enumerate(level.rows)])
-        x = self._bound.embedding(level.tokens.flatten())
-        positions = torch.cat([self._rows[row] for row in level.rows]) + level.depth
-        cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.rotary(positions))
-        return self._bound.block(x, g, cos, sin, self._attention.nodes(level))
+        return fed, Inputs(self._bound.embedding(level.tokens.flatten()), g, cos, sin), slice(None)
 
 
 register(

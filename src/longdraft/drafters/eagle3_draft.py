@@ -15,10 +15,12 @@ from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_formats import KIND, usual_layers
+from longdraft.drafters.whole_level import WholeLevel, products_of, serves
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.few_rows import FewRowsModule
 from longdraft.host.rotary import Rotary
 from longdraft.host.runner import TargetRunner
+from longdraft.native import Kernels
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class BoundDraft:
 
     Attributes:
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        whole: computes levels in one call, where kernels do.
         few_rows: makes the block's layers, its head included, fast on a CPU.
     """
 
@@ -34,6 +37,7 @@ class BoundDraft:
     embedding: nn.Module
     rotary: Rotary
     ids: torch.Tensor | None
+    whole: WholeLevel | None
     few_rows: FewRowsModule
 
 
@@ -168,10 +172,29 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
     def make(self, runner: TargetRunner) -> BoundDraft:
         block, rotary = self.placed(runner), self._rotary(runner.kv_shape.dtype, runner.device)
         ids = None if self.ids is None else self.ids.to(runner.device)
-        return BoundDraft(block, runner.parts.embedding, rotary, ids, FewRowsModule(block))
+        found = serves(runner, self.shape.head_dim)
+        whole = None if found is None else _whole(found, block)
+        return BoundDraft(block, runner.parts.embedding, rotary, ids, whole, FewRowsModule(block))
 
     def _rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
         return Rotary(self.shape.head_dim, self.rope, dtype, device)
+
+
+def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
+    layer, shape = block.midlayer, block.shape
+    own, mlp = layer.self_attn, layer.mlp
+    norms = {
+        "norm": layer.input_layernorm.weight,
+        "joined_norm": layer.hidden_norm.weight,
+        "mlp_norm": layer.post_attention_layernorm.weight,
+        "final_norm": block.norm.weight,
+    }
+    layers = {
+        **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
+        **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj, "head": block.lm_head},
+    }
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
+    return WholeLevel(found, norms, products_of(layers), *sizes, shape.norm_before_residual)
 
 
 def _listed(layers: tuple[int, ...]) -> str:

@@ -11,8 +11,11 @@ import torch
 from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
+from longdraft.drafters.whole_level import light, serves
 from longdraft.few_rows import FewRowsLinear
 from longdraft.host.runner import TargetRunner
+from longdraft.native.rounded import Rounded
+from longdraft.native.stored import Stored
 
 KIND = "heads"
 
@@ -22,12 +25,13 @@ class BoundHeads:
     """Heads in their target's dtype and on its device.
 
     Attributes:
-        head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs.
+        head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs; rounded
+            where kernels serve.
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
     """
 
     block: HeadsBlock
-    head: torch.Tensor
+    head: torch.Tensor | Stored | Rounded
     ids: torch.Tensor | None
 
     @cached_property
@@ -55,4 +59,6 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         return {"hidden_size": self.shape.hidden_size}
 
     def make(self, runner: TargetRunner) -> BoundHeads:
-        return BoundHeads(self.placed(runner), *self.head(runner))
+        head, ids = self.head(runner)
+        found = serves(runner, runner.kv_shape.head_dim)
+        return BoundHeads(self.placed(runner), head if found is None else light(head), ids)

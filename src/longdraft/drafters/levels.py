@@ -5,16 +5,25 @@ In the latter, linear layers run over the rows of all sequences; attention goes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.drafters.layers import SelfAttend
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
-from longdraft.trees.level import Level
+from longdraft.sequence import Sequence as Text
+from longdraft.trees.level import Level, Likeliest
 from longdraft.trees.masks import Ancestors
 from longdraft.views.ring import Ring
+
+# (T,) positions -> cos and sin (T, d)
+Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def feed_level(
@@ -41,47 +50,125 @@ def feed_level(
     return out.logits
 
 
-class LevelAttention:
-    """One round of a batch.
+class Inputs(NamedTuple):
+    """What a draft reads of T rows.
 
-    Args:
-        slots: of each sequence of the batch.
+    Attributes:
+        x: (T, hidden) token embeddings. joined: (T, hidden) what EAGLE-3 joins with them, else None.
+        cos, sin: (T, d) rotary embedding at the rows' positions.
     """
 
-    def __init__(self, window: Ring, slots: Sequence[int]) -> None:
-        self._window, self._slots = window, slots
-        self._ancestors = Ancestors()
+    x: torch.Tensor
+    joined: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
 
-    def newest(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> SelfAttend:
-        """The sequences' new tokens enter their rings; each one's last goes on, and sees the whole ring.
 
-        Args:
-            rows: indices into the batch.
-            starts: position of each sequence's first new token.
-            ends: one more than there are sequences: the tokens of sequence i are rows [ends[i], ends[i + 1]).
-        """
+@dataclass(frozen=True)
+class Fed:
+    """Rows that a draft with a window is fed, sequence by sequence; the last ``width`` of each go on.
+
+    Attributes:
+        slots: of the sequences.
+        counts: of each one's rows.
+        starts: position of each one's first row, where they are new tokens; empty where they are nodes of its tree.
+        depth, ancestors: of nodes: how far behind the root, and (B', W, S) bool which of the S nodes so far they see.
+    """
+
+    slots: tuple[int, ...]
+    counts: tuple[int, ...]
+    width: int
+    starts: tuple[int, ...] = ()
+    depth: int = 0
+    ancestors: torch.Tensor | None = None
+
+    def places(self, window: Ring) -> list[tuple[int, int]]:
+        """The rows [begin, end) of the window that each sequence sees, for whose new rows, the last, there is room."""
+        if self.ancestors is not None:
+            return [window.seen(slot, self.depth, self.ancestors.shape[2]) for slot in self.slots]
+        for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
+            window.make_room(slot, start, count)
+        return [window.seen(slot) for slot in self.slots]
+
+    def attend(self, window: Ring) -> SelfAttend:
+        """The rows that go on see the window, and nodes their ancestors and themselves. All rows enter it."""
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, row in enumerate(rows):
-                own = slice(ends[i], ends[i + 1])
-                self._window.append(self._slots[row], starts[i], k[:, own], v[:, own])
-                outputs.append(self._window.attend_newest(self._slots[row], q[:, i : i + 1]))
+            outputs, first = [], 0
+            for i, (slot, count) in enumerate(zip(self.slots, self.counts, strict=True)):
+                own = k[:, first : first + count], v[:, first : first + count]
+                going = q[:, i * self.width : (i + 1) * self.width]
+                if self.ancestors is None:
+                    window.append(slot, self.starts[i], *own)
+                    outputs.append(window.attend_newest(slot, going))
+                else:
+                    outputs.append(window.attend_level(slot, going, *own, self.ancestors[i], self.depth))
+                first += count
             return torch.cat(outputs, dim=1)
 
         return attend
 
-    def nodes(self, level: Level) -> SelfAttend:
-        """The nodes of the next level: each sees the ring, its ancestors and itself."""
+
+class DraftRound(ABC):
+    """One round of a batch with a one-layer draft. A kind says what its rows are, and what it makes of them.
+
+    Args:
+        sequences: of the batch.
+        rotary: (T,) positions -> cos and sin (T, d).
+        depth: levels of the trees at most.
+        device: of the draft.
+        whole: levels are computed in one call, which says the likeliest tokens too.
+    """
+
+    def __init__(
+        self, sequences: Sequence[Text], rotary: Rotary, depth: int, device: torch.device | str, whole: bool
+    ) -> None:
+        self.sequences, self._rotary, self._depth, self._device = sequences, rotary, depth, device
+        self.likeliest: Likeliest | None = self._likeliest if whole else None
+        self._ancestors = Ancestors()
+        # Of each sequence, cos and sin (depth - 1, d) of its tree's positions: computed once, with its new tokens'.
+        self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @abstractmethod
+    def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits (B' * W, draft vocabulary) of what follows each node where ``best`` is 0; else log-probabilities and
+        draft ids (B' * W, k) of the ``best`` likeliest."""
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """Logits (B', W, draft vocabulary) of what follows each node."""
+        return self.said(level, 0)[0].view(*level.tokens.shape, -1)
+
+    def _likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        _, log_probs, ids = self.said(level, count)
+        return log_probs.view(*level.tokens.shape, -1), ids.view(*level.tokens.shape, -1)
+
+    def entering(
+        self, level: Level, starts: Sequence[int], ends: Sequence[int]
+    ) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """New tokens at positions [start, end) of each sequence, the last of which is its root.
+
+        Returns:
+            The rows, cos and sin (T, d), and (B',) which rows are the roots.
+        """
+        positions = [p for start, end in zip(starts, ends, strict=True) for p in range(start, end)]
+        ahead = [end - 1 + depth for end in ends for depth in range(1, self._depth)]
+        cos, sin = self._rotary(on_device(positions + ahead, self._device))
+        rest = (x[len(positions) :].split(max(1, self._depth - 1)) for x in (cos, sin))
+        self._ahead = dict(zip(level.rows, zip(*rest, strict=True), strict=False))
+        counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        roots = on_device([n - 1 for n in accumulate(counts)], self._device)
+        fed = Fed(self._slots(level), counts, 1, starts=tuple(starts))
+        return fed, cos[: len(positions)], sin[: len(positions)], roots
+
+    def following(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor]:
+        """The nodes of a level, with cos and sin (T, d): a node's position is its root's + its depth."""
         width = level.tokens.shape[1]
         seen = self._ancestors.add(level)
+        fed = Fed(self._slots(level), (width,) * len(level.rows), width, depth=level.depth, ancestors=seen)
+        cos, sin = (
+            torch.cat([self._ahead[row][i][level.depth - 1].expand(width, -1) for row in level.rows]) for i in (0, 1)
+        )
+        return fed, cos, sin
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, row in enumerate(level.rows):
-                own = slice(i * width, (i + 1) * width)
-                new = q[:, own], k[:, own], v[:, own]
-                outputs.append(self._window.attend_level(self._slots[row], *new, seen[i], level.depth))
-            return torch.cat(outputs, dim=1)
-
-        return attend
+    def _slots(self, level: Level) -> tuple[int, ...]:
+        return tuple(self.sequences[row].slot for row in level.rows)

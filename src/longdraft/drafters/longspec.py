@@ -14,10 +14,11 @@ import torch
 from longdraft.attention import dispatch
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.kinds import Kind, Training, register
-from longdraft.drafters.levels import LevelAttention
+from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft, claims
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
+from longdraft.drafters.whole_level import Text
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
@@ -125,76 +126,62 @@ class LongSpecDrafter(RetrievingDrafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        expand = _Round(self, self._bound, sequences).expand
-        return self.grow(sequences, expand, self._bound.ids, self._runner.device, budget)
+        drafted = _Round(self, self._bound, sequences, self.tree.fit(budget).depth)
+        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
 
-    def context(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (Hkv, n, d) that cross-attention sees: the target's last layer, all of the text or a part."""
+    def text(self, slots: SequenceOf[int]) -> Text:
+        """Keys and values of the target's last layer that cross-attention sees, all of the text or a part."""
         if self.retrieved is not None:
-            return self.retrieved.read(slot)
-        store = self._store
-        keys, values = store.layer(store.shape.layers - 1)
-        n = store.readable(slot)
-        return keys[slot, :, :n], values[slot, :, :n]
+            return self.retrieved.read(slots)
+        return *self._store.layer(self._store.shape.layers - 1), [self._store.readable(slot) for slot in slots]
 
 
-class _Round:
+class _Round(DraftRound):
     """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
 
-    def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence]) -> None:
+    def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
+        super().__init__(sequences, bound.parts.rotary, depth, drafter._runner.device, bound.whole is not None)
         self._drafter, self._bound, self._window = drafter, bound, drafter.window
-        self._sequences = sequences
-        self._attention = LevelAttention(drafter.window, [s.slot for s in sequences])
-        # For each sequence, (1,): its root's position. On the device, so that no level waits for it.
-        self._positions: dict[int, torch.Tensor] = {}
 
-    def expand(self, level: Level) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) of what follows each node."""
+    def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
-        hidden = self._roots(level) if level.depth == 0 else self._nodes(level)
-        return self._bound.logits(hidden).view(*level.tokens.shape, -1)
+        fed, inputs, queries = self._roots(level) if level.depth == 0 else self._nodes(level)
+        if self._bound.whole is not None:
+            text = self._drafter.text(fed.slots)
+            _, *said = self._bound.whole(fed, inputs, self._window, text, best)
+            return said[0], said[1], said[2]
+        x, _, cos, sin = inputs
+        cross = self._cross_attend(fed)
+        logits = self._bound.logits(self._bound.block(x, cos, sin, fed.attend(self._window), cross, queries))
+        return logits, logits[:, :0], logits[:, :0]
 
-    def _roots(self, level: Level) -> torch.Tensor:
-        """Feeds the tokens that the window lacks; all of them have keys and values, the roots alone go on."""
-        sequences = [self._sequences[row] for row in level.rows]
+    def _roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
+        """The tokens that the window lacks; all of them have keys and values, the roots alone go on."""
         tokens: list[int] = []
-        positions: list[int] = []
-        ends, starts = [0], []
-        for s in sequences:
-            end = len(s.prompt) + len(s.output)
-            start = max(self._window.end(s.slot), end - self._window.window)
-            starts.append(start)
-            tokens += s.output[start - len(s.prompt) :]
-            positions += range(start, end)
-            ends.append(len(tokens))
+        starts, ends = [], []
+        for s in (self.sequences[row] for row in level.rows):
+            ends.append(len(s.prompt) + len(s.output))
+            starts.append(max(self._window.end(s.slot), ends[-1] - self._window.window))
+            tokens += s.output[starts[-1] - len(s.prompt) :]
+        fed, cos, sin, roots = self.entering(level, starts, ends)
+        x = self._bound.parts.embedding(on_device(tokens, level.tokens.device))
+        return fed, Inputs(x, None, cos, sin), roots
 
-        ids, places = on_device([tokens, positions], level.tokens.device)
-        roots = on_device([end - 1 for end in ends[1:]], level.tokens.device)
-        self._positions = dict(zip(level.rows, places[roots].split(1), strict=True))
-        x, (cos, sin) = self._bound.parts.embedding(ids), self._bound.parts.rotary(places)
-        self_attend = self._attention.newest(level.rows, starts, ends)
-        return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, 1), roots)
+    def _nodes(self, level: Level) -> tuple[Fed, Inputs, slice]:
+        fed, cos, sin = self.following(level)
+        return fed, Inputs(self._bound.parts.embedding(level.tokens.flatten()), None, cos, sin), slice(None)
 
-    def _nodes(self, level: Level) -> torch.Tensor:
-        """Feeds one level of the tree; a node's position is its root's + its depth."""
-        sequences = [self._sequences[row] for row in level.rows]
-        width = level.tokens.shape[1]
-        x = self._bound.parts.embedding(level.tokens.flatten())
-        positions = torch.cat([self._positions[row] for row in level.rows]) + level.depth
-        cos, sin = (r.repeat_interleave(width, dim=0) for r in self._bound.parts.rotary(positions))
-        self_attend = self._attention.nodes(level)
-        return self._bound.block(x, cos, sin, self_attend, self._cross_attend(sequences, width))
-
-    def _cross_attend(self, sequences: list[Sequence], width: int) -> CrossAttend:
+    def _cross_attend(self, fed: Fed) -> CrossAttend:
         """Every row sees the same of its sequence's KV of the target's last layer: the text before the root."""
-        attend = self._drafter._runner.prefix_attend
+        attend, width = self._drafter._runner.prefix_attend, fed.width
         scale = self._drafter._store.shape.head_dim**-0.5
+        keys, values, lengths = self._drafter.text(fed.slots)
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             outputs = []
-            for i, s in enumerate(sequences):
-                keys, values = self._drafter.context(s.slot)
-                outputs.append(attend(q[:, i * width : (i + 1) * width], keys, values, scale))
+            for i, (slot, n) in enumerate(zip(fed.slots, lengths, strict=True)):
+                own = q[:, i * width : (i + 1) * width]
+                outputs.append(attend(own, keys[slot, :, :n], values[slot, :, :n], scale))
             return torch.cat(outputs, dim=1)
 
         return cross_attend

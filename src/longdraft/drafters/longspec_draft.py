@@ -12,10 +12,13 @@ import torch
 from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import PUBLISHED, DraftFolder, filled_in, is_language_model, shape_of
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.drafters.whole_level import WholeLevel, products_of, serves
 from longdraft.errors import UnsupportedModelError
 from longdraft.few_rows import FewRowsLinear, FewRowsModule
 from longdraft.host.parts import SharedParts
 from longdraft.host.runner import TargetRunner
+from longdraft.native import Kernels
+from longdraft.native.stored import Stored
 
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.
@@ -29,13 +32,15 @@ class BoundDraft:
     Attributes:
         head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs.
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        whole: computes levels in one call, where kernels do.
         few_rows: makes the block's layers fast on a CPU.
     """
 
     block: LongSpecBlock
     parts: SharedParts
-    head: torch.Tensor
+    head: torch.Tensor | Stored
     ids: torch.Tensor | None
+    whole: WholeLevel | None
     few_rows: FewRowsModule
 
     @cached_property
@@ -72,7 +77,28 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block = self.placed(runner)
-        return BoundDraft(block, runner.parts, *self.head(runner), FewRowsModule(block))
+        head, ids = self.head(runner)
+        found = serves(runner, self.shape.head_dim)
+        whole = None if found is None else _whole(found, block, head)
+        return BoundDraft(block, runner.parts, head, ids, whole, FewRowsModule(block))
+
+
+def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
+    own, cross, mlp, shape = block.self_attn, block.cross_attn, block.mlp, block.shape
+    norms: dict[str, torch.Tensor] = {
+        "norm": block.input_layernorm.weight,
+        "cross_norm": block.post_self_attention_layernorm.weight,
+        "mlp_norm": block.post_cross_attention_layernorm.weight,
+    }
+    if shape.final_norm:
+        norms["final_norm"] = block.norm.get_parameter("weight")
+    layers = {
+        **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
+        **{"cross_q": cross.q_proj, "cross_o": cross.o_proj},
+        **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj},
+    }
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
+    return WholeLevel(found, norms, products_of(layers) | {"head": (head, None)}, *sizes)
 
 
 def check_rotary(runner: TargetRunner) -> None:

@@ -10,7 +10,7 @@ from longdraft.drafters.base import Drafter
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import LARGEST, Budget
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Expand
+from longdraft.trees.level import Expand, Likeliest
 from longdraft.trees.tree import TokenTree
 
 
@@ -42,11 +42,12 @@ class TreeDrafter(Drafter):
         ids: torch.Tensor | None,
         device: torch.device | str,
         budget: Budget | None,
+        likeliest: Likeliest | None = None,
     ) -> list[TokenTree]:
         """A tree for each sequence, rooted at its last token.
 
         Args:
-            expand, ids, device: the draft, as :meth:`TreeKind.grow` takes them.
+            expand, ids, device, likeliest: the draft, as :meth:`TreeKind.grow` takes them.
             budget: what the trees may be; None: as the drafter was made.
         """
         return self.tree.fit(budget).grow(
@@ -58,4 +59,5 @@ class TreeDrafter(Drafter):
             device,
             sampled=not sequences[0].greedy,
             samplers=[s.draft_sampler for s in sequences],
+            likeliest=likeliest,
         )

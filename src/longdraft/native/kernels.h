@@ -13,7 +13,8 @@ struct Matrix {
   std::int64_t w_row;  // bytes from one row of w to the next
   std::int64_t outs;
   std::int64_t adds;    // whether y is added to, not overwritten
-  std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1
+  std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
+                        // ROUNDED for a draft's (rounded.h)
 };
 
 // A decoder layer of the Llama kind.
@@ -54,6 +55,29 @@ struct KeysValues {
   std::int64_t scale_layer, scale_slot, scale_head;
 };
 
+// A draft's block and the head behind it: EAGLE-3's, whose tokens are joined with what stands for the target's thoughts, or
+// LongSpec's, which attends to the target's keys too.
+struct Draft {
+  const float *norm, *joined_norm;                  // (hidden,): of the tokens; of what is joined with them, or null
+  const float *cross_norm, *mlp_norm, *final_norm;  // (hidden,); the first one unused, the last one null where there is none
+  float eps, scale;                                 // of the norms; of the attentions
+  Matrix q, k, v, o, cross_q, cross_o, gate, up, down, head;
+  std::int64_t hidden, heads, kv_heads, d, inner;
+  std::int64_t normed_residual;  // whether what is joined is added to the attention's output with its norm
+};
+
+// Rows of each of B sequences, of which the last W go on; and whom those see.
+struct Nodes {
+  std::int64_t sequences, width;       // B, W
+  const std::int64_t *counts, *slots;  // (B,): rows of each sequence; its slot, here and in the target's store
+  const float *x, *joined;             // (rows, hidden): embeddings, and what is joined with them
+  const float *cos, *sin;              // (rows, d)
+  const std::int64_t *begins, *ends;   // (B,): of the draft's own keys, those that are seen; the last are the rows' own
+  const std::uint8_t *masks;           // (B, W, seen) or null: which of the last `seen` keys a row sees
+  std::int64_t seen;
+  const std::int64_t *lengths;  // (B,): of the target's keys, how many are seen
+};
+
 // Floats that a vector holds.
 int longdraft_lanes();
 
@@ -88,4 +112,10 @@ void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t s
 // of the last of a sequence's T rows alone where `last`.
 void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
                      float *const *hidden, float *logits, int last, int threads);
+
+// out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest
+// log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
+// own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
+void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
+                     std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);
 }

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
+from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
@@ -46,7 +47,9 @@ class Kernels:
         self._unpack = library.longdraft_unpack
         self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
         self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
-        for function in (self._linear, self._attend, self._stack, self._chunk):
+        self._draft = library.longdraft_draft
+        self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
+        for function in (self._linear, self._attend, self._stack, self._chunk, self._draft):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
         kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
@@ -154,6 +157,35 @@ class Kernels:
         found = None if out.logits is None else out.logits.data_ptr()
         self._stack(*structures, x.data_ptr(), *arrays, found, int(logits == "last"), torch.get_num_threads())
         return out
+
+    def draft(
+        self,
+        block: DraftBlock,
+        nodes: Nodes,
+        own: tuple[torch.Tensor, torch.Tensor],
+        text: tuple[torch.Tensor, torch.Tensor] | None,
+        best: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A level of a draft: its block, the head, and each row's likeliest tokens. Writes all rows' keys and values.
+
+        Args:
+            own: the draft's keys and values (slots, kv_heads, capacity, d).
+            text: those of the target's last layer, for LongSpec; None for EAGLE-3.
+            best: tokens of each row; 0: logits are wanted.
+
+        Returns:
+            Of the rows that go on: the block's output (rows, hidden) before the last norm; logits (rows, vocabulary),
+            of no rows where the best are wanted; log-probabilities and places in the head (rows, best), the likeliest
+            first.
+        """
+        best = min(best, block.vocabulary)
+        out, logits = torch.empty(nodes.size, block.hidden), torch.empty(0 if best else nodes.size, block.vocabulary)
+        log_probs, places = torch.empty(nodes.size, best), torch.empty(nodes.size, best, dtype=torch.long)
+        caches = [None if kv is None else KeysValues.of(kv[0][None], kv[1][None]) for kv in (own, text)]
+        structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
+        results = (x.data_ptr() for x in (out, logits, log_probs, places))
+        self._draft(*structures, best, *results, torch.get_num_threads())
+        return out, logits, log_probs, places
 
 
 @dataclass

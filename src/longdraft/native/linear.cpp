@@ -4,6 +4,7 @@
 // is read once, from where it lies, for all rows; a tile of sums stays in registers; and while one tile is computed, the
 // weights of a later one are fetched.
 #include "kernels.h"
+#include "rounded.h"
 #include "stored.h"
 #include "threads.h"
 #include "vectors.h"
@@ -207,6 +208,7 @@ void longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size,
 }
 
 void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
+  if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads);
   const Rows in{x, rows, size, size};
   int64_t shares = 0;
   for (int64_t i = 0; i < count; i++) shares += (matrices[i].outs + SHARE - 1) / SHARE;

@@ -44,6 +44,10 @@ class Stored:
         return self.data.shape[0], self.data.shape[1] // size * weights
 
     @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
     def number(self) -> int:
         """Of the format, for the kernels."""
         return 1 + list(FORMATS).index(self.format)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
+from longdraft.native.rounded import Rounded
 from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
 
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
 
-# A matrix (out, in), in float32 or as it is stored, and its bias.
-Weights = tuple[torch.Tensor | Stored, torch.Tensor | None]
+# A matrix (out, in), in float32, as it is stored, or rounded, and its bias.
+Weights = tuple[torch.Tensor | Stored | Rounded, torch.Tensor | None]
 
 
 class Matrix(ctypes.Structure):
@@ -27,7 +28,7 @@ class Matrix(ctypes.Structure):
     @classmethod
     def of(cls, weights: Weights, y: torch.Tensor | None = None) -> Matrix:
         w, bias = weights
-        data, number = (w.data, w.number) if isinstance(w, Stored) else (w, 0)
+        data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded)) else (w, 0)
         places = [None if x is None else x.data_ptr() for x in (data, bias, y)]
         return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number)
 

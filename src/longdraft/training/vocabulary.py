@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from longdraft.native import Stored
 from longdraft.training.documents import Document
 
 
@@ -42,6 +43,9 @@ def to_draft(kept: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return table
 
 
-def rows_of(head: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """A head's rows of the target ids ``kept``; None: all."""
-    return head if kept is None else head[kept.to(head.device)]
+def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Tensor:
+    """A head's rows of the target ids ``kept``, as floats; None: all."""
+    if kept is not None:
+        kept = kept.to(head.device)
+        head = head.rows(kept) if isinstance(head, Stored) else head[kept]
+    return head.floats() if isinstance(head, Stored) else head

@@ -70,6 +70,8 @@ class Scored:
 _HOPELESS = -1e9
 # Told a level, gives the draft's logits (B', W, draft vocabulary) of the tokens that follow its nodes.
 Expand = Callable[[Level], torch.Tensor]
+# Told a level and a number k, gives log-probabilities and draft ids (B', W, k) of the likeliest of them, best first.
+Likeliest = Callable[[Level, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,14 @@ class Growth:
         depths: levels of each sequence's tree at most, 0 for a root alone.
         ids: (draft vocabulary,) target id of each draft id; None: they are the same.
         sampled: the target's tokens are sampled, not greedy.
+        likeliest: the draft, where it can say the likeliest tokens without giving logits; in place of ``expand``.
     """
 
     expand: Expand
     depths: Sequence[int]
     ids: torch.Tensor | None = None
     sampled: bool = False
+    likeliest: Likeliest | None = None
 
     def deeper(self, level: Level) -> list[int]:
         """The sequences whose trees may have another level."""
@@ -97,16 +101,20 @@ class Growth:
 
         Their ``parents`` are indices into ``last``.
         """
-        logits = self.expand(last.level).float()
-        best, token = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        log_probs, token = (self.likeliest or self._by_logits)(last.level, count)
         # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. Nor must a
         # draft that overflowed leave numbers that cannot be compared: it proposes badly, that is all.
-        log_probs = (best - logits.logsumexp(-1, keepdim=True)).nan_to_num(nan=_HOPELESS).clamp(max=0.0)
+        log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
         scores = (last.scores[..., None] + log_probs).flatten(1)
         tokens = token.flatten(1) if self.ids is None else self.ids[token.flatten(1)]
         parents = torch.arange(token.shape[1], device=token.device).repeat_interleave(token.shape[2]).expand_as(tokens)
         level = Level(last.level.rows, last.level.depth + 1, tokens, parents)
         return Scored(level, log_probs.flatten(1), scores)
+
+    def _by_logits(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.expand(level).float()
+        best, token = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        return best - logits.logsumexp(-1, keepdim=True), token
 
 
 def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from longdraft.trees.draft_sampler import DraftSampler
-from longdraft.trees.level import Expand, Level, root_level
+from longdraft.trees.level import Expand, Level, Likeliest, root_level
 from longdraft.trees.static import Static
 from longdraft.trees.tree import SampledChildren, TokenTree
 
@@ -37,10 +37,11 @@ class SampledStatic(Static):
         *,
         sampled: bool = False,
         samplers: Sequence[DraftSampler | None] = (),
+        likeliest: Likeliest | None = None,
     ) -> list[TokenTree]:
         known = [sampler for sampler in samplers if sampler is not None]
         if not known:
-            return super().grow(roots, expand, depths, ids, device, sampled=sampled)
+            return super().grow(roots, expand, depths, ids, device, sampled=sampled, likeliest=likeliest)
         depths = self._depths(roots, depths)
         made = [_Growing(root, sampler, ids) for root, sampler in zip(roots, known, strict=True)]
         level = root_level(roots, device).level

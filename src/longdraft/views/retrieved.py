@@ -8,7 +8,7 @@ are appended. Nothing is deleted from what it is gathered of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,14 +51,17 @@ class RetrievedKV(TrueCache):
             self._versions[slot] = None  # so that all of the window is there again
         super().forget(slot, start)
 
-    def read(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (Hkv, n, d) of what is seen of the rows that can be read now, as views."""
-        version = self.retrieval.version(slot)
-        self.follow(slot, due=self._versions[slot] != version)
-        self._versions[slot] = version
-        keys, values = self.store.layer(0)
-        n = self.store.lengths[slot]
-        return keys[slot, :, :n], values[slot, :, :n]
+    def read(self, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Keys and values (slots, Hkv, capacity, d) of what is seen, as views, and how many rows of each slot are.
+
+        Args:
+            slots: brought up to the rows that can be read now.
+        """
+        for slot in slots:
+            version = self.retrieval.version(slot)
+            self.follow(slot, due=self._versions[slot] != version)
+            self._versions[slot] = version
+        return *self.store.layer(0), [self.store.lengths[slot] for slot in slots]
 
 
 class CompactRing(Ring):

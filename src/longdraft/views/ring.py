@@ -1,8 +1,9 @@
-"""A ring KV cache: the last keys and values of each text, and the tree's behind them.
+"""A window's KV cache: the last keys and values of each text, and the tree's behind them.
 
-The K/V of a LongSpec block depend on token and position alone, so the ring is all a draft has to remember: its
-memory is the same at any context length. The token at position p stands in row p % window. Behind the ring lies
-scratch space for the nodes of one round's tree; a new round overwrites it, and only emitted tokens enter the ring.
+The K/V of a LongSpec block depend on token and position alone, so the window is all a draft has to remember: its memory
+is the same at any context length. Rows stand in the order of the text, so what is seen is one piece of them; where they
+reach the end of their room, the window moves back to its beginning. Behind the newest row lies the tree of one round,
+which the next round overwrites; only emitted tokens enter the window.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import torch.nn.functional as F
 
 from longdraft.kv.store import KVShape
 
+# Rows beside the window: it moves once in so many tokens.
+SPARE = 256
+
 
 class Ring:
-    """Rings and scratch space, one of each a slot.
+    """Windows and scratch space, one of each a slot.
 
     Args:
         shape: of the draft's keys: KV heads, head size, dtype (layers are not looked at).
@@ -23,55 +27,74 @@ class Ring:
         scratch: tree nodes of one round whose K/V are kept.
 
     Attributes:
-        keys, values: (slots, kv_heads, window + scratch, head_dim); rows [0, window) are the ring.
+        keys, values: (slots, kv_heads, window + SPARE + scratch, head_dim).
     """
 
     def __init__(self, shape: KVShape, slots: int, window: int, scratch: int, device: torch.device | str) -> None:
         self.window = window
-        size = (slots, shape.kv_heads, window + scratch, shape.head_dim)
+        size = (slots, shape.kv_heads, window + SPARE + scratch, shape.head_dim)
         # Zeros: a masked row that was never written must not hold a NaN, which a weight of zero would not silence.
         self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
-        self._rows = torch.arange(window, device=device)
         self._scale = shape.head_dim**-0.5
         self._ends = [0] * slots
-        self._reached = [0] * slots
+        self._firsts = [0] * slots  # the position whose row is row 0
 
     def end(self, slot: int) -> int:
-        """The position behind the newest token of a slot's ring."""
+        """The position behind the newest token of a slot's window."""
         return self._ends[slot]
 
     def forget(self, slot: int, end: int) -> None:
         """Takes tokens from position ``end`` on for unknown: they are appended again before anyone looks.
 
-        Where the text has become shorter, a full ring lacks old tokens, and must be filled anew.
+        Where the text has become shorter, old tokens may be gone, and the window must be filled anew.
         """
         self._ends[slot] = min(self._ends[slot], end)
         if end == 0:
-            self._reached[slot] = 0
+            self._firsts[slot] = 0
 
     def wrapped(self, slot: int) -> bool:
-        """Whether the ring has ever overwritten a token."""
-        return self._reached[slot] > self.window
+        """Whether tokens of the text's beginning are gone."""
+        return self._firsts[slot] > 0
 
     def append(self, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Puts tokens at positions [start, start + n) into the ring, over the oldest ones.
+        """Puts tokens at positions [start, start + n) behind those before them.
 
         Args:
             k, v: (Hkv, n, d), n at most ``window``.
         """
-        n, first = k.shape[1], start % self.window
-        before = min(n, self.window - first)  # rows up to the ring's end; the rest goes on at its beginning
-        for ring, new in ((self.keys[slot], k), (self.values[slot], v)):
-            ring[:, first : first + before] = new[:, :before]
-            ring[:, : n - before] = new[:, before:]
-        self._ends[slot] = start + n
-        self._reached[slot] = max(self._reached[slot], start + n)
+        begin = self.make_room(slot, start, k.shape[1])
+        for rows, new in ((self.keys[slot], k), (self.values[slot], v)):
+            rows[:, begin : begin + k.shape[1]] = new
+
+    def make_room(self, slot: int, start: int, n: int) -> int:
+        """The row from which on the keys and values of positions [start, start + n) are to be written, at once."""
+        first = self._firsts[slot]
+        if not first <= start <= self._ends[slot]:  # what lies there is not what stands before these
+            first = start
+        if start + n - first > self.window + SPARE:
+            kept = self.window - n
+            old = start - kept - first
+            for rows in (self.keys[slot], self.values[slot]):
+                rows[:, :kept] = rows[:, old : old + kept].clone()
+            first = start - kept
+        self._firsts[slot], self._ends[slot] = first, start + n
+        return start - first
+
+    def seen(self, slot: int, depth: int = 0, nodes: int = 0) -> tuple[int, int]:
+        """The rows [begin, end) that are seen.
+
+        Args:
+            depth: of the nodes that look: they are so far behind the newest token, and no longer see the oldest keys.
+            nodes: of the tree, whose rows are the last ones.
+        """
+        first, end = self._firsts[slot], self._ends[slot]
+        return max(0, end - self.window + depth - first), end - first + nodes
 
     def attend_newest(self, slot: int, q: torch.Tensor) -> torch.Tensor:
-        """The newest token's query (Hq, 1, d) sees the whole ring -> (Hq, 1, d)."""
-        n = min(self._ends[slot], self.window)
-        return self._attend(q, self.keys[slot, :, :n], self.values[slot, :, :n], None)
+        """The newest token's query (Hq, 1, d) sees the whole window -> (Hq, 1, d)."""
+        begin, end = self.seen(slot)
+        return self._attend(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], None)
 
     def attend_level(
         self,
@@ -84,21 +107,17 @@ class Ring:
     ) -> torch.Tensor:
         """Attention of the tree nodes of one depth, whose K/V become scratch.
 
-        A node at depth d is d positions behind the ring's newest token, so it no longer sees the d oldest keys.
-
         Args:
             q: (Hq, W, d); k, v: (Hkv, W, d) of the same nodes.
             ancestors: (W, S) bool, S scratch nodes with these W the last: which of them a node sees, itself included.
             depth: of these nodes, 1 or more.
         """
-        end = self.window + ancestors.shape[1]
-        for scratch, new in ((self.keys[slot], k), (self.values[slot], v)):
-            scratch[:, end - new.shape[1] : end] = new
-        newest = self._ends[slot] - 1
-        age = (newest - self._rows) % self.window  # of the token in each row, 0 for the newest
-        ring = age < min(self.window - depth, newest + 1)
-        seen = torch.cat([ring.expand(q.shape[1], -1), ancestors], dim=1)
-        return self._attend(q, self.keys[slot, :, :end], self.values[slot, :, :end], seen)
+        begin, end = self.seen(slot, depth, ancestors.shape[1])
+        for rows, new in ((self.keys[slot], k), (self.values[slot], v)):
+            rows[:, end - new.shape[1] : end] = new
+        text = ancestors.new_ones(()).expand(q.shape[1], end - begin - ancestors.shape[1])
+        seen = torch.cat([text, ancestors], dim=1)
+        return self._attend(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], seen)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d); K/V are read once per KV head."""

@@ -1,0 +1,81 @@
+"""A level of a one-layer draft in one call of our kernels: block, head, and the likeliest tokens.
+
+A draft may be wrong at will, so its weights are held in eight bits: a quarter of the bytes to read, and products of
+whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from longdraft.drafters.levels import Fed, Inputs
+from longdraft.host.runner import TargetRunner
+from longdraft.native import Kernels, kernels
+from longdraft.native.draft import DraftBlock, Nodes
+from longdraft.native.library import HEAD_UNIT
+from longdraft.native.rounded import LONGEST, Rounded, rounded
+from longdraft.native.stored import Stored
+from longdraft.views.ring import Ring
+
+# Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many of each sequence's are seen.
+Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
+# A matrix (out, in) and its bias.
+Product = tuple[torch.Tensor | Stored, torch.Tensor | None]
+
+
+def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
+    """The kernels, where they compute drafts of a target; None: torch does it."""
+    plain = runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
+    return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
+
+
+def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
+    """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
+    plain = weights.floats() if isinstance(weights, Stored) else weights
+    return rounded(plain) if plain.shape[1] <= LONGEST else plain.contiguous()
+
+
+def products_of(layers: Mapping[str, nn.Linear]) -> dict[str, Product]:
+    """Weights and biases of linear layers."""
+    return {name: (x.weight, x.bias) for name, x in layers.items()}
+
+
+class WholeLevel:
+    """A draft's levels.
+
+    Args:
+        found: the kernels.
+        norms, products: of the draft, as :class:`~longdraft.native.draft.DraftBlock` takes them.
+        heads, kv_heads, d, eps, normed_residual: likewise.
+    """
+
+    def __init__(
+        self,
+        found: Kernels,
+        norms: Mapping[str, torch.Tensor],
+        products: Mapping[str, Product],
+        heads: int,
+        kv_heads: int,
+        d: int,
+        eps: float,
+        normed_residual: bool = False,
+    ) -> None:
+        self._kernels = found
+        held = {name: (light(w), bias) for name, (w, bias) in products.items()}
+        self._block = DraftBlock(norms, held, heads, kv_heads, d, eps, normed_residual)
+
+    def __call__(
+        self, fed: Fed, rows: Inputs, window: Ring, text: Text | None, best: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows that go on: outputs (rows, hidden) before the last norm; logits (rows, draft vocabulary) where
+        ``best`` is 0; else log-probabilities and draft ids (rows, k) of the ``best`` likeliest tokens. Keys and values
+        enter the window.
+        """
+        begins, ends = zip(*fed.places(window), strict=True)
+        lengths = None if text is None else text[2]
+        nodes = Nodes(fed.width, fed.counts, fed.slots, *rows, begins, ends, fed.ancestors, lengths)
+        caches = (window.keys, window.values), None if text is None else text[:2]
+        return self._kernels.draft(self._block, nodes, *caches, best)

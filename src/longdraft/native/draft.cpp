@@ -1,0 +1,153 @@
+// A level of a draft's tree in one call: LongSpec's or EAGLE-3's block, the head, and each node's likeliest next tokens.
+//
+// A draft is one layer, so what stands between its products in Python would take several times as long as these do.
+#include "packed.h"
+#include "parts.h"
+
+#include <limits>
+
+using std::int64_t;
+
+namespace {
+
+// Where the rows that go on look: keys [begins, ends) of each sequence, of the last `width` of which `masks` says which.
+struct Seen {
+  const KeysValues &kv;
+  const int64_t *begins, *ends;
+  const std::uint8_t *masks;
+  int64_t width;
+};
+
+// q (B, W, heads * d), not yet turned to its positions, becomes the attention's output. room: twice its size.
+void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *room, int threads) {
+  const int64_t size = n.width, inner = l.heads * l.d, d = l.d;
+  float *turned = room, *found = room + Scratch::whole_lines(size * inner);
+  int64_t row = 0;
+  for (int64_t b = 0; b < n.sequences; b++, q += size * inner) {
+    row += n.counts[b] - size;
+    for (int64_t t = 0; t < size; t++, row++) {
+      for (int64_t h = 0; h < l.heads; h++) {
+        turn(q + t * inner + h * d, n.cos + row * d, n.sin + row * d, d, turned + (h * size + t) * d, 1);
+      }
+    }
+    KeysValues kv = seen.kv;
+    const int64_t begin = seen.begins ? seen.begins[b] : 0, keys = seen.ends[b] - begin;
+    const std::uint8_t *mask = seen.masks ? seen.masks + b * size * seen.width : nullptr;
+    if (begin) {  // of the draft's own, which are floats
+      kv.k = static_cast<float *>(kv.k) + begin * kv.k_row;
+      kv.v = static_cast<float *>(kv.v) + begin * kv.v_row;
+    }
+    longdraft_attend(turned, &kv, n.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d, keys, mask, size, seen.width,
+                     l.scale, found, threads);
+    for (int64_t t = 0; t < size; t++) {
+      for (int64_t h = 0; h < l.heads; h++) std::copy_n(found + (h * size + t) * d, d, q + t * inner + h * d);
+    }
+  }
+}
+
+// The `best` largest of a row's logits, the largest first: log-probabilities, and where they stand. NaN is no number to
+// choose, and where there is one, no log-probability is a number.
+void likeliest(const float *logits, int64_t size, int64_t best, float *log_probs, int64_t *tokens) {
+  constexpr float LEAST = -std::numeric_limits<float>::infinity();
+  float least = LEAST;
+  int64_t count = 0;
+  for (int64_t j = 0; j < size; j++) {
+    if (count == best && !(logits[j] > least)) continue;
+    const float x = logits[j] == logits[j] ? logits[j] : LEAST;
+    int64_t i = count < best ? count++ : best - 1;
+    for (; i > 0 && log_probs[i - 1] < x; i--) {
+      log_probs[i] = log_probs[i - 1];
+      tokens[i] = tokens[i - 1];
+    }
+    log_probs[i] = x;
+    tokens[i] = j;
+    least = log_probs[count - 1];
+  }
+  const float high = log_probs[0];
+  vec sum = {};
+  int64_t j = 0;
+  for (; j + LANES <= size; j += LANES) sum += exponential(load(logits + j) - high);
+  float total = sums<1>(&sum)[0];
+  for (; j < size; j++) total += std::exp(logits[j] - high);
+  const float all = high + std::log(total);
+  for (int64_t i = 0; i < best; i++) log_probs[i] -= all;
+}
+
+void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValues *text, int64_t best, float *out,
+           float *logits, float *log_probs, int64_t *tokens, int threads) {
+  const int64_t hidden = l.hidden, d = l.d, q_size = l.heads * d, kv_size = l.kv_heads * d;
+  const int64_t input = l.joined_norm ? 2 * hidden : hidden, going = n.sequences * n.width;
+  int64_t all = 0;
+  for (int64_t b = 0; b < n.sequences; b++) all += n.counts[b];
+  static thread_local Scratch scratch;
+  const int64_t sizes[] = {all * input,    going * input,           all * kv_size,   all * kv_size,  going * q_size,
+                           2 * going * q_size + 16, going * l.inner, going * l.inner, best ? going * l.head.outs : 0};
+  float *parts[9];
+  int64_t total = 0;
+  for (int64_t size : sizes) total += Scratch::whole_lines(size);
+  parts[0] = scratch.of(total);
+  for (int i = 1; i < 9; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(sizes[i - 1]);
+  const auto [entering, normed, k, v, q, room, gate, up, said] = parts;
+
+  for (int64_t r = 0; r < all; r++) {
+    rms_norm(n.x + r * hidden, 1, hidden, l.norm, l.eps, entering + r * input);
+    if (l.joined_norm) rms_norm(n.joined + r * hidden, 1, hidden, l.joined_norm, l.eps, entering + r * input + hidden);
+  }
+  int64_t row = 0;
+  for (int64_t b = 0, to = 0; b < n.sequences; b++) {
+    row += n.counts[b] - n.width;
+    for (int64_t t = 0; t < n.width; t++, row++, to++) {
+      const float *residual = l.joined_norm ? n.joined + row * hidden : n.x + row * hidden;
+      if (l.normed_residual) residual = entering + row * input + input - hidden;
+      std::copy_n(residual, hidden, out + to * hidden);
+      std::copy_n(entering + row * input, input, normed + to * input);
+    }
+  }
+  const Matrix inputs[] = {into(l.k, k, false), into(l.v, v, false), into(l.q, q, false)};
+  longdraft_linear(entering, all, input, inputs, all == going ? 3 : 2, threads);
+  if (all != going) longdraft_linear(normed, going, input, inputs + 2, 1, threads);
+
+  row = 0;
+  for (int64_t b = 0; b < n.sequences; b++) {
+    for (int64_t t = 0; t < n.counts[b]; t++, row++) {
+      const int64_t place = n.ends[b] - n.counts[b] + t;
+      for (int64_t h = 0; h < l.kv_heads; h++) {
+        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, room, 1);  // not yet in use
+        write_row(*own, n.slots[b], h, place, room, v + row * kv_size + h * d, d);
+      }
+    }
+  }
+  attend(l, n, {*own, n.begins, n.ends, n.masks, n.seen}, q, room, threads);
+  const Matrix output = into(l.o, out, true);
+  longdraft_linear(q, going, q_size, &output, 1, threads);
+
+  if (text) {
+    rms_norm(out, going, hidden, l.cross_norm, l.eps, normed);
+    const Matrix query = into(l.cross_q, q, false), back = into(l.cross_o, out, true);
+    longdraft_linear(normed, going, hidden, &query, 1, threads);
+    attend(l, n, {*text, nullptr, n.lengths, nullptr, 0}, q, room, threads);
+    longdraft_linear(q, going, q_size, &back, 1, threads);
+  }
+
+  rms_norm(out, going, hidden, l.mlp_norm, l.eps, normed);
+  const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
+  longdraft_linear(normed, going, hidden, wide, 2, threads);
+  gated(gate, up, going, l.inner, threads);
+  const Matrix back = into(l.down, out, true);
+  longdraft_linear(gate, going, l.inner, &back, 1, threads);
+
+  if (l.final_norm) rms_norm(out, going, hidden, l.final_norm, l.eps, normed);
+  const Matrix head = into(l.head, best ? said : logits, false);
+  longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, threads);
+  if (!best) return;
+  share_out(threads, going, [=](int64_t r) {
+    likeliest(head.y + r * head.outs, head.outs, best, log_probs + r * best, tokens + r * best);
+  });
+}
+
+}  // namespace
+
+void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text, int64_t best,
+                     float *out, float *logits, float *log_probs, int64_t *tokens, int threads) {
+  Team::with(threads, [=] { level(*draft, *nodes, own, text, best, out, logits, log_probs, tokens, threads); });
+}

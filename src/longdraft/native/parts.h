@@ -1,0 +1,62 @@
+// What stands between the products of a decoder layer: norms, RoPE, the gate of an MLP.
+#pragma once
+
+#include "kernels.h"
+#include "threads.h"
+#include "vectors.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+namespace {
+
+using std::int64_t;
+
+// y = x / rms(x) * weight, row by row.
+inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *weight, float eps, float *y) {
+  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
+    vec squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares = fused(load(x + i), load(x + i), squares);
+    float total = sums<1>(&squares)[0];
+    for (; i < size; i++) total = fused(x[i], x[i], total);
+    const float factor = 1.0f / std::sqrt(total / size + eps);
+    for (i = 0; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * factor));
+    for (; i < size; i++) y[i] = weight[i] * (x[i] * factor);
+  }
+}
+
+// One head's vector, turned to its position: its halves are the two parts of d / 2 pairs.
+inline void turn(const float *x, const float *cos, const float *sin, int64_t d, float *y, int64_t step) {
+  const int64_t half = d / 2;
+  for (int64_t i = 0; i < half; i++) {
+    y[i * step] = x[i] * cos[i] - x[half + i] * sin[i];
+    y[(half + i) * step] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+  }
+}
+
+inline vec silu(vec x) {
+  const vec e = exponential(x < 0 ? x : -x);
+  return x * (x < 0 ? e : every(1.0f)) / (1.0f + e);
+}
+
+// gate = silu(gate) * up, row by row: which numbers are the last of a row must not depend on how many rows there are.
+inline void gated(float *gate, const float *up, int64_t rows, int64_t size, int threads) {
+  constexpr int64_t SHARE = 4096;
+  const int64_t shares = (size + SHARE - 1) / SHARE;
+  share_out(rows * size > 4 * SHARE ? threads : 1, rows * shares, [=](int64_t item) {
+    const int64_t row = item / shares * size, from = item % shares * SHARE, end = row + std::min(size, from + SHARE);
+    int64_t i = row + from;
+    for (; i + LANES <= end; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
+    if (i < end) store_some(gate + i, silu(load_some(gate + i, end - i)) * load_some(up + i, end - i), end - i);
+  });
+}
+
+inline Matrix into(Matrix m, float *y, bool adds) {
+  m.y = y;
+  m.adds = adds;
+  return m;
+}
+
+}  // namespace

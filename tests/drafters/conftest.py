@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+from longdraft.drafters import whole_level
+
+
+@pytest.fixture
+def float32_weights(monkeypatch):
+    """Drafts are computed with the weights as they are, as their definitions in these tests are."""
+    monkeypatch.setattr(whole_level, "light", lambda weights: weights)
