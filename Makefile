@@ -10,7 +10,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-arm wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -22,6 +22,16 @@ test: lint
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
+
+# The kernels for aarch64, compiled by Debian's cross compiler and run under qemu.
+test-arm: $(VENV)/.dev
+	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null \
+	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/test_bits.py -k "armv8-a and not verified_node"
+
+# Into dist/, with compiled kernels where there is a compiler.
+wheel: $(VENV)/.venv
+	$(BIN)/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist .
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

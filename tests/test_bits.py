@@ -124,6 +124,7 @@ def test_decoding_goes_on_as_it_would_have(level, family):
 @pytest.mark.parametrize("offload", [None, "disk"])
 def test_wherever_the_cache_is_kept(offload, level, tmp_path):
     runner = runner_of(level, "llama")
+    assert runner.twin.fused.stack is not None  # all layers in one call
     other = TargetRunner(runner.model, offload=tmp_path if offload else None)
     text, tokens = list(range(50)), [3, 1, 4, 1, 5]
     store = other.new_store(1, 64)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.native import Kernels, kernels
+from longdraft.native import Kernels, Stored, kernels
+from longdraft.native.structures import Weights
 from longdraft.packing import PackedLinear, packable, pays, room_for
 
 # Rows up to which our kernel wins; more are bound by arithmetic, which torch's product does as well.
@@ -50,7 +51,8 @@ class FewRowsModule:
     One thread at a time may use the module.
 
     Args:
-        module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, others do not.
+        module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, and those with a ``stored``
+            (:class:`~longdraft.native.Stored`); others do not.
 
     Attributes:
         most: rows up to which our kernel serves, and torch's product beyond them; None: ours serves any number. The two
@@ -59,44 +61,46 @@ class FewRowsModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.most: int | None = MOST
-        layers = [m for m in module.modules() if isinstance(m, nn.Linear) and _takes_part(m)]
+        layers = [m for m in module.modules() if weights_of(m) is not None and "forward" not in vars(m)]
         self._kernels = kernels() if layers else None
         self._room: bool | None = None
         self._groups: list[_Group] = []
-        self._packed: dict[nn.Linear, PackedLinear] = {}
+        self._packed: dict[nn.Module, PackedLinear] = {}
         if self._kernels is not None:
             self._groups = [_Group(self, self._kernels, members) for members in _together(module, layers)]
             for group in self._groups:
                 group.install()
         else:
-            self._packed = {x: PackedLinear(x.weight, x.bias) for x in layers if packable(x.weight)}
+            plain = [x for x in layers if type(x) is nn.Linear and packable(x.weight)]
+            self._packed = {x: PackedLinear(x.weight, x.bias) for x in plain}
             for layer in self._packed:
                 vars(layer)["forward"] = self._by_packed(layer)
 
     @property
-    def layers(self) -> list[nn.Linear]:
+    def layers(self) -> list[nn.Module]:
         """Those that take part."""
         return [layer for group in self._groups for layer in group.layers] or list(self._packed)
 
-    def serves(self, x: torch.Tensor) -> bool:
-        """Whether our kernel multiplies these rows (..., in)."""
+    def serves(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether our kernel multiplies these rows (..., in) with layers that compute in a dtype."""
         if self.most is not None and x.numel() > self.most * x.shape[-1]:
             return False
-        # A model may be cast or moved while a run goes on; the kernel reads what it is given as float32 in memory.
-        return x.dtype == torch.float32 and x.device.type == "cpu"
+        # A model may be cast or moved while a run goes on.
+        return x.dtype == dtype and x.device.type == "cpu"
 
     def forget(self) -> None:
         """Lets go of what a forward that was broken off has left."""
         for group in self._groups:
             group.forget()
 
-    def _by_packed(self, layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _by_packed(self, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         packed = self._packed[layer]
+        otherwise = layer.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if pays(x.numel() // x.shape[-1]) and x.dtype == torch.float32 and self._has_room():
                 return packed(x)
-            return F.linear(x, layer.weight, layer.bias)
+            return otherwise(x)
 
         return forward
 
@@ -109,10 +113,11 @@ class FewRowsModule:
 class _Group:
     """Layers that are called with the same rows one after the other: the first call computes for all."""
 
-    def __init__(self, owner: FewRowsModule, kernels: Kernels, layers: list[nn.Linear]) -> None:
+    def __init__(self, owner: FewRowsModule, kernels: Kernels, layers: list[nn.Module]) -> None:
         self._owner, self._kernels, self.layers = owner, kernels, layers
-        # Detached: where a weight gets another storage, the kernel reads the one that it had when it was looked at.
-        self._pairs = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in layers]
+        # Where a weight gets another storage, the kernel reads the one that it had when it was looked at.
+        self._pairs = [pair for x in layers if (pair := weights_of(x)) is not None]
+        self._dtype = _computes_in(layers[0])
         self.forget()
 
     def forget(self) -> None:
@@ -125,13 +130,14 @@ class _Group:
             vars(layer)["forward"] = self._member(number)
 
     def _member(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        layer = self.layers[number]
+        otherwise = self.layers[number].forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if not self._owner.serves(x):
-                return F.linear(x, layer.weight, layer.bias)
+            if not self._owner.serves(x, self._dtype):
+                return otherwise(x)
             if x is not self._x or self._found[number] is None:
-                self._x, self._found = x, list(self._kernels.linear(x, self._pairs))
+                # Sums are float32; what a layer in half precision gives is rounded once.
+                self._x, self._found = x, [y.to(x.dtype) for y in self._kernels.linear(x.float(), self._pairs)]
             out = self._found[number]
             assert out is not None
             self._found[number] = None  # a layer that is asked twice computes twice: x may have changed
@@ -142,22 +148,44 @@ class _Group:
         return forward
 
 
-def _together(module: nn.Module, layers: list[nn.Linear]) -> Iterator[list[nn.Linear]]:
+def _together(module: nn.Module, layers: list[nn.Module]) -> Iterator[list[nn.Module]]:
     """The layers, those that are given the same rows in one list."""
     left = dict.fromkeys(layers)
     for parent in module.modules():
         for names in _TOGETHER:
             members = [m for m in (getattr(parent, name, None) for name in names) if m in left]
-            if len(members) == len(names):
+            if len(members) == len(names) and len({*map(_computes_in, members)}) == 1:
                 yield members
                 left = {layer: None for layer in left if layer not in members}
     for layer in left:
         yield [layer]
 
 
-def _takes_part(layer: nn.Linear) -> bool:
-    # Exactly nn.Linear: a subclass (quantised, adapted) computes something else.
-    return type(layer) is nn.Linear and _plain(layer.weight) and "forward" not in vars(layer)
+def weights_of(layer: nn.Module) -> Weights | None:
+    """What a linear layer multiplies with, for our kernels; None: it is none, or one that they do not serve."""
+    weight: torch.Tensor | Stored
+    if isinstance(kept := getattr(layer, "stored", None), Stored):
+        weight = kept
+    elif type(layer) is not nn.Linear:  # a subclass (quantised, adapted) computes something else
+        return None
+    elif _plain(layer.weight):
+        weight = layer.weight.detach()  # detached: it may get another storage
+    elif in_halves(layer.weight):
+        weight = Stored.of(layer.weight)
+    else:
+        return None
+    bias = layer.bias
+    return weight, bias.detach().float() if isinstance(bias, torch.Tensor) else None
+
+
+def in_halves(weight: torch.Tensor) -> bool:
+    """Whether our kernels read a bfloat16 or float16 matrix as it is."""
+    half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+    return half and weight.shape[1] % 32 == 0 and weight.is_contiguous()
+
+
+def _computes_in(layer: nn.Module) -> torch.dtype:
+    return layer.weight.dtype if type(layer) is nn.Linear else torch.float32
 
 
 def _plain(weight: torch.Tensor) -> bool:

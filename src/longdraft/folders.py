@@ -1,4 +1,4 @@
-"""Where the package keeps what it makes once: an unpacked model, measured costs, compiled kernels."""
+"""Where the package keeps what it makes once: measured costs, compiled kernels."""
 
 from __future__ import annotations
 

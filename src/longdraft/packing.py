@@ -53,9 +53,9 @@ class PackedLinear:
         return out
 
 
-def room_for(layers: Iterable[nn.Linear]) -> bool:
+def room_for(layers: Iterable[nn.Module]) -> bool:
     """Whether a second copy of some layers' weights fits the free memory, and leaves as much again."""
-    needed = sum(layer.weight.numel() * layer.weight.itemsize for layer in layers)
+    needed = sum(w.numel() * w.itemsize for layer in layers if isinstance(w := layer.weight, torch.Tensor))
     free = memory.available_bytes(torch.device("cpu"))
     fits = free is None or 2 * needed <= free
     if not fits:

@@ -72,6 +72,29 @@ def test_what_lies_in_the_cache_needs_no_compiler(tmp_path, quick, monkeypatch, 
     assert found is not None and found.level == quick[0]
 
 
+def test_what_the_package_carries_needs_neither(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CARRIED", tmp_path / "wheel")
+    monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for level in ("x86-64-v4", "armv8-a"):
+        with pytest.raises(OSError, match="no-such-compiler"):
+            build.shared_object(level)
+        carried = tmp_path / "wheel" / build._name(level)
+        carried.parent.mkdir(exist_ok=True)
+        carried.touch()
+        assert build.shared_object(level) == carried
+
+
+def test_each_machine_has_instruction_sets_of_its_own(monkeypatch):
+    monkeypatch.delenv("LONGDRAFT_NATIVE", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert build.levels() == ["armv8-a"] == [library._level()]
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    with pytest.raises(OSError, match="Linux on x86_64 and aarch64, this is linux on riscv64"):
+        build.levels()
+
+
 @compiles
 @pytest.mark.parametrize("cxx", ["ccache g++", "clang++ -Wall", "g++"])
 def test_a_compiler_may_bring_arguments(cxx, tmp_path, quick, monkeypatch):
@@ -209,7 +232,7 @@ def test_layers_compute_what_torchs_do_with_any_number_of_rows(rows, most):
 def test_the_kernel_serves_as_many_rows_as_it_is_told(most, rows, ours):
     fast = FewRowsModule(nn.Linear(8, 8))
     fast.most = most
-    assert fast.serves(torch.randn(1, rows, 8)) == ours
+    assert fast.serves(torch.randn(1, rows, 8), torch.float32) == ours
     assert not fast.serves(torch.randn(1, 1, 8, dtype=torch.float64))
 
 

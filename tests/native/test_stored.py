@@ -8,18 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.native import build
-from longdraft.native.library import kernels_for
-from longdraft.native.stored import FORMATS, Stored
+from longdraft.native.dequantise import FORMATS
+from longdraft.native.stored import Stored
+from tests.native.levels import LEVELS, kernels_of
 
 gguf = pytest.importorskip("gguf")
-
-LEVELS = build.levels()
 
 
 def stored(kind: str, outs: int, size: int, seed: int = 0) -> Stored:
     """Random bytes, with scales that are numbers of a moderate size."""
-    weights, length = FORMATS[kind]
+    weights, length, _ = FORMATS[kind]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (outs, size // weights, length), dtype=np.uint8)
     scales = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(kind)
@@ -43,7 +41,8 @@ def expected(w: Stored) -> torch.Tensor:
 def test_the_numbers_are_those_of_ggufs_dequantisation(level, kind):
     for seed in range(5):
         w = stored(kind, 7, 512, seed)
-        assert torch.equal(kernels_for(level).unpack(w), expected(w))
+        assert torch.equal(kernels_of(level).unpack(w), expected(w))
+        assert torch.equal(w.floats(), expected(w))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -51,7 +50,7 @@ def test_the_numbers_are_those_of_ggufs_dequantisation(level, kind):
 @settings(max_examples=3, deadline=None)
 @given(rows=st.integers(1, 20), outs=st.integers(1, 60), blocks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_products_are_those_of_the_unpacked_weights_to_the_bit(level, kind, rows, outs, blocks, seed):
-    kernels = kernels_for(level)
+    kernels = kernels_of(level)
     w = stored(kind, outs, blocks * 256, seed)
     generator = torch.Generator().manual_seed(seed)
     x, bias = (torch.randn(n, generator=generator) for n in ((rows, blocks * 256), (outs,)))
@@ -61,23 +60,22 @@ def test_products_are_those_of_the_unpacked_weights_to_the_bit(level, kind, rows
     assert torch.equal(got, alone)
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_half_precision_of_every_size(kind):
+def test_half_precision_of_every_size(level, kind):
     """Scales that are tiny, large, negative or zero; of the halves themselves infinity and NaN too."""
     if kind in ("BF16", "F16"):
         dtype = torch.bfloat16 if kind == "BF16" else torch.float16
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         w = Stored(bits.view(256, 256).view(torch.uint8), kind)
-        for level in LEVELS:
-            got, want = kernels_for(level).unpack(w), bits.view(256, 256).float()
-            assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7), want.nan_to_num(7))
+        got, want = kernels_of(level).unpack(w), bits.view(256, 256).float()
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7), want.nan_to_num(7))
         return
     w = stored(kind, 4, 256)
     at = 208 if kind == "Q6_K" else 0
     for row, scale in enumerate((6e-8, 65504.0, -3e-5, 0.0)):
         w.data[row, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
-    for level in LEVELS:
-        assert torch.equal(kernels_for(level).unpack(w), expected(w))
+    assert torch.equal(kernels_of(level).unpack(w), expected(w))
 
 
 def test_what_is_no_stored_matrix_is_refused():

@@ -10,6 +10,7 @@ import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,6 +26,13 @@ from longdraft.methods import method as method_named
 from longdraft.verify.sampling import Sampling
 
 N = TypeVar("N", int, float)
+
+
+class WeightsKind(str, Enum):
+    """What ``load`` takes as ``weights``."""
+
+    stored = "stored"
+    float32 = "float32"
 
 
 class SettingError(LongdraftError, ValueError):
@@ -133,13 +141,27 @@ class ModelOptions(Group):
     ] = None
     dtype: Dtype = "auto"
     device: Device = None
+    weights: Annotated[
+        WeightsKind | None,
+        typer.Option(
+            help="stored: compute with the file's own blocks or halves; float32: unpack them.",
+            show_default="stored, where this processor has kernels for it",
+        ),
+    ] = None
     rope_factor: Annotated[
         float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
     ] = None
 
     def load(self, progress: Progress) -> LoadedModel:
         """The model, and what its texts are made of."""
-        return load(self.model, dtype=self.dtype, device=self.device, rope_factor=self.rope_factor, progress=progress)
+        return load(
+            self.model,
+            dtype=self.dtype,
+            device=self.device,
+            rope_factor=self.rope_factor,
+            weights=None if self.weights is None else self.weights.value,
+            progress=progress,
+        )
 
 
 @dataclass(frozen=True)

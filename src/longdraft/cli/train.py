@@ -163,6 +163,7 @@ def data(
     import torch
 
     from longdraft.host.loading import load
+    from longdraft.host.stored import weight_shape
     from longdraft.speculator import Speculator
     from longdraft.training import documents, generations, prompts, repeats
 
@@ -184,7 +185,7 @@ def data(
         loaded = load(target, dtype=dtype, device=device, progress=status)
     with Cancel(terminate=True) as cancel:
         if kind is Kind.tokens:
-            vocabulary = int(loaded.model.get_output_embeddings().weight.shape[0])
+            vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
             encoded = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
             with Counter("Encoding", "rows") as counter:
                 have = documents.write(encoded, out, counter.update, cancel)

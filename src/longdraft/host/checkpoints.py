@@ -1,4 +1,4 @@
-"""Reading checkpoints: folders, GGUF files, hub ids.
+"""Reading checkpoints: folders, hub ids, and with gguf_files.py GGUF files.
 
 transformers does the reading. Added here: every way in which a checkpoint can be bad ends in a CheckpointError
 that names the file and the remedy; weights that transformers would fill with random numbers are refused; no
@@ -8,7 +8,6 @@ code from a checkpoint runs, pickled or not; transformers' bars and warnings sta
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 import pickle
@@ -53,30 +52,6 @@ def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrai
         source = {"use_safetensors": check_folder(folder), "local_files_only": True}
     model, _ = _read(str(folder) if source else name, dtype, None, tokenizer=False, **source)
     return model.to(device).eval().requires_grad_(False)
-
-
-def read_gguf(file: Path, dtype: DType, rope_factor: float | None = None) -> LoadedModel:
-    """Read a checked GGUF file on the CPU, its weights unpacked to `dtype`. Raises CheckpointError."""
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise CheckpointError(f'Reading {file.name} needs the package {package!r}: pip install "longdraft[demo]"')
-    loaded = read_checkpoint(
-        str(file.parent),
-        dtype,
-        rope_factor,
-        gguf_file=file.name,
-        local_files_only=True,
-        failure=f"{file} cannot be read as a GGUF model",
-        remedy="It may be truncated, or of an architecture that transformers cannot read: fetch it again, or "
-        "give the model's Hugging Face folder.",
-    )
-    # Some versions of transformers give the tokenizer BOS for EOS, and let it eat the space before a comma.
-    for role in ("bos_token", "eos_token", "pad_token"):
-        token_id = getattr(loaded.model.config, f"{role}_id")
-        if isinstance(token_id, int):
-            setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
-    loaded.tokenizer.clean_up_tokenization_spaces = False
-    return loaded
 
 
 def read_checkpoint(

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from longdraft.errors import CheckpointError
-from longdraft.host import hosting
+from longdraft.host import hosting, stored
 from longdraft.host.checkpoints import quiet
-from longdraft.host.embedded import EMBEDDED_ID, embedded_folder
+from longdraft.host.embedded import EMBEDDED_ID, packaged_file
+from longdraft.host.gguf_files import File
 from longdraft.host.runner import TargetRunner
 from longdraft.host.small_models import linear
 
@@ -46,7 +47,7 @@ def describe(name: str) -> Described:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return Described(
-                int(model.get_output_embeddings().weight.shape[0]),
+                stored.weight_shape(model.get_output_embeddings())[0],
                 sum(p.numel() for p in model.parameters()),
                 hosting.context_length(model),
             )
@@ -75,8 +76,11 @@ def _tokens(name: str) -> dict[int, str] | None:
     """Token of each id."""
     with quiet():
         try:
-            path = str(embedded_folder()) if name == EMBEDDED_ID else name
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            file = packaged_file() if name == EMBEDDED_ID else Path(name)
+            if file.suffix == ".gguf":
+                tokenizer = File(file).tokenizer()
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
             return {i: token for token, i in tokenizer.get_vocab().items()}
         except Exception:  # no tokenizer there, or none that can be read
             return None

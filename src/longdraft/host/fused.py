@@ -1,14 +1,14 @@
-"""Whole decoder layers by our kernels, on a CPU, for the few rows of a verification.
+"""Decoder layers and the head by our kernels, on a CPU, for the few rows of a verification: one call a forward.
 
-What a layer computes is not guessed from its name: a layer that has the parts of a Llama's is computed both ways once,
-and only if both agree is the fast way taken from then on.
+What a model computes is not guessed from its name: a layer that has the parts of a Llama's is computed both ways once,
+and only if both agree is the fast way taken from then on; and so is the whole model from its tokens to its logits.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
 from longdraft.errors import LongdraftError
-from longdraft.few_rows import MOST
+from longdraft.few_rows import MOST, weights_of
 from longdraft.host import hosting
 from longdraft.host.parts import rotary_module
 from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
-from longdraft.native import DecoderLayer, Kernels, Rows, kernels
+from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
+from longdraft.native.structures import Norm
 
 logger = logging.getLogger("longdraft")
 
@@ -32,7 +33,7 @@ _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 
 class FusedLayers:
-    """Makes a model's decoder layers compute by our kernels where that gives what the model's own code gives.
+    """Makes a model compute by our kernels where that gives what the model's own code gives.
 
     Args:
         model: a copy that is nobody's but ours, with our attention switched on. Float32 on the CPU, or nothing is
@@ -40,29 +41,31 @@ class FusedLayers:
 
     Attributes:
         layers: what our kernels compute with, one a layer of the model; empty where nothing is fused.
+        stack: all of them with the head, where the model does nothing else with them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[DecoderLayer] = []
+        self.stack: DecoderStack | None = None
         own = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
-        if own is None:
-            return
-        theirs = list(hosting.decoder_layers(model))
-        weights = [_weights(layer) for layer in theirs]
         shape = hosting.kv_shape(model)
-        if shape.head_dim % HEAD_UNIT or any(w is None for w in weights):
+        if own is None or shape.head_dim % HEAD_UNIT:
             return
-        heads = int(hosting.decoder_config(model).num_attention_heads)
-        found = []
-        for layer, w in zip(theirs, weights, strict=True):
-            assert w is not None
-            scale = float(getattr(layer.self_attn, "scaling", shape.head_dim**-0.5))
-            found.append(DecoderLayer(*w, heads, shape.kv_heads, shape.head_dim, scale))
-        if not _agree(model, theirs, found, own):
+        self._kernels, self._model = own, model
+        self._rotary = rotary_module(model)
+        theirs = list(hosting.decoder_layers(model))
+        found = [_layer(layer, model, shape.kv_heads, shape.head_dim) for layer in theirs]
+        fused = [layer for layer in found if layer is not None]
+        if len(fused) < len(theirs) or not _layers_agree(model, theirs, fused, own):
             return
-        self.layers = found
-        for index, (layer, fused) in enumerate(zip(theirs, found, strict=True)):
-            vars(layer)["forward"] = _Forward(own, fused, index, layer.forward)
+        self.layers = fused
+        ends = _ends(model, theirs)
+        if ends is not None:
+            self.stack = DecoderStack(fused, *ends)
+            if not self._agrees():
+                self.stack = None
+        for index, (layer, fast) in enumerate(zip(theirs, fused, strict=True)):
+            vars(layer)["forward"] = _Forward(own, fast, index, layer.forward)
 
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""
@@ -70,6 +73,38 @@ class FusedLayers:
         if not self.layers or block.captured or type(store) not in (KVStore, PackedStore):
             return False
         return not block.prompt or block.batch * block.size <= MOST
+
+    def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
+        """A forward of the whole model. It needs a :attr:`stack`.
+
+        Returns:
+            Logits (B, T, vocabulary), (B, 1, vocabulary) or None. What else is asked for is in ``hosted``.
+        """
+        assert self.stack is not None
+        block, store = hosted.block, hosted.store
+        x = self._model.get_input_embeddings()(block.tokens)
+        assert self._rotary is not None
+        rows = _rows(block, *self._rotary(x, block.positions))
+        kept = {"queries": hosted.query_layers, "hidden": hosted.hidden_layers}
+        out = self._kernels.stack(self.stack, rows, store.keys, store.values, x, logits=logits, **kept)
+        hosted.queries, hosted.hidden = out.queries, out.hidden
+        hosted.layers_seen = len(self.layers)
+        return out.logits
+
+    @torch.inference_mode()
+    def _agrees(self) -> bool:
+        """Computes made-up tokens both ways, a small tree behind a short text, from the embedding to the logits."""
+        block, stores = _made_up(self._model)
+        theirs, ours = (hosting.Hosted(store, block, _reference) for store in stores)
+        inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
+        try:
+            expected = self._model(**inputs, longdraft_hosted=theirs).logits
+            if _close(self.run(ours, "all"), expected) and _same_kv(stores):
+                return True
+            logger.info("The model does more with its layers than a Llama does: its own code calls them.")
+        except (TypeError, RuntimeError, AttributeError, LongdraftError) as error:
+            logger.info("Layers are called one by one: %s", error)
+        return False
 
 
 class _Forward:
@@ -82,7 +117,7 @@ class _Forward:
     def __init__(
         self, kernels: Kernels, layer: DecoderLayer, index: int, otherwise: Callable[..., Any] | None = None
     ) -> None:
-        self._kernels, self._layer, self._index, self._otherwise = kernels, layer, index, otherwise
+        self._kernels, self._stack, self._index, self._otherwise = kernels, DecoderStack([layer]), index, otherwise
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
         hosted = named["longdraft_hosted"]
@@ -92,12 +127,14 @@ class _Forward:
             return self._otherwise(hidden_states, *more, **named)
         if hosted.rows is None:  # the same for all layers of a forward
             hosted.rows = _rows(hosted.block, *named["position_embeddings"])
-        keys, values = hosted.store.layer(self._index)
-        out, queries = self._kernels.layer(self._layer, hosted.rows, keys, values, hidden_states)
-        if self._index in hosted.query_layers:
-            hosted.queries[self._index] = queries
+        x, own = hidden_states.clone(memory_format=torch.contiguous_format), slice(self._index, self._index + 1)
+        keys, values = hosted.store.keys[own], hosted.store.values[own]
+        asked = (0,) if self._index in hosted.query_layers else ()
+        out = self._kernels.stack(self._stack, hosted.rows, keys, values, x, queries=asked)
+        if asked:
+            hosted.queries[self._index] = out.queries[0]
         hosted.layers_seen += 1
-        return out
+        return x
 
 
 def _rows(block: Block, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
@@ -109,61 +146,90 @@ def _rows(block: Block, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
     return Rows(cos, sin, block.slots, first, [n + block.width for n in block.lengths], mask)
 
 
-def _weights(layer: nn.Module) -> tuple[list[Any], list[Any]] | None:
-    """Norms and products of a layer of the Llama kind; None for another kind, or where somebody hooks into it."""
+def _layer(layer: nn.Module, model: PreTrainedModel, kv_heads: int, head_dim: int) -> DecoderLayer | None:
+    """A layer of the Llama kind for our kernels; None for another kind, or where somebody hooks into it."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-    eps = [getattr(n, "variance_epsilon", getattr(n, "eps", None)) for n in norms]
-    products = [getattr(attention, n, None) or getattr(mlp, n, None) for n in _PRODUCTS]
-    if not all(type(p) is nn.Linear for p in products) or not all(isinstance(e, float) for e in eps):
-        return None
+    modules = [getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS]
+    products = [None if p is None else weights_of(p) for p in modules]
+    norms = [_norm(getattr(layer, name, None)) for name in ("input_layernorm", "post_attention_layernorm")]
+    of_heads = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
     inside = [m for m in layer.modules() if m is not layer]
     # The layer's own hooks are called around whatever computes it.
-    if any(m._forward_hooks or m._forward_pre_hooks for m in inside) or any(
-        "forward" in vars(m) for m in layer.modules()
-    ):
+    if None in products or None in norms or any(map(_touched, inside)) or "forward" in vars(layer):
         return None
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
         return None
-    found = [n.weight.detach() for n in norms if n is not None]
-    pairs = [(p.weight.detach(), None if p.bias is None else p.bias.detach()) for p in products if p is not None]
-    return list(zip(found, eps, strict=True)), pairs
+    heads = int(hosting.decoder_config(model).num_attention_heads)
+    scale = float(getattr(attention, "scaling", head_dim**-0.5))
+    return DecoderLayer((*norms, *of_heads), products, heads, kv_heads, head_dim, scale)  # type: ignore[arg-type]
+
+
+def _norm(module: nn.Module | None) -> Norm | None:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+        return None
+    return weight.detach(), eps
+
+
+def _touched(module: nn.Module) -> bool:
+    """Whether somebody watches a module, or put a forward in the place of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _ends(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[Norm, Any] | None:
+    """The final norm and the head; None where there are none of the Llama kind, or somebody hooks into the model."""
+    decoder = model.get_decoder()
+    head, norm = model.get_output_embeddings(), _norm(getattr(decoder, "norm", None))
+    own = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
+    weights = weights_of(head)
+    if norm is None or weights is None or any(map(_touched, own)):
+        return None
+    return norm, weights
+
+
+def _made_up(model: PreTrainedModel) -> tuple[Block, list[KVStore]]:
+    """Three tokens, a small tree behind a text of five, and two stores that hold the same keys and values."""
+    text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
+    tree = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+    shape = hosting.kv_shape(model)
+    stores = [KVStore(shape, 1, text + 3) for _ in range(2)]
+    for store in stores:
+        for t in (store.keys, store.values):
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)))
+    tokens, places = [[i % vocabulary for i in (1, 2, 3)]], [[100 + text, 101 + text, 101 + text]]
+    return Block.make([0], [text], 3, tree[None], tokens=tokens, positions=places), stores
 
 
 @torch.inference_mode()
-def _agree(model: PreTrainedModel, layers: list[nn.Module], fused: list[DecoderLayer], kernels: Kernels) -> bool:
-    """Computes every layer both ways on made-up rows, a small tree behind a short text."""
+def _layers_agree(model: PreTrainedModel, layers: list[nn.Module], fused: list[DecoderLayer], kernels: Kernels) -> bool:
+    """Computes every layer both ways on made-up rows."""
     rotary = rotary_module(model)
     if rotary is None:
         return False
-    shape, size, text = hosting.kv_shape(model), 3, 5
-    tree = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
-    like = torch.Generator().manual_seed(0)
-    x = torch.randn(1, size, int(hosting.decoder_config(model).hidden_size), generator=like)
-    block = Block.make([0], [text], size, tree[None])
+    block, stores = _made_up(model)
+    x = torch.randn(1, 3, int(hosting.decoder_config(model).hidden_size), generator=torch.Generator().manual_seed(0))
     try:
-        position = rotary(x, torch.tensor([[text, text + 1, text + 1]]) + 100)
-        if position[0].shape[-1] != shape.head_dim:
+        position = rotary(x, block.positions)
+        if position[0].shape[-1] != stores[0].shape.head_dim:
             return False
-        stores = [KVStore(shape, 1, text + size) for _ in range(2)]
-        for store in stores:
-            for t in (store.keys, store.values):
-                t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)))
         plain, ours = (hosting.Hosted(store, block, _reference) for store in stores)
         for index, (layer, own) in enumerate(zip(layers, fused, strict=True)):
             # Not called: hooks that somebody put on a layer are not for made-up rows.
             expected = layer.forward(x, position_embeddings=position, use_cache=False, longdraft_hosted=plain)
             found = _Forward(kernels, own, index)(x, position_embeddings=position, longdraft_hosted=ours)
-            pairs = [(found, expected)]
-            pairs += [tuple(getattr(store, kv)[index] for store in reversed(stores)) for kv in ("keys", "values")]
-            if not all(_close(a, b) for a, b in pairs):
+            if not (_close(found, expected) and _same_kv(stores, index)):
                 logger.info("Layer %d is not of the Llama kind: its own code is taken.", index)
                 return False
     except (TypeError, RuntimeError, AttributeError, LongdraftError) as error:
         logger.info("Decoder layers are not fused: %s", error)
         return False
     return True
+
+
+def _same_kv(stores: list[KVStore], layer: int | slice = slice(None)) -> bool:
+    theirs, ours = stores
+    return all(_close(getattr(ours, kv)[layer], getattr(theirs, kv)[layer]) for kv in ("keys", "values"))
 
 
 def _close(a: object, b: object) -> bool:

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longdraft.attention.block import Block
 from longdraft.attention.dispatch import Attend
 from longdraft.errors import UnsupportedModelError
+from longdraft.host import stored
 from longdraft.kv.store import KVShape, KVStore
 from longdraft.native import Rows
 
@@ -140,10 +141,15 @@ def fingerprint(model: PreTrainedModel) -> str:
     keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
     described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    for weight in (model.get_input_embeddings().weight, next(decoder_layers(model)[-1].parameters())):
-        flat = weight.detach().flatten()
-        digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
+    for sample in sampled(model):
+        digest.update(sample.float().cpu().numpy().tobytes())
     return f"{config.model_type}-{digest.hexdigest()[:16]}"
+
+
+def sampled(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Some weights of the embedding and of the last layer's first matrix, by which a model is told from others."""
+    first = next(m for m in decoder_layers(model)[-1].modules() if stored.has_weights(m))
+    return [stored.weight_sample(m) for m in (model.get_input_embeddings(), first)]
 
 
 def tap(model: PreTrainedModel, layer: int) -> None:

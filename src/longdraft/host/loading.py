@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.host.checkpoints import (
-    DType,
-    LoadedModel,
-    Progress,
-    check_folder,
-    check_gguf,
-    read_checkpoint,
-    read_gguf,
-)
-from longdraft.host.embedded import EMBEDDED_ID, embedded_folder
+from longdraft.host import stored
+from longdraft.host.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
+from longdraft.host.embedded import EMBEDDED_ID, packaged_file
+from longdraft.host.gguf_files import Weights, read_gguf
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,6 +26,7 @@ def load(
     dtype: DType = "auto",
     device: str | torch.device | None = None,
     rope_factor: float | None = None,
+    weights: Weights | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a causal language model, ready to generate: eval mode, no gradients, on its device.
@@ -38,56 +35,72 @@ def load(
     dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", a torch.dtype.
     device: None takes CUDA where there is one, then MPS, then the CPU.
     rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
+    weights: "stored" keeps matrices as they lie in the file (GGUF's blocks, bfloat16, float16) and computes in float32
+        what the unpacked ones would give, on a CPU; "float32" unpacks them; None stores where our kernels serve.
     progress: called with one line of text before each step that takes seconds.
 
-    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype or RoPE kind),
-    ContextError (rope_factor not above 1).
+    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights
+    or RoPE kind), ContextError (rope_factor not above 1).
     """
     if rope_factor is not None and not (math.isfinite(rope_factor) and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
     place = _device(device)
     wanted = _dtype(dtype, place)
     say = progress or (lambda message: None)
+    if place.type == "cpu" and wanted == torch.float32:
+        native.kernels(progress)  # made now, where it can be said that it takes a moment
+    elif weights == "stored":
+        raise CapabilityError(f"Stored weights are for float32 on a CPU, not {wanted} on {place}: leave weights out.")
+    read = _Reader(wanted, rope_factor, weights, say)
     if model is None:
-        loaded = _load_folder(embedded_folder(progress), wanted, rope_factor, say)
-        # A draft records its target by name, and a path in somebody's cache names nothing.
+        loaded = read.gguf(packaged_file())
+        # A draft records its target by name, and a path in somebody's folder names nothing.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
     else:
-        loaded = _load_named(os.fspath(model), wanted, rope_factor, say)
-    if place.type == "cpu" and loaded.model.dtype == torch.float32:
-        native.kernels(progress)  # made now, where it can be said that it takes a moment
+        loaded = read.named(os.fspath(model))
     network = loaded.model.to(place).eval().requires_grad_(False)
     return LoadedModel(network, loaded.tokenizer)
 
 
-def _load_named(name: str, dtype: DType, rope_factor: float | None, say: Progress) -> LoadedModel:
-    if not name.strip():
-        raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _load_folder(path, dtype, rope_factor, say)
-    if path.is_file():
+@dataclass(frozen=True)
+class _Reader:
+    """What is wanted of a checkpoint, wherever it lies."""
+
+    dtype: DType
+    rope_factor: float | None
+    weights: Weights | None
+    say: Progress
+
+    def named(self, name: str) -> LoadedModel:
+        if not name.strip():
+            raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
+        path = Path(name).expanduser()
+        if path.is_dir():
+            safe = check_folder(path)
+            self.say(f"Loading the weights in {path}")
+            # local_files_only: some tokenizers ask the hub about a folder's origin, and wait where it is unreachable.
+            return self._checkpoint(str(path), use_safetensors=safe, local_files_only=True)
+        if path.is_file():
+            return self.gguf(path)
+        if path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
+            raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
+        self.say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+        return self._checkpoint(
+            name,
+            failure=f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
+            remedy=f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
+            "(a gated model needs `hf auth login`), or give a local folder.",
+        )
+
+    def gguf(self, path: Path) -> LoadedModel:
         check_gguf(path)
-        say(f"Reading {path.name}: a GGUF file is unpacked at every start")
-        return read_gguf(path, dtype, rope_factor)
-    if path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
-        raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
-    say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
-    return read_checkpoint(
-        name,
-        dtype,
-        rope_factor,
-        failure=f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
-        remedy=f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
-        "(a gated model needs `hf auth login`), or give a local folder.",
-    )
+        return read_gguf(path, self.dtype, self.rope_factor, self.weights, self.say)
 
-
-def _load_folder(folder: Path, dtype: DType, rope_factor: float | None, say: Progress) -> LoadedModel:
-    safe = check_folder(folder)
-    say(f"Loading the weights in {folder}")
-    # local_files_only: some tokenizers ask the hub about a folder's origin, and wait where it is unreachable.
-    return read_checkpoint(str(folder), dtype, rope_factor, use_safetensors=safe, local_files_only=True)
+    def _checkpoint(self, name: str, **source: Any) -> LoadedModel:
+        keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
+        # Bfloat16 weights are read as they are, and stay.
+        loaded = read_checkpoint(name, "auto" if keep else self.dtype, self.rope_factor, **source)
+        return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer) if keep else loaded
 
 
 def _device(device: str | torch.device | None) -> torch.device:

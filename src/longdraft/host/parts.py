@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.host import hosting
+from longdraft.host import hosting, stored
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,12 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     config = hosting.decoder_config(model)
     shape = hosting.kv_shape(model)
     digest = hashlib.sha256()
-    for weight in (model.get_input_embeddings().weight, next(hosting.decoder_layers(model)[-1].parameters())):
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)].to(torch.bfloat16).float()
-        digest.update(sample.cpu().numpy().tobytes())
+    for sample in hosting.sampled(model):
+        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
     rope = getattr(config, "rope_parameters", None) or {}
     return {
         "model_type": config.model_type,
-        "vocab_size": int(model.get_output_embeddings().weight.shape[0]),
+        "vocab_size": stored.weight_shape(model.get_output_embeddings())[0],
         "hidden_size": int(config.hidden_size),
         "layers": shape.layers,
         "heads": int(config.num_attention_heads),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
-from longdraft.host import hosting, support
+from longdraft.host import hosting, stored, support
 from longdraft.host.graphs import Computed, Graphs
 from longdraft.host.lock import FairLock
 from longdraft.host.parts import SharedParts
@@ -115,7 +115,9 @@ class TargetRunner:
         Raises:
             CapabilityError: it is of another dtype now, or on another device.
             UnsupportedModelError: it can no longer be copied.
+            CheckpointError: the file that its weights are mapped from was written to.
         """
+        stored.check_unchanged(self.model)
         self._host.refresh()
         if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
             raise CapabilityError(
@@ -134,7 +136,7 @@ class TargetRunner:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return stored.weight_shape(self.model.get_output_embeddings())[0]
 
     @property
     def fingerprint(self) -> str:
@@ -255,6 +257,8 @@ class TargetRunner:
             frozenset(taps.hidden),
             self.whole_layers and self.twin.fused.take(store, block),
         )
+        if hosted.whole and self.twin.fused.stack is not None:
+            return self.twin.fused.run(hosted, logits), hosted.hidden, hosted.queries
         inputs: dict[str, Any] = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
         found = None
         if logits == "none":
@@ -273,5 +277,5 @@ class TargetRunner:
 
 def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:
     """What a runner and the drafts on it cannot do without: device, dtype, and where embedding and head lie."""
-    ends = (getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    return model.device, model.dtype, *(None if w is None else (w.data_ptr(), w.shape, w.dtype) for w in ends)
+    ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.host.hosting import context_length, decoder_config
+from longdraft.host.stored import weight_shape
 
 _LOAD = "Load it with AutoModelForCausalLM.from_pretrained(...) or longdraft.load(...)."
 
@@ -117,7 +118,7 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
     Raises:
         PromptError: naming the first one.
     """
-    size = int(model.get_input_embeddings().weight.shape[0])
+    size = weight_shape(model.get_input_embeddings())[0]
     ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(list(tokens), dtype=torch.long)
     wrong = ids[(ids < 0) | (ids >= size)]
     if wrong.numel():

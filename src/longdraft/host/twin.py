@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from longdraft import packing
 from longdraft.few_rows import MOST, FewRowsModule
-from longdraft.host import by_row, hosting
+from longdraft.host import by_row, hosting, stored
 from longdraft.host.fused import FusedLayers
 from longdraft.host.lock import lock_of
 from longdraft.host.parts import SharedParts, shared_parts
@@ -131,5 +131,5 @@ def host(model: PreTrainedModel) -> HostedModel:
 
 
 def _place(model: PreTrainedModel) -> tuple[int, torch.dtype, torch.device]:
-    weight = model.get_input_embeddings().weight
-    return weight.data_ptr(), weight.dtype, weight.device
+    weight = stored.weight_place(model.get_input_embeddings())
+    return weight.data_ptr(), model.dtype, weight.device

@@ -1,7 +1,8 @@
 """Compiles the kernels once for an instruction set, and keeps what came out.
 
 What was compiled depends on nothing but the sources and the instruction set, so it serves wherever it is found: with
-another compiler than it was made with, with none, and beside any build of torch.
+another compiler than it was made with, with none, and beside any build of torch. Wheels carry it: setup.py loads this
+file by itself, where nothing else of the package can be imported.
 """
 
 from __future__ import annotations
@@ -20,22 +21,41 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from longdraft.folders import cache_folder
-
 logger = logging.getLogger("longdraft")
 
+_HERE = Path(__file__).parent
 SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp")
 _HEADERS = ("kernels.h", "vectors.h", "stored.h", "threads.h", "blocks.h", "packed.h")
-# No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h).
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
+# No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h). A tile
+# fills the registers: were loads moved up before these are assigned, as GCC does on aarch64, it would no longer fit.
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
 _SECONDS = 120
 
-# Instruction sets from the widest on, and the flags by which /proc/cpuinfo says that a processor has them.
+# Machines, their instruction sets from the widest on, and the flags by which /proc/cpuinfo says that one has them.
 LEVELS = {
-    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
-    "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
-    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "x86_64": {
+        "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
+        "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
+        "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    },
+    "aarch64": {"armv8-a": ""},  # all of them have NEON
 }
+# Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
+ON_REQUEST = ("x86-64-v2",)
+# Where a wheel carries what was compiled for it.
+CARRIED = "compiled"
+
+
+def machine_levels() -> dict[str, str]:
+    """What :data:`LEVELS` says of this machine.
+
+    Raises:
+        OSError: no kernels are made for such a machine.
+    """
+    if sys.platform != "linux" or platform.machine() not in LEVELS:
+        known = " and ".join(LEVELS)
+        raise OSError(f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}")
+    return LEVELS[platform.machine()]
 
 
 def levels() -> list[str]:
@@ -44,17 +64,15 @@ def levels() -> list[str]:
     Raises:
         OSError: no kernels are made for such a machine.
     """
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise OSError(f"kernels are compiled for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
-    has: set[str] = set()
+    flags, has = machine_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("flags"):
                 has = set(line.split())
                 break
     # Each level has all of the ones below it.
-    names = list(LEVELS)
-    return [name for i, name in enumerate(names) if all(has >= set(LEVELS[below].split()) for below in names[i:])]
+    names = list(flags)
+    return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
 
 
 def shared_object(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
@@ -62,33 +80,55 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
 
     Args:
         level: one of :data:`LEVELS`.
-        folder: where they are kept; None: in the package's cache.
+        folder: where they are kept; None: in the package, where its wheel carries them, else in the package's cache.
         progress: called with a line of text before they are compiled.
 
     Raises:
         OSError: no compiler, one that cannot compile them, or no place to keep them. The message says which.
     """
-    here = Path(__file__).parent
-    parts = [(here / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
-    digest = hashlib.sha256(b"\0".join([*parts, "\n".join(_FLAGS).encode()])).hexdigest()[:16]
-    file = (cache_folder() / "native" if folder is None else folder) / f"kernels-{level}-{digest}.so"
+    name = _name(level)
+    if folder is None:
+        from longdraft.folders import cache_folder
+
+        carried = _HERE / CARRIED / name
+        if carried.is_file():
+            return carried
+        folder = cache_folder() / "native"
+    file = folder / name
     if not (file.is_file() and _own(file)):
-        compiler = _compiler()
+        _compiler()  # before anything is said
         line = "Compiling kernels for this processor (once; a few seconds)"
         logger.info(line)
         if progress is not None:
             progress(line)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".compiling-") as place:
-                _compile(compiler, level, here, Path(place)).replace(file)
+            make(level, folder)
         except OSError as error:
             if error.errno is None:  # of the compiler
                 raise
             raise OSError(
-                f"{file.parent} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a folder that can"
+                f"{folder} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a folder that can"
             ) from None
     return file
+
+
+def make(level: str, folder: Path) -> Path:
+    """Compiles the kernels for an instruction set, not necessarily one of this machine, into a folder.
+
+    Raises:
+        OSError: no compiler, or one that cannot compile them; with an errno: the folder cannot be written to.
+    """
+    compiler = _compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
+        return _compile(compiler, level, _HERE, Path(place)).replace(folder / _name(level))
+
+
+def _name(level: str) -> str:
+    """Of the file: other sources or flags, another file."""
+    parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
+    digest = hashlib.sha256(b"\0".join([*parts, "\n".join(_FLAGS).encode()])).hexdigest()[:16]
+    return f"kernels-{level}-{digest}.so"
 
 
 def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:

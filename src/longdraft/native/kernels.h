@@ -19,9 +19,20 @@ struct Matrix {
 // A decoder layer of the Llama kind.
 struct Layer {
   const float *norm, *second_norm;  // (hidden,)
-  float eps, second_eps, scale;     // of the two norms; of the attention
+  const float *q_norm, *k_norm;     // (d,) of each head's queries and keys, or null
+  float eps, second_eps, q_eps, k_eps;
+  float scale;  // of the attention's scores
   Matrix q, k, v, o, gate, up, down;
   std::int64_t hidden, heads, kv_heads, d, inner;
+};
+
+// Layers one after the other, and what makes logits of the last one's output.
+struct Stack {
+  const Layer *const *layers;
+  std::int64_t count;
+  const float *norm;  // (hidden,)
+  float eps;
+  Matrix head;
 };
 
 // T rows of each of B sequences, and where their keys and values lie.
@@ -34,13 +45,13 @@ struct Batch {
   std::int64_t width;
 };
 
-// Keys and values of one layer: (slots, kv_heads, capacity, d). Strides count numbers.
+// Keys and values of layers: (layers, slots, kv_heads, capacity, d). Strides count numbers.
 struct KeysValues {
   void *k, *v;
-  std::int64_t k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
+  std::int64_t k_layer, v_layer, k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
   std::int64_t format;       // 0: float32, 1: bfloat16, 2: int8; k_row is 1 with 1 and 2
-  float *k_scale, *v_scale;  // (slots, kv_heads, capacity): what the numbers of an int8 row are multiplied by; else null
-  std::int64_t scale_slot, scale_head;
+  float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what an int8 row's numbers are multiplied by; else null
+  std::int64_t scale_layer, scale_slot, scale_head;
 };
 
 // Floats that a vector holds.
@@ -58,22 +69,23 @@ void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std
                       int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
-// kv: n keys and values of a slot; one of k_row and k_dim is 1, and rows of v are contiguous.
+// kv: n keys and values of a layer's slot; one of k_row and k_dim is 1, and rows of v are contiguous.
 // mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them. What a row gets is,
 // to the bit, what it would get alone, with the keys that it sees one after the other.
 // d: a multiple of 16. Scores are multiplied by `scale`.
-void longdraft_attend(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads, std::int64_t rows,
-                      std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
+void longdraft_attend(const float *q, const KeysValues *kv, std::int64_t layer, std::int64_t slot, std::int64_t heads,
+                      std::int64_t rows, std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
                       std::int64_t width, float scale, float *out, int threads);
 
 // A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
 // rows - 1 - r of the n keys. kv, scale as above, and so are the bits.
-void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads,
+void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t layer, std::int64_t slot, std::int64_t heads,
                             std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n, float scale,
                             float *out, int threads);
 
-// out (B, T, hidden) = the layer of x; its keys and values are written where `batch` says, its queries, after RoPE, to
-// queries (B, heads, T, d).
-void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *kv, const float *x, float *out,
-                     float *queries, int threads);
+// x (B, T, hidden) becomes the layers' output; their keys and values are written where `batch` says. For each layer,
+// queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. logits: null, or (B, T, vocabulary),
+// of the last of a sequence's T rows alone where `last`.
+void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
+                     float *const *hidden, float *logits, int last, int threads);
 }

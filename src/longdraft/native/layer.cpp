@@ -1,4 +1,5 @@
-// A decoder layer of the Llama kind in one call: norm, attention with RoPE and KV, norm, gated MLP, both added to x.
+// Decoder layers of the Llama kind in one call: norm, attention with RoPE and KV, norm, gated MLP, both added to x. And the
+// head behind them.
 //
 // With few rows a layer's products take some tenths of a millisecond, and what stands between them in Python as much.
 #include "kernels.h"
@@ -59,59 +60,85 @@ Matrix into(Matrix m, float *y, bool adds) {
   return m;
 }
 
-}  // namespace
+// Each head's vector of its own, where the layer has norms for them.
+void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float eps) {
+  if (weight) rms_norm(x, vectors, d, weight, eps, x);
+}
 
-void longdraft_layer(const Layer *layer, const Batch *batch, const KeysValues *kv, const float *x, float *out,
-                     float *queries, int threads) {
-  const Layer &l = *layer;
-  const int64_t count = batch->sequences * batch->size, size = batch->size, d = l.d;
+// x becomes the layer's output; its keys and values are those of `layer`.
+void compute(const Layer &l, const Batch &batch, const KeysValues &kv, int64_t layer, float *x, float *kept_queries,
+             int threads) {
+  const int64_t count = batch.sequences * batch.size, size = batch.size, d = l.d;
   const int64_t q_size = l.heads * d, kv_size = l.kv_heads * d;
   static thread_local Scratch scratch;
-  const int64_t sizes[] = {l.hidden, q_size, kv_size, kv_size, q_size, q_size, l.inner, l.inner};
-  float *parts[8];
+  const int64_t sizes[] = {l.hidden, q_size, kv_size, kv_size, q_size, q_size, q_size, l.inner, l.inner};
+  float *parts[9];
   int64_t total = 0;
   for (int64_t n : sizes) total += Scratch::whole_lines(count * n);
   parts[0] = scratch.of(total);
-  for (int i = 1; i < 8; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(count * sizes[i - 1]);
-  const auto [normed, q, k, v, folded, attended, gate, up] = parts;
+  for (int i = 1; i < 9; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(count * sizes[i - 1]);
+  const auto [normed, q, k, v, turned, folded, attended, gate, up] = parts;
+  float *queries = kept_queries ? kept_queries : turned;
 
   rms_norm(x, count, l.hidden, l.norm, l.eps, normed);
   const Matrix inputs[] = {into(l.q, q, false), into(l.k, k, false), into(l.v, v, false)};
   longdraft_linear(normed, count, l.hidden, inputs, 3, threads);
+  norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps);
+  norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps);
 
-  for (int64_t b = 0; b < batch->sequences; b++) {
+  for (int64_t b = 0; b < batch.sequences; b++) {
     for (int64_t t = 0; t < size; t++) {
-      const int64_t row = b * size + t, place = batch->first[b] + t;
-      const float *cos = batch->cos + row * d, *sin = batch->sin + row * d;
+      const int64_t row = b * size + t, place = batch.first[b] + t;
+      const float *cos = batch.cos + row * d, *sin = batch.sin + row * d;
       for (int64_t h = 0; h < l.heads; h++) {
         turn(q + row * q_size + h * d, cos, sin, d, queries + ((b * l.heads + h) * size + t) * d, 1);
       }
       for (int64_t h = 0; h < l.kv_heads; h++) {
         turn(k + row * kv_size + h * d, cos, sin, d, folded, 1);  // not yet in use
-        write_row(*kv, batch->slots[b], h, place, folded, v + row * kv_size + h * d, d);
+        write_row(kv, layer, batch.slots[b], h, place, folded, v + row * kv_size + h * d, d);
       }
     }
   }
 
-  for (int64_t b = 0; b < batch->sequences; b++) {
-    const std::uint8_t *mask = batch->masks ? batch->masks + b * size * batch->width : nullptr;
-    longdraft_attend(queries + b * q_size * size, kv, batch->slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
-                     batch->ends[b], mask, size, batch->width, l.scale, folded, threads);
+  for (int64_t b = 0; b < batch.sequences; b++) {
+    const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
+    longdraft_attend(queries + b * q_size * size, &kv, layer, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
+                     batch.ends[b], mask, size, batch.width, l.scale, folded, threads);
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
         std::copy_n(folded + (h * size + t) * d, d, attended + (b * size + t) * q_size + h * d);
       }
     }
   }
-
-  std::copy_n(x, count * l.hidden, out);
-  const Matrix output = into(l.o, out, true);
+  const Matrix output = into(l.o, x, true);
   longdraft_linear(attended, count, q_size, &output, 1, threads);
 
-  rms_norm(out, count, l.hidden, l.second_norm, l.second_eps, normed);
+  rms_norm(x, count, l.hidden, l.second_norm, l.second_eps, normed);
   const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
   longdraft_linear(normed, count, l.hidden, wide, 2, threads);
   gated(gate, up, count, l.inner, threads);
-  const Matrix back = into(l.down, out, true);
+  const Matrix back = into(l.down, x, true);
   longdraft_linear(gate, count, l.inner, &back, 1, threads);
+}
+
+}  // namespace
+
+void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
+                     float *const *hidden, float *logits, int last, int threads) {
+  const int64_t size = stack->layers[0]->hidden, count = batch->sequences * batch->size;
+  Team::with(threads, [=] {
+    for (int64_t i = 0; i < stack->count; i++) {
+      compute(*stack->layers[i], *batch, *kv, i, x, queries[i], threads);
+      if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
+    }
+    if (!logits) return;
+    const int64_t step = last ? batch->size : 1, rows = count / step;
+    static thread_local Scratch scratch;
+    float *normed = scratch.of(rows * size);
+    for (int64_t r = 0; r < rows; r++) {
+      rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size);
+    }
+    const Matrix head = into(stack->head, logits, false);
+    longdraft_linear(normed, rows, size, &head, 1, threads);
+  });
 }

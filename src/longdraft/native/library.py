@@ -7,23 +7,23 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from longdraft.native.build import LEVELS, levels, shared_object
+from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
-from longdraft.native.structures import DecoderLayer, KeysValues, Long, Matrix, Pointer, Rows, Weights
+from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_NATIVE"
-# Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
-_TAKEN = ("x86-64-v4", "x86-64-v3")
 # Head sizes are whole vectors.
 HEAD_UNIT = 16
 
@@ -45,15 +45,15 @@ class Kernels:
         self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
         self._unpack = library.longdraft_unpack
         self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
-        self._layer, self._chunk = library.longdraft_layer, library.longdraft_attend_chunk
-        for function in (self._linear, self._attend, self._layer, self._chunk):
+        self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
+        for function in (self._linear, self._attend, self._stack, self._chunk):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
-        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
-        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
+        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long, Long), (ctypes.c_float, Pointer, ctypes.c_int)
+        # q; keys and values, their layer and slot; heads, rows, d, n; mask, its shape; scale; out; threads
         self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
         self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
-        self._layer.argtypes = [Pointer] * 6 + [ctypes.c_int]
+        self._stack.argtypes = [Pointer] * 7 + [ctypes.c_int] * 2
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
         """x (..., in) times several matrices (out, in), with their biases, in one go -> each (..., out)."""
@@ -95,7 +95,7 @@ class Kernels:
             tree = tree.contiguous()
             mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
         self._attend(
-            *(q.data_ptr(), KeysValues.of(k[None], v[None]), 0),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0, 0),
             *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
@@ -113,29 +113,61 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         self._chunk(
-            *(q.data_ptr(), KeysValues.of(k[None], v[None]), 0),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0, 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
-    def layer(
-        self, layer: DecoderLayer, rows: Rows, keys: KeptRows, values: KeptRows, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole decoder layer; writes the rows' keys and values.
+    def stack(
+        self,
+        stack: DecoderStack,
+        rows: Rows,
+        keys: KeptRows,
+        values: KeptRows,
+        x: torch.Tensor,
+        *,
+        queries: Collection[int] = (),
+        hidden: Collection[int] = (),
+        logits: Literal["all", "last", "none"] = "none",
+    ) -> StackOutput:
+        """Decoder layers; writes the rows' keys and values.
 
         Args:
-            keys, values: (slots, kv_heads, capacity, d).
-            x: (B, T, hidden).
-
-        Returns:
-            Hidden states like x; queries (B, heads, T, d) after RoPE.
+            keys, values: (layers, slots, kv_heads, capacity, d).
+            x: (B, T, hidden), which becomes the last layer's output.
+            queries, hidden: indices of layers whose queries and outputs to keep.
+            logits: which rows' to compute.
         """
-        x = x.contiguous()
-        out, queries = torch.empty_like(x), torch.empty(rows.sequences, layer.heads, rows.size, layer.d)
+        batch, size, _ = x.shape
+        out = StackOutput()
+        out.queries = {i: torch.empty(batch, stack.layers[i].heads, size, stack.layers[i].d) for i in queries}
+        out.hidden = {i: torch.empty_like(x) for i in hidden}
+        if logits != "none":
+            out.logits = torch.empty(batch, size if logits == "all" else 1, stack.vocabulary)
+        kept = [(Pointer * len(stack.layers))() for _ in range(2)]
+        for places, tensors in zip(kept, (out.queries, out.hidden), strict=True):
+            for i, tensor in tensors.items():
+                places[i] = tensor.data_ptr()
         kv = KeysValues.of(keys, values)
-        structures = (ctypes.addressof(layer.struct), ctypes.addressof(rows.struct), ctypes.addressof(kv))
-        self._layer(*structures, x.data_ptr(), out.data_ptr(), queries.data_ptr(), torch.get_num_threads())
-        return out, queries
+        structures = (ctypes.addressof(s) for s in (stack.struct, rows.struct, kv))
+        arrays = (ctypes.addressof(places) for places in kept)
+        found = None if out.logits is None else out.logits.data_ptr()
+        self._stack(*structures, x.data_ptr(), *arrays, found, int(logits == "last"), torch.get_num_threads())
+        return out
+
+
+@dataclass
+class StackOutput:
+    """What a stack brings back besides its last layer's output.
+
+    Attributes:
+        logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last rows, or None.
+        queries: layer -> (B, heads, T, d) after RoPE. hidden: layer -> (B, T, hidden).
+    """
+
+    logits: torch.Tensor | None = None
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:
@@ -208,11 +240,11 @@ def _level() -> str:
     except OSError as error:
         raise _NotForThis(str(error)) from None
     wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
-    if wanted in LEVELS:
+    if wanted in LEVELS["x86_64"]:
         if wanted not in found:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
-    taken = [level for level in found if level in _TAKEN]
+    taken = [level for level in found if level not in ON_REQUEST]
     if not taken:
         raise _NotForThis("the processor has no AVX2")
     return taken[0]

@@ -15,6 +15,7 @@ using std::int64_t;
 namespace {
 
 constexpr int64_t SHARE = 24;  // outputs that a thread takes at a time: whole tiles of every shape
+constexpr int64_t AHEAD = 4096;  // bytes by which stored weights are fetched before they are wanted
 constexpr int64_t FEW = 8;     // rows up to which stored weights are unpacked in registers, for each group of rows anew
 
 struct Rows {
@@ -28,15 +29,19 @@ struct Fetch {
   int64_t from, step;
 };
 
+// The sums of N vectors, one after the other.
+template <int N>
+[[gnu::always_inline]] inline void add_up(const vec *acc, float *found) {
+  store(found, sums<std::min(N, LANES)>(acc));
+  if constexpr (N > LANES) add_up<N - LANES>(acc + LANES, found + LANES);
+}
+
 // Adds up the lanes of a tile's sums, and writes them.
 template <int R, int O>
-inline void finish(const vec *acc, const Matrix &m, int64_t row, int64_t out) {
+[[gnu::always_inline]] inline void finish(const vec *acc, const Matrix &m, int64_t row, int64_t out) {
   constexpr int N = R * O;
   float found[(N + LANES - 1) / LANES * LANES];
-  store(found, sums<std::min(N, LANES)>(acc));
-  if constexpr (N > LANES) store(found + LANES, sums<std::clamp(N - LANES, 1, LANES)>(acc + LANES));
-  if constexpr (N > 2 * LANES) store(found + 2 * LANES, sums<std::clamp(N - 2 * LANES, 1, LANES)>(acc + 2 * LANES));
-  static_assert(N <= 3 * LANES);
+  add_up<N>(acc, found);
   float *y = m.y + row * m.outs + out;
   UNROLLED for (int r = 0; r < R; r++) {
     UNROLLED for (int o = 0; o < O; o++) {
@@ -81,8 +86,11 @@ template <typename F, int R, int O>
 inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
   const float *x = in.x + row * in.x_row;
   const byte *w = static_cast<const byte *>(m.w) + out * m.w_row;
+  const byte *next = w + AHEAD;
   vec acc[R * O] = {};
-  for (int64_t i = 0; i < in.size; i += F::WEIGHTS, w += F::BYTES) {
+  for (int64_t i = 0; i < in.size; i += F::WEIGHTS, w += F::BYTES, next += O * F::BYTES) {
+    // A tile's rows lie one behind the other.
+    UNROLLED for (int line = 0; line < O * F::BYTES; line += 64) __builtin_prefetch(next + line);
     for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, x += PIECE) {
       typename F::Scale scales[O];
       UNROLLED for (int o = 0; o < O; o++) scales[o] = F::scale(w + o * m.w_row, piece);
@@ -145,8 +153,7 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   if constexpr (TILE == 24) {
     if (in.rows <= 3) return outputs<3, 8>(in, m, from, to);
     if (in.rows <= 4) return outputs<4, 6>(in, m, from, to);
-    if (in.rows <= 6 || (in.rows > 8 && in.rows <= 12)) return outputs<6, 4>(in, m, from, to);
-    return outputs<8, 3>(in, m, from, to);
+    return outputs<4, 6>(in, m, from, to);
   } else {
     if (in.rows <= 2) return outputs<2, 6>(in, m, from, to);
     if (in.rows <= 3) return outputs<3, 4>(in, m, from, to);
@@ -159,7 +166,7 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
 // left over of whole tiles is unpacked too.
 template <typename F>
 void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int NARROW = 3, WIDE = TILE == 24 ? 3 : 1;
+  constexpr int NARROW = 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;  // what unpacking leaves registers for
   if (in.rows <= NARROW) {
     for (; from + 4 <= to; from += 4) stored_tile_of<F, NARROW, 4, 1>(in.rows, in, m, from);
   } else if (in.rows <= FEW) {

@@ -34,6 +34,17 @@ static inline ivec signed_bytes(const byte *p) {
 static inline ivec shorts(const byte *p) {
   return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 }
+#elif defined(__aarch64__)
+static inline uint8x8_t four(const byte *p) {
+  std::uint32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return vcreate_u8(bytes);
+}
+static inline ivec unsigned_bytes(const byte *p) { return (ivec)vmovl_u16(vget_low_u16(vmovl_u8(four(p)))); }
+static inline ivec signed_bytes(const byte *p) {
+  return (ivec)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four(p)))));
+}
+static inline ivec shorts(const byte *p) { return (ivec)vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))); }
 #else
 template <typename From>
 static inline ivec widened(const byte *p) {
@@ -57,6 +68,10 @@ static inline float half(const byte *p) {
   std::memcpy(&h, p, 2);
 #if defined(__F16C__)
   return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+  __fp16 number;
+  std::memcpy(&number, &h, 2);
+  return number;
 #else
   // Shifted into place, and 2^112 makes up for the other exponent; what has the largest one is infinite or NaN.
   std::uint32_t bits = static_cast<std::uint32_t>(h & 0x7fff) << 13, magic = (254u - 15u) << 23;
@@ -202,6 +217,8 @@ struct Float16 {
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 #elif defined(__F16C__)
     return (vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__aarch64__)
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 #else
     vec x;
     for (int i = 0; i < LANES; i++) x[i] = half(p + 2 * i);

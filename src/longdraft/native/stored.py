@@ -6,17 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# The formats in stored.h's order, counted from 1: the name (GGUF's, or torch's), weights and bytes of a block.
-FORMATS = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "BF16": (32, 64),
-    "F16": (32, 64),
-}
+from longdraft.native.dequantise import FORMATS
 
 
 @dataclass(frozen=True)
@@ -24,7 +14,7 @@ class Stored:
     """A matrix (out, in) whose rows are blocks.
 
     Attributes:
-        data: (out, bytes of a row) uint8 on the CPU, rows contiguous; it may lie in a mapped file.
+        data: (out, bytes of a row) uint8, rows contiguous; it may lie in a mapped file. The kernels take it on the CPU.
         format: one of :data:`FORMATS`.
 
     Raises:
@@ -42,13 +32,27 @@ class Stored:
         if self.data.shape[1] % FORMATS[self.format][1]:
             raise ValueError(f"a row of {self.data.shape[1]} bytes is no whole number of {self.format} blocks")
 
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Stored:
+        """A bfloat16 or float16 matrix as it lies, in-features in multiples of 32."""
+        return cls(weight.detach().view(torch.uint8), "BF16" if weight.dtype == torch.bfloat16 else "F16")
+
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        weights, size = FORMATS[self.format]
+        weights, size, _ = FORMATS[self.format]
         return self.data.shape[0], self.data.shape[1] // size * weights
 
     @property
     def number(self) -> int:
         """Of the format, for the kernels."""
         return 1 + list(FORMATS).index(self.format)
+
+    def rows(self, ids: torch.Tensor) -> Stored:
+        """Some of the rows. ids (n,)."""
+        return Stored(self.data[ids], self.format)
+
+    def floats(self) -> torch.Tensor:
+        """(out, in) float32: what it stands for, by torch's operations."""
+        _, size, unpack = FORMATS[self.format]
+        return unpack(self.data.reshape(-1, size)).view(self.shape)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.native.scaled import FORMATS, Scaled
+from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
 
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
@@ -37,8 +37,8 @@ _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, Pointer) for name in ("norm", "second_norm")),
-        *((name, ctypes.c_float) for name in ("eps", "second_eps", "scale")),
+        *((name, Pointer) for name in ("norm", "second_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_float) for name in ("eps", "second_eps", "q_eps", "k_eps", "scale")),
         *((name, Matrix) for name in _PRODUCTS),
         *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner")),
     ]
@@ -52,34 +52,46 @@ class _Batch(ctypes.Structure):
     ]
 
 
+class _Stack(ctypes.Structure):
+    _fields_ = [
+        *(("layers", ctypes.POINTER(Pointer)), ("count", Long)),
+        *(("norm", Pointer), ("eps", ctypes.c_float), ("head", Matrix)),
+    ]
+
+
 class KeysValues(ctypes.Structure):
     """See kernels.h."""
 
     _fields_ = [
         *((name, Pointer) for name in ("k", "v")),
-        *((name, Long) for name in ("k_slot", "k_head", "k_row", "k_dim", "v_slot", "v_head", "v_row", "format")),
+        *((name, Long) for name in ("k_layer", "v_layer", "k_slot", "k_head", "k_row", "k_dim")),
+        *((name, Long) for name in ("v_slot", "v_head", "v_row", "format")),
         *((name, Pointer) for name in ("k_scale", "v_scale")),
-        *((name, Long) for name in ("scale_slot", "scale_head")),
+        *((name, Long) for name in ("scale_layer", "scale_slot", "scale_head")),
     ]
 
     @classmethod
-    def of(cls, keys: torch.Tensor | Scaled, values: torch.Tensor | Scaled) -> KeysValues:
-        """keys, values: (slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
-        scales: tuple[int | None, int | None, int, int] = (None, None, 0, 0)
+    def of(cls, keys: KeptRows, values: KeptRows) -> KeysValues:
+        """keys, values: (layers, slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
+        scales: tuple[int | None, ...] = (None, None, 0, 0, 0)
         if isinstance(keys, Scaled) and isinstance(values, Scaled):
-            slot, head, _ = keys.scales.stride()
-            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), slot, head)
+            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), *keys.scales.stride()[:3])
             keys, values = keys.numbers, values.numbers
         assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
-        strides = (*keys.stride(), *values.stride()[:3])
-        return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
+        k, v = keys.stride(), values.stride()
+        form = FORMATS.index(keys.dtype)
+        return cls(keys.data_ptr(), values.data_ptr(), k[0], v[0], *k[1:], *v[1:4], form, *scales)
+
+
+# The weight of a norm and its epsilon.
+Norm = tuple[torch.Tensor, float]
 
 
 class DecoderLayer:
     """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP with SiLU.
 
     Args:
-        norms: weight (hidden,) and epsilon of each.
+        norms: of the layer's input and of the MLP's (hidden,); of each head's queries and keys (d,), or None.
         products: q, k, v, o, gate, up and down projection.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
         scale: of the scores.
@@ -87,7 +99,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        norms: Sequence[tuple[torch.Tensor, float]],
+        norms: tuple[Norm, Norm, Norm | None, Norm | None],
         products: Sequence[Weights],
         heads: int,
         kv_heads: int,
@@ -96,11 +108,26 @@ class DecoderLayer:
     ) -> None:
         self.heads, self.d = heads, d
         self._norms, self._products = norms, products  # kept alive: the structure points into them
-        (first, eps), (second, second_eps) = norms
         self.struct = _Layer(
-            first.data_ptr(), second.data_ptr(), eps, second_eps, scale, *map(Matrix.of, products),
-            first.shape[0], heads, kv_heads, d, products[4][0].shape[0],
+            *(None if n is None else n[0].data_ptr() for n in norms), *(0.0 if n is None else n[1] for n in norms),
+            scale, *map(Matrix.of, products), norms[0][0].shape[0], heads, kv_heads, d, products[4][0].shape[0],
         )  # fmt: skip
+
+
+class DecoderStack:
+    """Decoder layers one after the other, and the final norm and head behind them, if any.
+
+    Attributes:
+        vocabulary: rows of the head; 0 without one.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None = None, head: Weights | None = None) -> None:
+        self.layers = layers
+        self.vocabulary = 0 if head is None else head[0].shape[0]
+        places = (Pointer * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+        self._alive = (norm, head, places)
+        weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+        self.struct = _Stack(places, len(layers), weight, eps, Matrix() if head is None else Matrix.of(head))
 
 
 class Rows:

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include <sched.h>
+
 // void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags): libgomp's, which LLVM's and
 // Intel's libraries have too.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -15,7 +17,106 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 // Null: everything runs on the calling thread.
 extern Parallel parallel_entry;
 
-// what(i) for i in [0, items). A thread takes the next item when it has done its last, so none waits for a slow one.
+// What threads do together: each takes a part of the items that are left, fewer and fewer, until there are none. So none waits
+// for a slow one, and threads seldom meet, in the count or in the cache lines that neighbours write to.
+template <typename What>
+struct Work {
+  const What &what;
+  const std::int64_t items, parts;
+  std::atomic<std::int64_t> next{0};
+
+  static void take(void *work) {
+    Work &own = *static_cast<Work *>(work);
+    std::int64_t from = own.next.load(std::memory_order_relaxed);
+    while (from < own.items) {
+      const std::int64_t to = from + std::max<std::int64_t>(1, (own.items - from) / own.parts);
+      if (!own.next.compare_exchange_weak(from, to, std::memory_order_relaxed)) continue;
+      for (std::int64_t i = from; i < to; i++) own.what(i);
+      from = own.next.load(std::memory_order_relaxed);
+    }
+  }
+};
+
+// Threads that stay together for many short works, one after the other: calling them up for each takes longer than the work.
+// The leader never waits for one that has not joined a work, so a thread that the system keeps from running holds up nothing.
+class Team {
+ public:
+  // The one that this thread leads.
+  static inline thread_local Team *led = nullptr;
+
+  // what() on this thread, with the others at hand for every share_out() inside.
+  template <typename What>
+  static void with(int threads, const What &what) {
+    if (threads <= 1 || !parallel_entry || led) return what();
+    struct Start {
+      const What &what;
+      Team team;
+    } start{what, {}};
+    led = &start.team;
+    parallel_entry(
+        [](void *data) {
+          Start &own = *static_cast<Start *>(data);
+          if (led != &own.team) return own.team.follow();
+          own.what();
+          own.team.over_.store(true, std::memory_order_release);
+        },
+        &start, static_cast<unsigned>(threads), 0);
+    led = nullptr;
+  }
+
+  // take(work), here and by whoever joins.
+  void run(void (*take)(void *), void *work) {
+    take_ = take;
+    work_ = work;
+    const std::uint64_t number = state_.load(std::memory_order_relaxed) / NUMBER + 1;
+    state_.store(number * NUMBER + OPEN, std::memory_order_release);
+    take(work);
+    state_.fetch_sub(OPEN, std::memory_order_acq_rel);
+    for (Pause pause; state_.load(std::memory_order_acquire) % OPEN;) pause();
+  }
+
+ private:
+  // The state: how many have joined the work, whether more may, and its number.
+  static constexpr std::uint64_t OPEN = 1 << 16, NUMBER = 2 * OPEN;
+
+  class Pause {
+   public:
+    void operator()() {
+      if (++count_ > 2000) {
+        sched_yield();
+        return;
+      }
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    }
+
+   private:
+    int count_ = 0;
+  };
+
+  void follow() {
+    std::uint64_t last = 0;
+    for (Pause pause; !over_.load(std::memory_order_acquire); pause()) {
+      std::uint64_t state = state_.load(std::memory_order_acquire);
+      if (!(state & OPEN) || state / NUMBER == last) continue;
+      if (!state_.compare_exchange_strong(state, state + 1, std::memory_order_acq_rel)) continue;
+      last = state / NUMBER;
+      take_(work_);
+      state_.fetch_sub(1, std::memory_order_release);
+      pause = {};
+    }
+  }
+
+  std::atomic<std::uint64_t> state_{0};
+  std::atomic<bool> over_{false};
+  void (*take_)(void *) = nullptr;
+  void *work_ = nullptr;
+};
+
+// what(i) for i in [0, items), by several threads.
 template <typename What>
 inline void share_out(int threads, std::int64_t items, const What &what) {
   threads = static_cast<int>(std::min<std::int64_t>(threads, items));
@@ -23,14 +124,7 @@ inline void share_out(int threads, std::int64_t items, const What &what) {
     for (std::int64_t i = 0; i < items; i++) what(i);
     return;
   }
-  struct Work {
-    const What &what;
-    const std::int64_t items;
-    std::atomic<std::int64_t> next;
-  } work{what, items, {0}};
-  const auto run = [](void *data) {
-    Work &own = *static_cast<Work *>(data);
-    for (std::int64_t i; (i = own.next.fetch_add(1, std::memory_order_relaxed)) < own.items;) own.what(i);
-  };
-  parallel_entry(run, &work, static_cast<unsigned>(threads), 0);
+  Work<What> work{what, items, 2 * threads};
+  if (Team::led) return Team::led->run(Work<What>::take, &work);
+  parallel_entry(Work<What>::take, &work, static_cast<unsigned>(threads), 0);
 }

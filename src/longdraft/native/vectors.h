@@ -1,4 +1,4 @@
-// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX, else 4.
+// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX, else 4 (SSE, NEON).
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,8 @@
 #include <utility>
 #if defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -16,6 +18,9 @@ constexpr int TILE = 24;  // sums that stay in registers, beside what they are m
 #elif defined(__AVX__)
 constexpr int LANES = 8;
 constexpr int TILE = 12;
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int TILE = 24;
 #else
 constexpr int LANES = 4;
 constexpr int TILE = 12;
@@ -69,16 +74,19 @@ static inline vec load_some(const float *p, std::int64_t n) {
 
 static inline void store_some(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
 
-static inline vec every(float x) { return vec{} + x; }
+// x - 0 is x for every x, so nothing is computed; 0 + x is another number for -0.
+static inline vec every(float x) { return x - vec{}; }
 
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 
 // a * b + c, rounded once where the processor can, and in the same way for one number as for many. Compilers are told to
 // fuse nothing by themselves (-ffp-contract=off): they would here and not there, and a row's sum would depend on which
 // tile it is in.
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__aarch64__)
 static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+static inline vec fused(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#elif defined(__AVX512F__)
 static inline vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
 static inline vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }

@@ -23,6 +23,7 @@ from longdraft import native
 from longdraft.errors import MemoryBudgetError
 from longdraft.folders import cache_folder
 from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import is_stored
 from longdraft.kv.store import KVStore
 from longdraft.planning.machine import device_name
 from longdraft.trees.tree import TokenTree
@@ -236,6 +237,7 @@ def _key(runner: TargetRunner) -> dict[str, object]:
         "format": _FORMAT,
         "target": runner.fingerprint,
         "kv": str(runner.kv_shape.dtype),
+        "weights": "stored" if is_stored(runner.model) else "floats",
         "attention": str(runner.attention_path),
         "kernels": native.missing() or "ours",
         "device": device_name(runner.device),

@@ -1,0 +1,262 @@
+"""A model whose weights stay as they are stored: linear layers and the embedding keep the bytes of the file.
+
+They compute in float32 what the unpacked weights would give, to the bit: a few rows by our kernels, which unpack in
+registers; many by torch's product with a matrix that is unpacked for it. The model is transformers' own otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.few_rows import MOST, in_halves
+from longdraft.native import Kernels, Stored, kernels
+
+# What a model carries the file under that its weights are mapped from.
+_FILE = "_longdraft_mapped"
+
+
+class StoredLinear(nn.Module):
+    """``nn.Linear`` of stored weights, frozen.
+
+    Args:
+        stored: (out, in). bias: (out,) float.
+
+    Attributes:
+        weight: (out, in) float32, unpacked whenever it is asked for.
+    """
+
+    data: torch.Tensor
+
+    def __init__(self, stored: Stored, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = stored.shape
+        self.format = stored.format
+        self.register_buffer("data", stored.data, persistent=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.data, self.format)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return unpacked(self.stored)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in) -> (..., out), in x's dtype."""
+        own = _kernels_for(x)
+        if own is not None and x.numel() <= MOST * x.shape[-1]:
+            return own.linear(x, [(self.stored, self.bias)])[0]
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+
+class StoredEmbedding(nn.Module):
+    """``nn.Embedding`` of stored weights, frozen.
+
+    Args:
+        stored: (tokens, size).
+
+    Attributes:
+        weight: (tokens, size) float32, unpacked whenever it is asked for.
+    """
+
+    data: torch.Tensor
+    like: torch.Tensor
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = stored.shape
+        self.format = stored.format
+        self.register_buffer("data", stored.data, persistent=False)
+        # Of the dtype that the model was cast to, which is what comes out.
+        self.register_buffer("like", torch.empty(0), persistent=False)
+
+    @property
+    def table(self) -> Stored:
+        return Stored(self.data, self.format)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return unpacked(self.table)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (...) -> (..., size)."""
+        rows = unpacked(self.table.rows(ids.flatten()))
+        return rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight
+
+
+def unpacked(stored: Stored) -> torch.Tensor:
+    """(out, in) float32."""
+    own = kernels() if stored.data.device.type == "cpu" else None
+    return stored.floats() if own is None else own.unpack(stored)
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether a module has weights of its own."""
+    return isinstance(module, StoredLinear | StoredEmbedding) or any(True for _ in module.parameters(recurse=False))
+
+
+def weight_place(module: nn.Module) -> torch.Tensor:
+    """The tensor in memory that a layer's or an embedding's weights are: to see where it lies, not what it says."""
+    found = module.data if isinstance(module, StoredLinear | StoredEmbedding) else module.weight
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def weight_shape(module: nn.Module) -> tuple[int, int]:
+    """(out, in) of a layer, (tokens, size) of an embedding."""
+    if isinstance(module, StoredLinear | StoredEmbedding):
+        return _matrix(module).shape
+    rows, size = weight_place(module).shape
+    return rows, size
+
+
+def _matrix(module: StoredLinear | StoredEmbedding) -> Stored:
+    return module.stored if isinstance(module, StoredLinear) else module.table
+
+
+def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
+    """Some of a module's first weights, evenly spread, the same however they are stored."""
+    if not isinstance(module, StoredLinear | StoredEmbedding):
+        flat = next(module.parameters(recurse=False)).detach().flatten()
+        return flat[:: max(1, flat.numel() // most)]
+    matrix = _matrix(module)
+    rows, size = matrix.shape
+    places = torch.arange(0, rows * size, max(1, rows * size // most), device=module.data.device)
+    return unpacked(matrix.rows(places // size))[torch.arange(len(places)), places % size]
+
+
+def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a model compute in float32 while its matrices in bfloat16 or float16, if it has any, stay as they are."""
+    known: dict[int, Stored] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) not in (nn.Linear, nn.Embedding) or not in_halves(child.weight):
+                continue
+            stored = known.setdefault(child.weight.data_ptr(), Stored.of(child.weight))
+            if isinstance(child, nn.Linear):
+                bias = None if child.bias is None else child.bias.detach().float()
+                setattr(parent, name, StoredLinear(stored, bias))
+            else:
+                setattr(parent, name, StoredEmbedding(stored))
+    model.float()
+    model.config.dtype = torch.float32
+    return mark(model) if known else model
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same weights, all unpacked."""
+    with without_memory():
+        made = type(model)(copy.deepcopy(model.config))
+    made.load_state_dict(model.state_dict(), assign=True)
+    made.tie_weights()
+    made.generation_config = copy.deepcopy(model.generation_config)
+    return made.requires_grad_(False).train(model.training)
+
+
+def mark(model: PreTrainedModel, file: Path | None = None) -> PreTrainedModel:
+    """Says of a model that its weights are stored ones: it refuses to be saved.
+
+    Args:
+        file: that they are mapped from; see :func:`check_unchanged`.
+    """
+    vars(model)["save_pretrained"] = _not_saved
+    if file is not None:
+        vars(model)[_FILE] = _Mapped(file)
+    return model
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Whether some of its weights stay as they are stored."""
+    return any(isinstance(m, StoredLinear | StoredEmbedding) for m in model.modules())
+
+
+def check_unchanged(model: nn.Module) -> None:
+    """Refuses a model whose file was written to since it was mapped.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    if (mapped := vars(model).get(_FILE)) is not None:
+        mapped.check()
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Parameters of modules that this thread makes inside have no values; buffers have theirs."""
+    register, own = nn.Module.register_parameter, threading.get_ident()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # One that is tied to another is on its second way here.
+        if parameter is not None and threading.get_ident() == own and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Mapped:
+    """A file that weights are mapped from. It stays open: one that is renamed over it changes nothing."""
+
+    def __init__(self, file: Path) -> None:
+        self._path = file
+        self._open = file.open("rb")
+        self._was = self._look()
+
+    def check(self) -> None:
+        if self._look() != self._was:
+            raise CheckpointError(
+                f"{self._path} was written to while its weights were in use: load the model again. (To replace a file "
+                "that is in use, write another and rename it.)"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mapped:
+        return self  # a copy of the model reads the same file
+
+    def _look(self) -> tuple[int, int]:
+        stat = os.fstat(self._open.fileno())
+        return stat.st_size, stat.st_mtime_ns
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # it could not be opened, or the interpreter is ending
+            self._open.close()
+
+
+def _kernels_for(x: torch.Tensor) -> Kernels | None:
+    return kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
+
+
+def _not_saved(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise CapabilityError(
+        "This model's weights stay as they are stored in its file, so it cannot be saved: load it with "
+        'weights="float32" (--weights float32) and save that, or copy the file.'
+    )

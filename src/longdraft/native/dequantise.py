@@ -1,0 +1,80 @@
+"""What stored blocks stand for, in torch's own operations: where no kernel serves, and what kernels are compared with.
+
+Each takes blocks (n, bytes) and gives floats (n, weights of a block), rounded as gguf's own dequantisation rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    """(n, 2) bytes -> (n, 1) floats."""
+    return x.contiguous().view(torch.float16).float()
+
+
+def _nibbles(x: torch.Tensor) -> torch.Tensor:
+    """(n, 16) bytes -> (n, 32): the low halves, then the high ones."""
+    return torch.cat([x & 15, x >> 4], dim=-1).float()
+
+
+def _q4_0(x: torch.Tensor) -> torch.Tensor:
+    return _half(x[:, :2]) * (_nibbles(x[:, 2:]) - 8)
+
+
+def _q4_1(x: torch.Tensor) -> torch.Tensor:
+    return _half(x[:, :2]) * _nibbles(x[:, 4:]) + _half(x[:, 2:4])
+
+
+def _q8_0(x: torch.Tensor) -> torch.Tensor:
+    return _half(x[:, :2]) * x[:, 2:].contiguous().view(torch.int8).float()
+
+
+def _sixes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and least value of the eight pieces of a K block, (n, 8, 1) each, from its first 16 bytes."""
+    low, middle, high = x[:, 4:8], x[:, 8:12], x[:, 12:16]
+    scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1).float()
+    least = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1).float()
+    return (_half(x[:, :2]) * scales)[..., None], (_half(x[:, 2:4]) * least)[..., None]
+
+
+def _q4_k(x: torch.Tensor) -> torch.Tensor:
+    scale, least = _sixes(x)
+    q = x[:, 16:].view(-1, 4, 1, 32) >> torch.tensor([0, 4], dtype=torch.uint8, device=x.device)[:, None] & 15
+    return (scale * q.reshape(-1, 8, 32).float() - least).flatten(1)
+
+
+def _q5_k(x: torch.Tensor) -> torch.Tensor:
+    scale, least = _sixes(x)
+    fifth = x[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8, device=x.device)[:, None] & 1
+    q = x[:, 48:].view(-1, 4, 1, 32) >> torch.tensor([0, 4], dtype=torch.uint8, device=x.device)[:, None] & 15
+    return (scale * (q.reshape(-1, 8, 32) | fifth << 4).float() - least).flatten(1)
+
+
+def _q6_k(x: torch.Tensor) -> torch.Tensor:
+    turns = torch.tensor([0, 4], dtype=torch.uint8, device=x.device)[:, None, None]
+    low = x[:, :128].view(-1, 2, 1, 2, 32) >> turns & 15
+    pairs = torch.arange(0, 8, 2, dtype=torch.uint8, device=x.device)[:, None]
+    high = x[:, 128:192].view(-1, 2, 1, 32) >> pairs & 3
+    q = (low.reshape(-1, 2, 4, 32) | high << 4).float() - 32
+    scale = _half(x[:, 208:]) * x[:, 192:208].contiguous().view(torch.int8).float()
+    return (q.reshape(-1, 16, 16) * scale[..., None]).flatten(1)
+
+
+def _bfloat16(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.bfloat16).float()
+
+
+# Name of the format (GGUF's, or torch's): weights and bytes of a block, and what unpacks it; in stored.h's order.
+FORMATS: dict[str, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "Q4_0": (32, 18, _q4_0),
+    "Q4_1": (32, 20, _q4_1),
+    "Q8_0": (32, 34, _q8_0),
+    "Q4_K": (256, 144, _q4_k),
+    "Q5_K": (256, 176, _q5_k),
+    "Q6_K": (256, 210, _q6_k),
+    "BF16": (32, 64, _bfloat16),
+    "F16": (32, 64, _half),
+}

@@ -1,0 +1,92 @@
+"""GGUF files of tiny models, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tests.tiny import Family, tiny_model
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+    "model.layers": "blk",
+}
+
+
+def write_gguf(
+    file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True
+) -> PreTrainedModel:
+    """A whole model of some 100 kB, and a byte tokenizer with two merges.
+
+    Args:
+        kind: of the layers' matrices. words: of the embedding and the head.
+
+    Returns:
+        The model of the weights that the file stands for.
+    """
+    import gguf
+
+    model = tiny_model(family, rms_norm_eps=1e-5, layers=2, heads=4, kv_heads=2, hidden=64, vocab=64, tie=tie)
+    config = model.config
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
+    tokens += [f"<spare{i}>" for i in range(64 - len(tokens))]
+    architecture = "llama" if family == "mistral" else family
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("mistral" if family == "mistral" else "Some Training Run")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(1e4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["h e", "t he"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    for name, weight in model.named_parameters():
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        if weight.dim() == 1:
+            writer.add_tensor(name, weight.detach().numpy())
+            continue
+        chosen = gguf.GGMLQuantizationType[kind if "blk" in name else words]
+        data = gguf.quantize(weight.detach().numpy(), chosen)
+        weight.data = torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32))
+        if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
+            heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
+            data = np.ascontiguousarray(data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2)).reshape(data.shape)
+        writer.add_tensor(name, data, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def ids(rows: int = 20) -> torch.Tensor:
+    return torch.arange(1, rows + 1)[None]
