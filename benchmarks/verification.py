@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import longdraft
 from longdraft import native
@@ -39,6 +40,12 @@ def bandwidth() -> float:
         numbers.sum()
         seconds.append(time.perf_counter() - start)
     return numbers.numel() * 4 / median(seconds)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What of a model's weights a plain step reads: each of its tensors once."""
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.itemsize for t in tensors.values())
 
 
 def table_of(model: Any, lengths: list[int], rows: list[int], ours: bool) -> CostTable:
@@ -61,7 +68,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     console = Console()
     model = longdraft.load(args.model, dtype="float32", device="cpu").model
-    weights = sum(p.numel() * p.itemsize for p in {p.data_ptr(): p for p in model.parameters()}.values())
+    weights = weight_bytes(model)
     per_token = TargetRunner(model).kv_shape.bytes_per_token
     kinds = [("without", False)] if native.kernels() is None else [("kernels", True), ("without", False)]
     speeds = [bandwidth()]

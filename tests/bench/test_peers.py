@@ -1,23 +1,19 @@
-"""What we are measured against: transformers' own ways of drafting, and llama.cpp by a stand-in."""
+"""What we are measured against: transformers' own ways of drafting."""
 
 from __future__ import annotations
-
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 
 from longdraft import LoadedModel, Sampling
-from longdraft.bench import llama_peer, report
+from longdraft.bench import report
 from longdraft.bench.assistant import WideHead, assistant
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.hf import AssistantModel, PromptLookup
-from longdraft.bench.llama_peer import LlamaCpp
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.run import Bench, Settings, grid, prepare
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CapabilityError
 from longdraft.host.runner import TargetRunner
 from tests.drafters.test_small_lm_draft import KEPT, trained
 from tests.drafts import small_lm
@@ -31,9 +27,9 @@ def loaded():
     return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
 
 
-def measured(loaded, **wanted):
+def measured(loaded, unpacked=None, **wanted):
     settings = Settings(**({"max_tokens": 16, "repeats": 2} | wanted))
-    bench = Bench(loaded, settings)
+    bench = Bench(loaded, settings, unpacked=unpacked)
     groups, _ = grid(prepare(SAMPLES, loaded, settings), settings)
     return bench, [bench.measure(group) for group in groups]
 
@@ -51,7 +47,23 @@ def test_generate_drafts_as_well_and_agrees_with_ar(loaded, tmp_path, sampling):
         assert row["tokens_per_second"] > 0
         assert row["speedup_vs_hf"] > 0
     assert [d.dataset for d in found] == ["a", "a"]
-    assert bench.notes == {}
+    assert set(bench.notes.values()) == {"float32 weights"}
+
+
+def test_generate_can_have_a_model_of_its_own(loaded):
+    """As it must where ours holds weights as a file stores them: it is read once, and only for those who run on it."""
+    reads = []
+
+    def unpacked():
+        reads.append(1)
+        return LoadedModel(tiny_model(context=512, layers=2, seed=7).to(torch.bfloat16), loaded.tokenizer)
+
+    bench, found = measured(loaded, unpacked, methods=("hf", "hf-prompt-lookup"), max_tokens=8)
+    assert bench.notes == {"ar": "float32 weights", "hf": "bfloat16 weights", "hf-prompt-lookup": "bfloat16 weights"}
+    assert len(reads) == 1
+    assert found[0].rounds["hf"][0].tokens != found[0].rounds["ar"][0].tokens
+    Bench(loaded, Settings(methods=("ar",)), unpacked=unpacked)
+    assert len(reads) == 1
 
 
 def test_drawn_tokens_are_not_compared(loaded):
@@ -134,81 +146,6 @@ def test_settings_of_peers_that_make_no_sense(tmp_path):
         Settings(methods=("hf", "hf-prompt-lookup", "hf-assisted"), batches=(1, 2))
     with pytest.raises(ValueError, match="--assistant is for hf-assisted"):
         Settings(methods=("hf",), sources=Sources(assistant="x"))
+    with pytest.raises(ValueError, match="--gguf is for llama-cpp, openvino, openvino-lookup"):
+        Settings(methods=("hf",), sources=Sources(gguf=tmp_path))
     assert [name for name, peer in PEERS.items() if peer.batched] == ["hf"]
-
-
-class Llama:
-    """What of llama-cpp-python we use: it counts upwards, and keeps what a prompt shares with the last one."""
-
-    def __init__(self, model_path, n_ctx, n_threads, n_threads_batch, n_gpu_layers, verbose):
-        if "broken" in model_path:
-            raise ValueError("bad magic")
-        self.room, self.kept, self.read = n_ctx, [], 0
-        self.metadata = {"general.file_type": "3"}
-
-    def n_vocab(self):
-        return 61
-
-    def set_seed(self, seed):
-        self.seed = seed
-
-    def reset(self):
-        self.kept = []
-
-    def generate(self, tokens, temp, top_k, top_p, min_p, repeat_penalty):
-        assert (temp, top_k, top_p, min_p, repeat_penalty) == (0.0, 0, 1.0, 0.0, 1.0)
-        self.read += 0 if self.kept == tokens else len(tokens)
-        self.kept = tokens
-        token = tokens[-1]
-        while True:
-            assert len(tokens) < self.room
-            token = (token + 1) % 61
-            yield token
-
-
-@pytest.fixture
-def llama(monkeypatch, tmp_path):
-    module = ModuleType("llama_cpp")
-    module.Llama = Llama
-    monkeypatch.setitem(sys.modules, "llama_cpp", module)
-    file = tmp_path / "tiny.gguf"
-    file.write_bytes(b"GGUF and so on")
-    return file
-
-
-def test_llama_cpp_beside_the_others(loaded, llama):
-    bench, found = measured(loaded, methods=("hf", "llama-cpp"), sources=Sources(llama_cpp_model=llama))
-    rows = report.document(bench.names, found, bench.notes)["rows"]
-    row = rows[-1]
-    assert (row["method"], row["mismatches"], row["mean_accepted_length"]) == ("llama-cpp", None, 1.0)
-    assert row["tokens_per_second"] > 0
-    assert "Q4_1" in bench.notes["llama-cpp"] and "tiny.gguf" in bench.notes["llama-cpp"]
-
-
-def test_llama_cpp_reads_a_prompt_once_and_ends_where_it_should(loaded, llama):
-    peer = LlamaCpp(llama, 61, torch.device("cpu"))
-    cold = peer.cold(job([3, 4, 5]))
-    assert cold.tokens == (tuple(range(6, 23)),)
-    assert peer.warm(job([3, 4, 5])).tokens == cold.tokens
-    assert peer._model.read == 3
-    ended = peer.warm(Job(((3, 4, 5),), 17, Sampling(), 0, frozenset({8})))
-    assert (ended.tokens, ended.rounds) == (((6, 7, 8),), (2,))
-    long = peer.cold(job([1] * 600))
-    assert len(long.tokens[0]) == 17
-
-
-def test_llama_cpp_that_cannot_be_used(llama, tmp_path, monkeypatch):
-    with pytest.raises(CapabilityError, match="61 tokens and the model 60"):
-        LlamaCpp(llama, 60, torch.device("cpu"))
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="bad magic"):
-        LlamaCpp(broken, 61, torch.device("cpu"))
-    text = tmp_path / "text.gguf"
-    text.write_text("no")
-    with pytest.raises(CheckpointError, match="not a GGUF file"):
-        Settings(methods=("llama-cpp",), sources=Sources(llama_cpp_model=text))
-    monkeypatch.delitem(sys.modules, "llama_cpp")
-    monkeypatch.setattr(llama_peer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CapabilityError, match="pip install llama-cpp-python"):
-        Settings(methods=("llama-cpp",))

@@ -8,6 +8,7 @@ import pytest
 
 from longdraft.bench.run import Bench
 from longdraft.bench.tasks import TASKS
+from tests.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -41,6 +42,20 @@ def test_a_grid(bench):
         assert title in ended.out
 
 
+def test_transformers_runs_on_unpacked_weights(shell, tmp_path):
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "tiny.gguf", kind="Q8_0", words="F16")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "the heat of the day " * 3}))
+    model = ("--model", tmp_path / "tiny.gguf", "--weights", "stored")
+    ended = shell("bench", *model, "--data", rows, "-n", 8, "--repeats", 1, "--raw", "--methods", "hf", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out.splitlines()[-1])
+    assert found["notes"] == {"ar": "Q8_0 and F16 weights", "hf": "float32 weights"}
+    assert [row["mismatches"] for row in found["rows"]] == [0, 0]
+    assert "ar: Q8_0 and F16 weights." in ended.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,6 +65,8 @@ def test_a_grid(bench):
         (["--batch", "2", "--methods", "hf-prompt-lookup"], "one prompt at a time"),
         (["--assistant", "x"], "--assistant is for hf-assisted"),
         (["--methods", "llama-cpp"], "pip install llama-cpp-python"),
+        (["--methods", "openvino"], "pip install openvino-genai"),
+        (["--llama-cpp-model", "x"], "--gguf is for llama-cpp"),
         (["--methods", "hf-assisted"], "--assistant DIR"),
         (["--data", "gov_report"], "--data gov_report=FILE"),
         (["--data", "nothing"], "neither a file nor a data set"),

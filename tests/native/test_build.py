@@ -233,7 +233,7 @@ def test_the_kernel_serves_as_many_rows_as_it_is_told(most, rows, ours):
     fast = FewRowsModule(nn.Linear(8, 8))
     fast.most = most
     assert fast.serves(torch.randn(1, rows, 8), torch.float32) == ours
-    assert not fast.serves(torch.randn(1, 1, 8, dtype=torch.float64))
+    assert not fast.serves(torch.randn(1, 1, 8, dtype=torch.float64), torch.float32)
 
 
 @compiles

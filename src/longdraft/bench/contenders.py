@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
+from longdraft.bench import precision
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.session import Generation
 from longdraft.speculator import Speculator
@@ -66,6 +68,26 @@ class Run:
     partial_rounds: int = 0
     partial_tokens: int = 0
     rolled_back: int = 0
+
+    @classmethod
+    def streamed(
+        cls, tokens: tuple[int, ...], job: Job, start: float, times: Sequence[float], counts: Sequence[int]
+    ) -> Run:
+        """A single prompt's, of somebody who says when tokens come.
+
+        Args:
+            times, counts: when each forward's tokens came, and how many; the first is the forward that read the prompt.
+        """
+        first, *later = counts
+        emitted = accumulate(later, initial=first)
+        return cls(
+            (tokens,),
+            times[0] - start,
+            times[-1] - times[0],
+            rounds=(len(later),),
+            early=first - 1,
+            accepted=tuple((n - 1, job.max_tokens - e - 1) for n, e in zip(later, emitted, strict=False)),
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -130,10 +152,8 @@ class Kept:
 class Ours:
     """A method of this package."""
 
-    note = ""
-
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
-        self.name = name
+        self.name, self.note = name, f"{precision.of_model(spec.runner().model)} weights"
         self.spec, self._kept = spec, kept
         kept.feature_layers = kept.feature_layers or spec.feature_layers()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
+from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.host.checkpoints import quiet
 from longdraft.verify.sampling import RecentPenalty
@@ -50,14 +50,13 @@ class Clock(BaseStreamer):
 
 
 class Generate:
-    """``transformers``' own ``generate`` with sdpa attention, on the same model object."""
+    """``transformers``' own ``generate`` with sdpa attention."""
 
     name = "hf"
-    note = ""
     draft: Path | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._model, self.note = model, f"{precision.of_model(model)} weights"
         # Keys and values of the prompts but their last token: views, which the next cache copies when it grows.
         self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -130,17 +129,8 @@ class Assisted(Generate):
 
     def _run(self, job: Job) -> Run:
         out, width, clock = self._generate(job, self._arguments(), **self._options())
-        tokens = _new_tokens(out, width, job)
-        first, *later = clock.counts[1:]
-        emitted = accumulate(later, initial=first)
-        return Run(
-            tokens,
-            clock.first_token_seconds,
-            clock.decode_seconds,
-            rounds=(len(later),),
-            early=first - 1,
-            accepted=tuple((n - 1, job.max_tokens - e - 1) for n, e in zip(later, emitted, strict=False)),
-        )
+        (tokens,) = _new_tokens(out, width, job)
+        return Run.streamed(tokens, job, clock.start, clock.times[1:], clock.counts[1:])
 
     def _arguments(self) -> dict[str, Any]:
         """Of ``generate``, beside those of plain decoding."""

@@ -1,43 +1,27 @@
-"""llama.cpp as a contender, through the package llama-cpp-python: plain decoding of a GGUF file's own weights."""
+"""llama.cpp as a contender, through the package llama-cpp-python."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run
-from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host.checkpoints import check_gguf
-from longdraft.host.embedded import packaged_file
+from longdraft.bench.gguf_peer import GGUFPeer
+from longdraft.errors import CheckpointError
 
 PACKAGE = "llama_cpp"
+MISSING = (
+    "llama-cpp needs the package llama-cpp-python, which is compiled on the way: pip install llama-cpp-python, "
+    "or leave llama-cpp out of --methods."
+)
 
 
-def check(file: Path | None) -> None:
-    """Refuses what cannot run, before anything is loaded.
-
-    Raises:
-        CapabilityError: llama-cpp-python is not installed.
-        CheckpointError: no such file, or not a GGUF file.
-    """
-    try:
-        found = importlib.util.find_spec(PACKAGE) is not None
-    except ValueError:  # a module without a specification, as a test puts one in
-        found = True
-    if not found:
-        raise CapabilityError(
-            "llama-cpp needs the package llama-cpp-python, which is compiled on the way: pip install llama-cpp-python, "
-            "or leave llama-cpp out of --methods."
-        )
-    check_gguf(file or packaged_file())
-
-
-class LlamaCpp:
-    """Decodes one prompt at a time, on as many threads as torch has, or all on the GPU.
+class LlamaCpp(GGUFPeer):
+    """Plain decoding, on as many threads as torch has, or all on the GPU.
 
     Args:
         file: GGUF; None: that of the embedded model. vocabulary: the target's tokens, whose ids prompts are made of.
@@ -51,23 +35,15 @@ class LlamaCpp:
     name = "llama-cpp"
 
     def __init__(self, file: Path | None, vocabulary: int, device: torch.device) -> None:
-        self.draft: Path | None = file or packaged_file()
-        self._file, self._device = self.draft, device
+        super().__init__(file)
+        self._device = device
         self._room = 0
         self._model = self._opened(512)
-        if (own := self._model.n_vocab()) != vocabulary:
-            raise CapabilityError(
-                f"{self._file} has {own} tokens and the model {vocabulary}: name a GGUF file of the same model with "
-                "--llama-cpp-model."
-            )
-        self.note = f"llama.cpp on {self._file.name}, {_precision(self._model)} weights: another model's tokens"
-
-    def comparable(self, greedy: bool, batch: int) -> bool:
-        return False  # its weights are rounded
-
-    def cold(self, job: Job) -> Run:
-        self.release()
-        return self.warm(job)
+        self.check_tokens(self._model.n_vocab(), vocabulary)
+        weights = precision.of_file_type(self._model.metadata.get("general.file_type", ""))
+        self.note = (
+            f"llama.cpp on {self.file.name}, {weights} weights; it rounds in its own way, so its tokens are others"
+        )
 
     def warm(self, job: Job) -> Run:
         (prompt,) = job.prompts
@@ -92,7 +68,7 @@ class LlamaCpp:
             tokens.append(int(token))
             if len(tokens) == job.max_tokens or tokens[-1] in job.eos:
                 break
-        return Run((tuple(tokens),), times[0] - start, times[-1] - times[0], (len(tokens) - 1,))
+        return Run.streamed(tuple(tokens), job, start, times, [1] * len(tokens))
 
     def release(self) -> None:
         self._model.reset()
@@ -105,7 +81,7 @@ class LlamaCpp:
         self._room = room
         try:
             return Llama(
-                model_path=str(self._file),
+                model_path=str(self.file),
                 n_ctx=room,
                 n_threads=threads,
                 n_threads_batch=threads,
@@ -113,15 +89,4 @@ class LlamaCpp:
                 verbose=False,
             )
         except (ValueError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"llama.cpp cannot read {self._file} ({error}): give another GGUF file.") from error
-
-
-def _precision(model: Any) -> str:
-    """Of the file's weights, as GGUF names it: ``Q4_1``."""
-    number = str(model.metadata.get("general.file_type", ""))
-    try:
-        from gguf import LlamaFileType
-
-        return str(LlamaFileType(int(number)).name.removeprefix("MOSTLY_").removeprefix("ALL_"))
-    except (ImportError, ValueError):
-        return f"GGUF file type {number or 'unknown'}"
+            raise CheckpointError(f"llama.cpp cannot read {self.file} ({error}): give another GGUF file.") from error

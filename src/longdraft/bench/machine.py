@@ -13,7 +13,7 @@ import torch
 from longdraft.kv import memory
 from longdraft.planning.machine import cpu_name
 
-PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama-cpp-python")
+PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama-cpp-python", "openvino-genai")
 
 
 def hardware() -> dict[str, Any]:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from longdraft.bench import llama_peer
+from longdraft.bench import gguf_peer, llama_peer, openvino_peer
 from longdraft.bench.assistant import assistant
 from longdraft.bench.contenders import Contender
 from longdraft.bench.hf import AssistantModel, Generate, PromptLookup
 from longdraft.bench.llama_peer import LlamaCpp
+from longdraft.bench.openvino_peer import OpenVINO, OpenVINOLookup
 from longdraft.host.runner import TargetRunner
 
 
@@ -20,41 +21,58 @@ class Sources:
 
     Attributes:
         assistant: draft folder, or folder or hub id of a model of transformers; None: the shipped draft.
-        llama_cpp_model: GGUF file; None: that of the embedded model.
+        gguf: GGUF file; None: that of the embedded model.
     """
 
     assistant: str | Path | None = None
-    llama_cpp_model: Path | None = None
+    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
 class Peer:
     """Attributes:
     make: the contender on a target.
+    unpacked: it runs on the target's model object, which must not hold weights as a file stores them.
     batched: it takes several prompts at once.
     takes: the attribute of :class:`Sources` that it reads, if any.
     check: refuses what cannot run, before a model is loaded.
     """
 
     make: Callable[[TargetRunner, Sources], Contender]
+    unpacked: bool = False
     batched: bool = False
     takes: str = ""
     check: Callable[[Sources], None] = lambda sources: None
 
 
-def _assisted(target: TargetRunner, sources: Sources) -> Contender:
-    return AssistantModel(target.model, *assistant(target, sources.assistant))
+def _hf(make: Callable[[TargetRunner, Sources], Contender], batched: bool = False, takes: str = "") -> Peer:
+    return Peer(make, unpacked=True, batched=batched, takes=takes)
 
 
-def _llama_cpp(target: TargetRunner, sources: Sources) -> Contender:
-    return LlamaCpp(sources.llama_cpp_model, target.vocab_size, target.device)
+def _on_gguf(make: Callable[[TargetRunner, Path | None], Contender], package: str, missing: str) -> Peer:
+    return Peer(
+        lambda target, sources: make(target, sources.gguf),
+        takes="gguf",
+        check=lambda sources: gguf_peer.check(package, missing, sources.gguf),
+    )
+
+
+def _openvino(kind: type[OpenVINO]) -> Peer:
+    made = lambda target, file: kind(file, target.vocab_size)  # noqa: E731
+    return _on_gguf(made, openvino_peer.PACKAGE, openvino_peer.MISSING)
 
 
 PEERS = {
-    Generate.name: Peer(lambda target, sources: Generate(target.model), batched=True),
-    PromptLookup.name: Peer(lambda target, sources: PromptLookup(target.model)),
-    AssistantModel.name: Peer(_assisted, takes="assistant"),
-    LlamaCpp.name: Peer(_llama_cpp, takes="llama_cpp_model", check=lambda s: llama_peer.check(s.llama_cpp_model)),
+    Generate.name: _hf(lambda target, _: Generate(target.model), batched=True),
+    PromptLookup.name: _hf(lambda target, _: PromptLookup(target.model)),
+    AssistantModel.name: _hf(
+        lambda target, sources: AssistantModel(target.model, *assistant(target, sources.assistant)), takes="assistant"
+    ),
+    LlamaCpp.name: _on_gguf(
+        lambda target, file: LlamaCpp(file, target.vocab_size, target.device), llama_peer.PACKAGE, llama_peer.MISSING
+    ),
+    OpenVINO.name: _openvino(OpenVINO),
+    OpenVINOLookup.name: _openvino(OpenVINOLookup),
 }
 HF = Generate.name
 """The peer that every row is compared with."""
@@ -68,9 +86,10 @@ def check(names: tuple[str, ...], sources: Sources, largest_batch: int) -> None:
         CapabilityError, CheckpointError: as the peer's own check says.
     """
     asked = {name: PEERS[name] for name in names if name in PEERS}
-    for name, peer in PEERS.items():
-        if peer.takes and getattr(sources, peer.takes) is not None and name not in asked:
-            raise ValueError(f"--{peer.takes.replace('_', '-')} is for {name}: add it to --methods")
+    for source in dict.fromkeys(peer.takes for peer in PEERS.values() if peer.takes):
+        readers = [name for name, peer in PEERS.items() if peer.takes == source]
+        if getattr(sources, source) is not None and not asked.keys() & readers:
+            raise ValueError(f"--{source} is for {', '.join(readers)}: add what you want of it to --methods")
     if largest_batch > 1 and (single := [name for name, peer in asked.items() if not peer.batched]):
         raise ValueError(f"{', '.join(single)} can only decode one prompt at a time: leave out, or give --batch 1")
     for peer in asked.values():

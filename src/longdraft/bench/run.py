@@ -256,6 +256,8 @@ class Bench:
     Args:
         extra: further contenders, for methods that are not registered.
         progress: called with a line of text before something long.
+        unpacked: reads the model once more, in a plain dtype, for the peers that run on a model object; None: they run
+            on ``loaded`` itself.
     """
 
     def __init__(
@@ -264,16 +266,21 @@ class Bench:
         settings: Settings,
         extra: Sequence[Contender] = (),
         progress: Progress | None = None,
+        unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
         self._kept = Kept(PromptCache())
         self._runner: TargetRunner | None = None
+        plain: TargetRunner | None = None
         self._contenders: dict[str, Contender] = {}
         for name in settings.contenders:
             if name in PEERS:
-                # Behind ar, which is always the first: peers share its runner.
+                # Behind ar, which is always the first: peers share its runner, unless they need another model.
                 assert self._runner is not None
-                self._contenders[name] = PEERS[name].make(self._runner, settings.sources)
+                target = self._runner
+                if unpacked is not None and PEERS[name].unpacked:
+                    target = plain = plain or TargetRunner(unpacked().model)
+                self._contenders[name] = PEERS[name].make(target, settings.sources)
                 continue
             spec = Speculator(
                 method_name(name),

@@ -23,6 +23,7 @@ from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.embedded import EMBEDDED_ID
 from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import is_stored
 from longdraft.methods import METHODS, method_of
 
 DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method
@@ -94,8 +95,14 @@ def bench(
         str | None,
         typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
     ] = None,
-    llama_cpp_model: Annotated[
-        Path | None, typer.Option(help="For llama-cpp: a GGUF file.", show_default="the embedded model's")
+    gguf: Annotated[
+        Path | None,
+        typer.Option(
+            "--gguf",
+            "--llama-cpp-model",
+            help="For llama-cpp, openvino and openvino-lookup: a GGUF file.",
+            show_default="the embedded model's",
+        ),
     ] = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
@@ -135,7 +142,7 @@ def bench(
             plan=plan,
             offload=offload,
             own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
-            sources=Sources(assistant, llama_cpp_model),
+            sources=Sources(assistant, gguf),
             profile=profile,
         )  # fmt: skip
     for option, path in (("--out", out), ("--results", results)):
@@ -150,8 +157,10 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
+        plain = replace(loading, weights=options.WeightsKind.float32)
+        unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
-            measuring = Bench(loaded, settings, progress=status)
+            measuring = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = (
         None
         if results is None
@@ -229,7 +238,8 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
 def _show(found: dict[str, Any], decode: Any) -> None:
     differing = report.listing(found, decode)
     remarks = [Text(line, style="red" if line.startswith("MISMATCH") else "") for line in differing]
-    remarks += [Text(f"{name}: {note}.") for name, note in found["notes"].items()]
+    for note in dict.fromkeys(found["notes"].values()):
+        remarks.append(Text(f"{', '.join(n for n, own in found['notes'].items() if own == note)}: {note}."))
     console.report(report.tables(found), remarks, report.DEFINITIONS)
 
 

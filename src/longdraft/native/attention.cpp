@@ -83,8 +83,8 @@ void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t bef
 
 }  // namespace
 
-void longdraft_attend(const float *q, const KeysValues *kv, int64_t layer, int64_t slot, int64_t heads, int64_t rows,
-                      int64_t d, int64_t n, const std::uint8_t *mask, int64_t mask_rows, int64_t width, float scale, float *out, int threads) {
+void longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t rows, int64_t d, int64_t n,
+                      const std::uint8_t *mask, int64_t mask_rows, int64_t width, float scale, float *out, int threads) {
   static thread_local Scratch of_caller;
   if (!mask) width = 0;
   const int64_t prefix = n - width, tail = width ? prefix / BLOCK * BLOCK : n;  // the tail: attend_tail's
@@ -99,7 +99,7 @@ void longdraft_attend(const float *q, const KeysValues *kv, int64_t layer, int64
     float *room = own.of(std::max(BLOCK * (rows + d), tail_size(rows, d, width)));
     const Partial part = empty_partial(partials + item * size, rows, d);
     const Queries in{scaled + head * rows * d, rows, d, part};
-    const Text text = text_of(*kv, layer, slot, head);
+    const Text text = text_of(*kv, slot, head);
     for (int64_t a = from; a < std::min(to, tail); a += BLOCK) {
       attend_block(in, text, a, std::min(BLOCK, to - a), room, room + BLOCK * rows, [](float *, int64_t, int64_t) {});
     }
@@ -115,8 +115,8 @@ void longdraft_attend(const float *q, const KeysValues *kv, int64_t layer, int64
   });
 }
 
-void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t layer, int64_t slot, int64_t heads,
-                            int64_t group, int64_t rows, int64_t d, int64_t n, float scale, float *out, int threads) {
+void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t group, int64_t rows,
+                            int64_t d, int64_t n, float scale, float *out, int threads) {
   constexpr int64_t TOGETHER = 16 * ROWS;  // rows whose scores the second-level cache holds beside a block
   const int64_t tiles = (rows + TOGETHER - 1) / TOGETHER;
   share_out(threads, heads * tiles, [&](int64_t item) {
@@ -129,7 +129,7 @@ void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t layer,
     float *turned = s + BLOCK * TOGETHER, *scaled = turned + BLOCK * d, *places = scaled + d * TOGETHER;
     const float *own_q = q + (head * rows + first) * d;
     for (int64_t i = 0; i < count * d; i++) scaled[i] = own_q[i] * scale;
-    const Text text = text_of(*kv, layer, slot, head / group);
+    const Text text = text_of(*kv, slot, head / group);
     const auto hide = [=](float *scores, int64_t a, int64_t keys) {
       for (int64_t r = 0; r < count; r++) {  // row r sees keys up to before + r
         for (int64_t j = std::max(a, before + r + 1); j < a + keys; j++) scores[r * BLOCK + j - a] = NEVER;

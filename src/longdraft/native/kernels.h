@@ -50,7 +50,7 @@ struct KeysValues {
   void *k, *v;
   std::int64_t k_layer, v_layer, k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
   std::int64_t format;       // 0: float32, 1: bfloat16, 2: int8; k_row is 1 with 1 and 2
-  float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what an int8 row's numbers are multiplied by; else null
+  float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what the numbers of an int8 row are multiplied by; else null
   std::int64_t scale_layer, scale_slot, scale_head;
 };
 
@@ -69,17 +69,17 @@ void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std
                       int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
-// kv: n keys and values of a layer's slot; one of k_row and k_dim is 1, and rows of v are contiguous.
+// kv: n keys and values of a slot; one of k_row and k_dim is 1, and rows of v are contiguous.
 // mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them. What a row gets is,
 // to the bit, what it would get alone, with the keys that it sees one after the other.
 // d: a multiple of 16. Scores are multiplied by `scale`.
-void longdraft_attend(const float *q, const KeysValues *kv, std::int64_t layer, std::int64_t slot, std::int64_t heads,
-                      std::int64_t rows, std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
+void longdraft_attend(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads, std::int64_t rows,
+                      std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
                       std::int64_t width, float scale, float *out, int threads);
 
 // A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
 // rows - 1 - r of the n keys. kv, scale as above, and so are the bits.
-void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t layer, std::int64_t slot, std::int64_t heads,
+void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads,
                             std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n, float scale,
                             float *out, int threads);
 

@@ -65,9 +65,19 @@ void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float
   if (weight) rms_norm(x, vectors, d, weight, eps, x);
 }
 
-// x becomes the layer's output; its keys and values are those of `layer`.
-void compute(const Layer &l, const Batch &batch, const KeysValues &kv, int64_t layer, float *x, float *kept_queries,
-             int threads) {
+// Those of one layer.
+KeysValues of_layer(KeysValues kv, int64_t i) {
+  as_stored(kv.k, kv.format, [&](auto *k) { kv.k = k + i * kv.k_layer; });
+  as_stored(kv.v, kv.format, [&](auto *v) { kv.v = v + i * kv.v_layer; });
+  if (kv.k_scale) {
+    kv.k_scale += i * kv.scale_layer;
+    kv.v_scale += i * kv.scale_layer;
+  }
+  return kv;
+}
+
+// x becomes the layer's output.
+void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x, float *kept_queries, int threads) {
   const int64_t count = batch.sequences * batch.size, size = batch.size, d = l.d;
   const int64_t q_size = l.heads * d, kv_size = l.kv_heads * d;
   static thread_local Scratch scratch;
@@ -95,14 +105,14 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, int64_t l
       }
       for (int64_t h = 0; h < l.kv_heads; h++) {
         turn(k + row * kv_size + h * d, cos, sin, d, folded, 1);  // not yet in use
-        write_row(kv, layer, batch.slots[b], h, place, folded, v + row * kv_size + h * d, d);
+        write_row(kv, batch.slots[b], h, place, folded, v + row * kv_size + h * d, d);
       }
     }
   }
 
   for (int64_t b = 0; b < batch.sequences; b++) {
     const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
-    longdraft_attend(queries + b * q_size * size, &kv, layer, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
+    longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
                      batch.ends[b], mask, size, batch.width, l.scale, folded, threads);
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
@@ -128,7 +138,7 @@ void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *k
   const int64_t size = stack->layers[0]->hidden, count = batch->sequences * batch->size;
   Team::with(threads, [=] {
     for (int64_t i = 0; i < stack->count; i++) {
-      compute(*stack->layers[i], *batch, *kv, i, x, queries[i], threads);
+      compute(*stack->layers[i], *batch, of_layer(*kv, i), x, queries[i], threads);
       if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
     }
     if (!logits) return;

@@ -49,8 +49,8 @@ class Kernels:
         for function in (self._linear, self._attend, self._stack, self._chunk):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
-        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long, Long), (ctypes.c_float, Pointer, ctypes.c_int)
-        # q; keys and values, their layer and slot; heads, rows, d, n; mask, its shape; scale; out; threads
+        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
+        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
         self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
         self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
         self._stack.argtypes = [Pointer] * 7 + [ctypes.c_int] * 2
@@ -95,7 +95,7 @@ class Kernels:
             tree = tree.contiguous()
             mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
         self._attend(
-            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0, 0),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
@@ -113,7 +113,7 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         self._chunk(
-            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0, 0),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out

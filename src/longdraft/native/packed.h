@@ -48,12 +48,12 @@ struct Text {
   float *k_scale, *v_scale;  // null but of INT8
 };
 
-inline Text text_of(const KeysValues &kv, int64_t layer, int64_t slot, int64_t head) {
+inline Text text_of(const KeysValues &kv, int64_t slot, int64_t head) {
   Text text{kv.k, kv.v, kv.k_row, kv.k_dim, kv.v_row, kv.format, kv.k_scale, kv.v_scale};
-  as_stored(kv.k, kv.format, [&](auto *k) { text.k = k + layer * kv.k_layer + slot * kv.k_slot + head * kv.k_head; });
-  as_stored(kv.v, kv.format, [&](auto *v) { text.v = v + layer * kv.v_layer + slot * kv.v_slot + head * kv.v_head; });
+  as_stored(kv.k, kv.format, [&](auto *k) { text.k = k + slot * kv.k_slot + head * kv.k_head; });
+  as_stored(kv.v, kv.format, [&](auto *v) { text.v = v + slot * kv.v_slot + head * kv.v_head; });
   for (float **scale : {&text.k_scale, &text.v_scale}) {
-    if (*scale) *scale += layer * kv.scale_layer + slot * kv.scale_slot + head * kv.scale_head;
+    if (*scale) *scale += slot * kv.scale_slot + head * kv.scale_head;
   }
   return text;
 }
@@ -90,10 +90,10 @@ inline void pack(const float *x, int64_t d, std::int8_t *to, int64_t step, float
   }
 }
 
-// Writes a head's key and value (d,) as a row of a layer's slot.
-inline void write_row(const KeysValues &kv, int64_t layer, int64_t slot, int64_t head, int64_t row, const float *key,
-                      const float *value, int64_t d) {
-  const Text t = text_of(kv, layer, slot, head);
+// Writes a head's key and value (d,) as a row of a slot.
+inline void write_row(const KeysValues &kv, int64_t slot, int64_t head, int64_t row, const float *key, const float *value,
+                      int64_t d) {
+  const Text t = text_of(kv, slot, head);
   as_stored(t.k, t.format, [&](auto *k) { pack(key, d, k + row * t.k_row, t.k_dim, t.k_scale + row); });
   as_stored(t.v, t.format, [&](auto *v) { pack(value, d, v + row * t.v_row, 1, t.v_scale + row); });
 }

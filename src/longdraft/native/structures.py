@@ -73,14 +73,15 @@ class KeysValues(ctypes.Structure):
     @classmethod
     def of(cls, keys: KeptRows, values: KeptRows) -> KeysValues:
         """keys, values: (layers, slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
-        scales: tuple[int | None, ...] = (None, None, 0, 0, 0)
+        scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
         if isinstance(keys, Scaled) and isinstance(values, Scaled):
-            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), *keys.scales.stride()[:3])
+            layer, slot, head, _ = keys.scales.stride()
+            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), layer, slot, head)
             keys, values = keys.numbers, values.numbers
         assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
         k, v = keys.stride(), values.stride()
-        form = FORMATS.index(keys.dtype)
-        return cls(keys.data_ptr(), values.data_ptr(), k[0], v[0], *k[1:], *v[1:4], form, *scales)
+        strides = (k[0], v[0], *k[1:], *v[1:4])
+        return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
 
 
 # The weight of a norm and its epsilon.
