@@ -244,7 +244,9 @@ def test_bad_settings_end_with_one_red_line_and_code_2(generate, arguments, mess
     assert ended.out == ""
 
 
-@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "many"), ("--weights", "int4"), ("--top-p", "2"), ("--min-p", "-1")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--max-tokens", "many"), ("--weights", "int4"), ("--top-p", "2"), ("--min-p", "-1")]
+)
 def test_a_value_out_of_range_names_its_option(generate, option, value):
     ended = generate("-p", "x", option, value)
     assert ended.code == 2

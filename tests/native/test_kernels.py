@@ -172,3 +172,14 @@ def test_agrees_with_the_reference_of_the_prefix(kernels):
 def test_what_the_kernel_takes(change, taken):
     k, v = keys_and_values(2, 20, 16, True, 0)
     assert native.fits(*change(torch.randn(2, 3, 16), k, v)) == taken
+
+
+def test_a_profiler_sees_the_kernels_by_name():
+    own = kernels()
+    assert own is not None
+    w, x = torch.randn(24, 32), torch.randn(2, 32)
+    expected = own.linear(x, [(w, None)])[0]
+    with torch.profiler.profile() as profile:
+        found = own.linear(x, [(w, None)])[0]
+    assert torch.equal(found, expected)
+    assert "longdraft::linear" in {event.key for event in profile.key_averages()}

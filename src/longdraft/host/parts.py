@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.host import hosting, stored
+from longdraft.native import Stored, kernels
 
 
 @dataclass(frozen=True)
@@ -21,24 +22,24 @@ class SharedParts:
 
     Attributes:
         embedding: token embedding, ids -> (..., hidden).
-        head: the output projection's weight (vocabulary, hidden). Where the model scales its logits, a draft's are
-            not scaled: the order of its proposals is the same.
+        head: the output projection's weight (vocabulary, hidden), as it is stored where kernels serve. Where the model
+            scales its logits, a draft's are not scaled: the order of its proposals is the same.
         description: sizes and RoPE of the target, and a digest of its weights; what a draft's folder remembers.
     """
 
     embedding: nn.Module
-    head: torch.Tensor
+    head: torch.Tensor | Stored
     rms_norm_eps: float
     intermediate_size: int
     hidden_size: int
     heads: int
     description: dict[str, Any]
     _rotary: nn.Module
+    _like: torch.Tensor
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,)."""
-        like = self.head[:1, :1]
-        cos, sin = self._rotary(like, positions[None])
+        cos, sin = self._rotary(self._like, positions[None])
         return cos[0], sin[0]
 
 
@@ -59,14 +60,23 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
         raise UnsupportedModelError(f"{type(model).__name__} has a head with a bias, which drafts do not share yet.")
     return SharedParts(
         embedding=model.get_input_embeddings(),
-        head=head.weight.detach(),
+        head=_weights(head),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         hidden_size=int(config.hidden_size),
         heads=int(config.num_attention_heads),
         description=describe(model),
         _rotary=rotary,
+        _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
     )
+
+
+def _weights(head: nn.Module) -> torch.Tensor | Stored:
+    if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
+        return head.stored
+    weight = head.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:

@@ -248,6 +248,7 @@ class _Mapped:
         stat = os.fstat(self._open)
         return stat.st_size, stat.st_mtime_ns
 
+
 def _kernels_for(x: torch.Tensor) -> Kernels | None:
     return kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
 

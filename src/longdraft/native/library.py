@@ -18,6 +18,7 @@ import torch
 
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.draft import DraftBlock, Nodes
+from longdraft.native.operators import launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
@@ -64,16 +65,16 @@ class Kernels:
         size = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0]) for w, _ in products]
         matrices = (Matrix * len(outs))(*map(Matrix.of, products, outs))
-        self._linear(x.data_ptr(), x.numel() // size, size, matrices, len(outs), torch.get_num_threads())
+        rows, threads = x.numel() // size, torch.get_num_threads()
+        launch("linear", [x, *outs], self._linear, x.data_ptr(), rows, size, matrices, len(outs), threads)
         return outs
 
     def unpack(self, weights: Stored) -> torch.Tensor:
         """(out, in) float32: what stored weights stand for."""
         out = torch.empty(weights.shape)
         data = weights.data
-        self._unpack(
-            data.data_ptr(), weights.number, *weights.shape, data.stride(0), out.data_ptr(), torch.get_num_threads()
-        )
+        places = (data.data_ptr(), weights.number, *weights.shape, data.stride(0), out.data_ptr())
+        launch("unpack", [data, out], self._unpack, *places, torch.get_num_threads())
         return out
 
     def attend(
@@ -97,7 +98,8 @@ class Kernels:
         if tree is not None:
             tree = tree.contiguous()
             mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
-        self._attend(
+        launch(
+            *("attend", [q, out], self._attend),
             *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
         )
@@ -115,7 +117,8 @@ class Kernels:
         q = q.contiguous()
         out = torch.empty_like(q)
         heads, rows, d = q.shape
-        self._chunk(
+        launch(
+            *("attend_chunk", [q, out], self._chunk),
             *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
         )
@@ -155,7 +158,8 @@ class Kernels:
         structures = (ctypes.addressof(s) for s in (stack.struct, rows.struct, kv))
         arrays = (ctypes.addressof(places) for places in kept)
         found = None if out.logits is None else out.logits.data_ptr()
-        self._stack(*structures, x.data_ptr(), *arrays, found, int(logits == "last"), torch.get_num_threads())
+        arguments = (*structures, x.data_ptr(), *arrays, found, int(logits == "last"))
+        launch("stack", [x], self._stack, *arguments, torch.get_num_threads())
         return out
 
     def draft(
@@ -184,7 +188,7 @@ class Kernels:
         caches = [None if kv is None else KeysValues.of(kv[0][None], kv[1][None]) for kv in (own, text)]
         structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
         results = (x.data_ptr() for x in (out, logits, log_probs, places))
-        self._draft(*structures, best, *results, torch.get_num_threads())
+        launch("draft", [out], self._draft, *structures, best, *results, torch.get_num_threads())
         return out, logits, log_probs, places
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-NAMES = ("linear", "unpack", "attend", "attend_chunk", "stack")
+NAMES = ("linear", "unpack", "attend", "attend_chunk", "stack", "draft")
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")
 _numbers = itertools.count()
@@ -36,7 +36,7 @@ def launch(name: str, tensors: Sequence[torch.Tensor], function: Callable[..., N
         name: one of :data:`NAMES`. tensors: what it reads and writes, whose shapes a profiler may show.
         function, arguments: of the compiled library.
     """
-    if not torch.autograd._profiler_enabled():
+    if not torch._C._autograd._profiler_enabled():
         function(*arguments)
         return
     number = next(_numbers)
