@@ -98,7 +98,7 @@ def _depends_on_rows(module: torch.nn.Module) -> str | None:
     if getattr(scheme, "dynamic", False) is True and _word(getattr(scheme, "strategy", None)) == "tensor":
         return scaled  # compressed-tensors
     # torchao: what it knows of the activations lies in the weight.
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     settings = getattr(weight, "act_quant_kwargs", None) or getattr(weight, "quant_kwargs", None)
     if type(getattr(settings, "granularity", None)).__name__ == "PerTensor":
         return scaled
