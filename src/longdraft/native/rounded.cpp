@@ -67,11 +67,10 @@ inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
       UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = plus(acc[r * O + o], a, b[o]);
     }
   }
-  constexpr int N = R * O;
-  static_assert(N <= 3 * LANES);
-  vec sum[3 * LANES] = {};
+  constexpr int N = R * O, WHOLE = (N + LANES - 1) / LANES * LANES;
+  vec sum[WHOLE] = {};
   UNROLLED for (int i = 0; i < N; i++) sum[i] = __builtin_convertvector(acc[i], vec);
-  float found[3 * LANES];
+  float found[WHOLE];
   for (int i = 0; i < N; i += LANES) store(found + i, sums<LANES>(sum + i));
   for (int o = 0; o < O; o++) {
     float scale;
