@@ -7,6 +7,7 @@ read: a model is there in about a second, whatever its size.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import mmap
 import struct
@@ -260,4 +261,10 @@ def _reader(path: Path) -> GGUFReader:
                 return super()._get_field_parts(orig_offs, raw_type)
             return at - orig_offs, parts, list(range(count)), [gguf.GGUFValueType.ARRAY, *[of] * bool(count)]
 
-    return Reader(path, "c")
+    collected = gc.isenabled()
+    gc.disable()  # a hundred thousand strings would set it off again and again, for nothing
+    try:
+        return Reader(path, "c")
+    finally:
+        if collected:
+            gc.enable()
