@@ -17,7 +17,7 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.host.rotary import Rotary, yarn
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
-from longdraft.views.ring import SPARE
+from longdraft.views.window import SPARE
 from tests.drafts import random_eagle3
 from tests.events import attended, begun, replaced, taken_back
 from tests.forwards import forward
@@ -366,7 +366,7 @@ def test_a_window_bounds_the_memory(tmp_path):
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=16))
     for length in (20, 200):
         cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
-        # slots, KV heads, ring and the nodes that the draft is shown, head size
+        # slots, KV heads, window and the nodes that the draft is shown, head size
         assert cache.keys.shape == (1, 2, 16 + SPARE + 3, 12)
 
 

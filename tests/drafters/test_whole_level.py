@@ -17,7 +17,7 @@ from longdraft.kv.store import KVShape
 from longdraft.native import build, kernels
 from longdraft.native.library import kernels_for
 from longdraft.native.rounded import Rounded, rounded
-from longdraft.views.ring import Ring
+from longdraft.views.window import Window
 from tests.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
 from tests.tiny import tiny_model
 
@@ -50,7 +50,7 @@ class Desk:
         else:
             self.whole = eagle3_draft._whole(found, self.block)
         shape = KVShape(1, KV_HEADS, D, torch.float32)
-        self.rings = [Ring(shape, 3, WINDOW, 16, "cpu") for _ in range(2)]
+        self.windows = [Window(shape, 3, WINDOW, 16, "cpu") for _ in range(2)]
         self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
 
     def inputs(self, rows: int) -> Inputs:
@@ -61,7 +61,7 @@ class Desk:
 
     def plain(self, fed: Fed, rows: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and logits."""
-        attend = fed.attend(self.rings[0])
+        attend = fed.attend(self.windows[0])
         going = torch.cat([torch.arange(sum(fed.counts)).split(fed.counts)[i][-fed.width :] for i in range(2)])
         x, joined, cos, sin = rows
         if not self.longspec:
@@ -81,14 +81,14 @@ class Desk:
         near = {"rtol": self.tolerance, "atol": self.tolerance * 10}
         out, logits = self.plain(fed, rows)
         text = self.text if self.longspec else None
-        ends = list(self.rings[1]._ends)
-        wanted = self.whole(fed, rows, self.rings[1], text, 0)[1]
-        self.rings[1]._ends = ends
-        got = self.whole(fed, rows, self.rings[1], text, best)
+        ends = list(self.windows[1]._ends)
+        wanted = self.whole(fed, rows, self.windows[1], text, 0)[1]
+        self.windows[1]._ends = ends
+        got = self.whole(fed, rows, self.windows[1], text, best)
         if not self.longspec:  # LongSpec's module ends with the norm
             torch.testing.assert_close(got[0], out, **near)
         torch.testing.assert_close(wanted, logits, **near)
-        for x, y in ((self.rings[0].keys, self.rings[1].keys), (self.rings[0].values, self.rings[1].values)):
+        for x, y in ((self.windows[0].keys, self.windows[1].keys), (self.windows[0].values, self.windows[1].values)):
             torch.testing.assert_close(y, x, **near)
         said = torch.log_softmax(wanted, -1).topk(best, dim=-1)
         torch.testing.assert_close(got[2], said.values, rtol=1e-5, atol=1e-5)

@@ -123,7 +123,7 @@ def test_a_closed_run_and_two_runs_at_once(workshop, name):
     assert [r.results()[0].token_ids for r in (one, two)] == workshop.plain()[1:3]
 
 
-# With what a request could leave behind: rings, views, working caches.
+# With what a request could leave behind: windows, views, working caches.
 USED = [name for name in METHODS if name != "ar"] + [
     "longspec retrieval opt", "specextend-eagle3 opt", "small-lm streaming", "self streaming", "self chunks",
     "self tokens", "magicdec small-lm streaming", "tokenswift no view", "nested specextend",

@@ -1,7 +1,7 @@
 """EAGLE-3: a one-layer drafter that reads what the target thought of each token (Li et al. 2025, section 3).
 
 Row t joins the target's hidden states at position t, kept in the store by every forward, with the token that follows,
-and predicts the one after that. Its keys and values lie in a cache of its own, a ring where the draft has a window. A
+and predicts the one after that. Its keys and values lie in a cache of its own, a window where the draft has one. A
 round: the rows that are new since the last one enter it, the newest of them, which carries the root, goes through the
 whole layer; then the tree grows level by level, with the draft's own output in place of the target's hidden states.
 """
@@ -29,8 +29,8 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
-from longdraft.views.retrieved import CompactRing
-from longdraft.views.ring import SPARE, Ring
+from longdraft.views.retrieved import CompactWindow
+from longdraft.views.window import SPARE, Window
 
 # Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
 CHUNK = 1024
@@ -126,9 +126,9 @@ class Eagle3Drafter(RetrievingDrafter):
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
-            self.cache = Ring(own, store.slots, rows, self.tree.max_expanded, runner.device)
+            self.cache = Window(own, store.slots, rows, self.tree.max_expanded, runner.device)
         else:
-            self.cache = CompactRing(
+            self.cache = CompactWindow(
                 own, store.slots, rows, self.tree.max_expanded, runner.device,
                 self.retrieval, self.tree.depth, self._bound.rotary.turns,
             )  # fmt: skip
@@ -160,7 +160,7 @@ class Eagle3Drafter(RetrievingDrafter):
         return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
 
     def _rewind(self, sequence: Sequence) -> None:
-        """Reads again what may have changed; all of a ring that has overwritten what the shorter text needs."""
+        """Reads again what may have changed; all of a window that has lost what the shorter text needs."""
         slot = sequence.slot
         self.cache.forget(slot, 0 if self.cache.wrapped(slot) else min(self._settled[slot], last_row(sequence)))
         self._fill(sequence)

@@ -1,4 +1,4 @@
-"""Feeding a tree level by level: into a hosted model, and into the rings of the drafters with a window.
+"""Feeding a tree level by level: into a hosted model, and into the windows of drafters that have one.
 
 In the latter, linear layers run over the rows of all sequences; attention goes sequence by sequence.
 """
@@ -20,7 +20,7 @@ from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence as Text
 from longdraft.trees.level import Level, Likeliest
 from longdraft.trees.masks import Ancestors
-from longdraft.views.ring import Ring
+from longdraft.views.window import Window
 
 # (T,) positions -> cos and sin (T, d)
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -82,7 +82,7 @@ class Fed:
     depth: int = 0
     ancestors: torch.Tensor | None = None
 
-    def places(self, window: Ring) -> list[tuple[int, int]]:
+    def places(self, window: Window) -> list[tuple[int, int]]:
         """The rows [begin, end) of the window that each sequence sees, for whose new rows, the last, there is room."""
         if self.ancestors is not None:
             return [window.seen(slot, self.depth, self.ancestors.shape[2]) for slot in self.slots]
@@ -90,7 +90,7 @@ class Fed:
             window.make_room(slot, start, count)
         return [window.seen(slot) for slot in self.slots]
 
-    def attend(self, window: Ring) -> SelfAttend:
+    def attend(self, window: Window) -> SelfAttend:
         """The rows that go on see the window, and nodes their ancestors and themselves. All rows enter it."""
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

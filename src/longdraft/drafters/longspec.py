@@ -28,7 +28,7 @@ from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import RetrievedKV
-from longdraft.views.ring import Ring
+from longdraft.views.window import Window
 
 
 class LongSpecDrafter(RetrievingDrafter):
@@ -90,7 +90,9 @@ class LongSpecDrafter(RetrievingDrafter):
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
-        self.window = Ring(runner.kv_shape, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device)
+        self.window = Window(
+            runner.kv_shape, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device
+        )
         self.retrieved: RetrievedKV | None = None
         if self.retrieval is not None:
             transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
@@ -112,7 +114,7 @@ class LongSpecDrafter(RetrievingDrafter):
                 self.retrieved.forget(s.slot, 0 if event.begins else self._store.readable(s.slot))
         if event.begins:
             self._fill(s.slot, s.prompt)
-        if event.taken_back:  # the ring holds tokens that were taken back where older ones stood
+        if event.taken_back:  # the window holds tokens that were taken back where older ones stood
             self._fill(s.slot, s.tokens[:-1])
 
     def _fill(self, slot: int, text: list[int]) -> None:

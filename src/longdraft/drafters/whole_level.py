@@ -18,7 +18,7 @@ from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.rounded import LONGEST, Rounded, rounded
 from longdraft.native.stored import Stored
-from longdraft.views.ring import Ring
+from longdraft.views.window import Window
 
 # Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many of each sequence's are seen.
 Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
@@ -68,7 +68,7 @@ class WholeLevel:
         self._block = DraftBlock(norms, held, heads, kv_heads, d, eps, normed_residual)
 
     def __call__(
-        self, fed: Fed, rows: Inputs, window: Ring, text: Text | None, best: int
+        self, fed: Fed, rows: Inputs, window: Window, text: Text | None, best: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows that go on: outputs (rows, hidden) before the last norm; logits (rows, draft vocabulary) where
         ``best`` is 0; else log-probabilities and draft ids (rows, k) of the ``best`` likeliest tokens. Keys and values

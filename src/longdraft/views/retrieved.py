@@ -18,7 +18,7 @@ from longdraft.kv.store import KVShape, KVStore
 from longdraft.views.cache import TrueCache
 from longdraft.views.copied import Copied, gather
 from longdraft.views.retrieval import Retrieval
-from longdraft.views.ring import Ring
+from longdraft.views.window import Window
 
 # (T,) numbers of positions -> cos and sin (T, d) of the rotation by so many, unscaled and in float32.
 Turns = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -64,8 +64,8 @@ class RetrievedKV(TrueCache):
         return *self.store.layer(0), [self.store.lengths[slot] for slot in slots]
 
 
-class CompactRing(Ring):
-    """A :class:`~longdraft.views.ring.Ring` that keeps the whole text and attends to a part of it at positions
+class CompactWindow(Window):
+    """A :class:`~longdraft.views.window.Window` that keeps the whole text and attends to a part of it at positions
     0, 1, 2, ..., so that a draft meets no position beyond those of its training.
 
     Keys come with the RoPE of their true positions and are kept so. Where they are attended to, a key is turned on by
@@ -96,7 +96,7 @@ class CompactRing(Ring):
         super().__init__(shape, slots, rows, 0, device)
         limit = retrieval.view.limit
         # Never full: with `depth` rows to spare, nodes of no level lose sight of the oldest keys.
-        self.near = Ring(shape, slots, limit + depth, scratch, device)
+        self.near = Window(shape, slots, limit + depth, scratch, device)
         self._copied = Copied(slots, limit)
         self._retrieval, self._turns, self._device = retrieval, turns, device
         self._versions: list[int | None] = [None] * slots
@@ -136,7 +136,7 @@ class CompactRing(Ring):
         ancestors: torch.Tensor,
         depth: int,
     ) -> torch.Tensor:
-        """As :meth:`Ring.attend_level`, with what is gathered for the ring."""
+        """As :meth:`Window.attend_level`, with what is gathered."""
         return self.near.attend_level(slot, self._moved(slot, q), self._moved(slot, k), v, ancestors, depth)
 
     def _moved(self, slot: int, x: torch.Tensor) -> torch.Tensor:

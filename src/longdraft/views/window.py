@@ -17,7 +17,7 @@ from longdraft.kv.store import KVShape
 SPARE = 256
 
 
-class Ring:
+class Window:
     """Windows and scratch space, one of each a slot.
 
     Args:
