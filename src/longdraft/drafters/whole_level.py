@@ -34,8 +34,9 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
 
 def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
     """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
-    plain = weights.floats() if isinstance(weights, Stored) else weights
-    return rounded(plain) if plain.shape[1] <= LONGEST else plain.contiguous()
+    if weights.shape[1] <= LONGEST:
+        return rounded(weights)
+    return weights.floats() if isinstance(weights, Stored) else weights.contiguous()
 
 
 def products_of(layers: Mapping[str, nn.Linear]) -> dict[str, Product]:
