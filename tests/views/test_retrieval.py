@@ -199,7 +199,8 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
             working.forget(0)
         else:
             look(retrieval, store, 0, torch.randn(4, 8))
-        keys, values = working.read(0)
+        keys, values, (seen,) = working.read([0])
+        keys, values = keys[0, :, :seen], values[0, :, :seen]
         whole = store.keys[-1, 0, :, : store.lengths[0]]
         rows = values[0, :, 0].long().tolist()
         assert torch.equal(keys, whole[:, rows])
