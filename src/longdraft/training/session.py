@@ -39,7 +39,7 @@ from longdraft.training.vocabulary import most_frequent
 
 # Held-out documents that a measurement takes: enough to compare, few enough to be quick.
 MEASURED = 48
-# The other processes wait while one converts a model or reads a shard; a hung one is the launcher's to end.
+# The other processes wait while one downloads a model or reads a shard; a hung one is the launcher's to end.
 PATIENCE = timedelta(days=7)
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def begin(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     device = accelerator.device if accelerator.num_processes > 1 or not asked else asked
-    with accelerator.main_process_first():  # the first to come converts the embedded model, or downloads
+    with accelerator.main_process_first():  # the first to come downloads, and compiles kernels
         model, tokenizer = load(
             config.target,
             dtype=config.target_dtype,
