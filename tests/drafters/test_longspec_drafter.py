@@ -270,21 +270,21 @@ def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
 
 
 @given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99))
-def test_the_ring_holds_the_last_tokens(window, pieces):
+def test_the_window_holds_the_last_tokens(size, pieces):
     shape = KVShape(1, 1, 4, torch.float32)
-    window = Window(shape, 1, window, 0, "cpu")
+    window = Window(shape, 1, size, 0, "cpu")
     position = 0
     for n in pieces:
-        n = min(n, window)
+        n = min(n, size)
         k = torch.arange(position, position + n).float().view(1, n, 1).expand(1, n, 4)
         window.append(0, position, k, -k)
         position += n
     assert window.end(0) == position
     begin, end = window.seen(0)
-    last = list(range(max(0, position - window), position))
+    last = list(range(max(0, position - size), position))
     assert window.keys[0, 0, begin:end].tolist() == [[p] * 4 for p in last]
     assert window.values[0, 0, begin:end].tolist() == [[-p] * 4 for p in last]
-    assert window.seen(0, depth=1, nodes=3) == (max(begin, end - window + 1), end + 3)
+    assert window.seen(0, depth=1, nodes=3) == (max(begin, end - size + 1), end + 3)
 
 
 @pytest.mark.parametrize("options", [{"widths": ()}, {"widths": (4, 0)}, {"nodes": 0}, {"widths": (2,) * 8}], ids=str)
