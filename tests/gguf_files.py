@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,14 @@ NAMES = {
 
 
 def write_gguf(
-    file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True
-) -> PreTrainedModel:
+    file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True,
+    rope_freqs: Sequence[float] = (), rope_scaling: str = "",
+) -> PreTrainedModel:  # fmt: skip
     """A whole model of some 100 kB, and a byte tokenizer with two merges.
 
     Args:
         kind: of the layers' matrices. words: of the embedding and the head.
+        rope_freqs: what frequencies are divided by. rope_scaling: how they are scaled.
 
     Returns:
         The model of the weights that the file stands for.
@@ -68,6 +71,10 @@ def write_gguf(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
+    if rope_scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
     for name, weight in model.named_parameters():
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)

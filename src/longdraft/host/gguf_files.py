@@ -84,6 +84,22 @@ class File:
             )
         return found
 
+    def check_rope(self) -> None:
+        """Refuses frequencies that transformers does not read from such files: the text would be wrong, with no word.
+
+        Raises:
+            CapabilityError: they are scaled.
+        """
+        field = self._reader.get_field(f"{self.architecture}.rope.scaling.type")
+        kind = "none" if field is None else str(field.contents())
+        factors = next((t.data for t in self._tensors if t.name == "rope_freqs.weight"), None)
+        if kind != "none" or (factors is not None and bool((factors != 1).any())):
+            how = kind if kind != "none" else "rope_freqs, as Llama 3.1 and later have"
+            raise CapabilityError(
+                f"{self.path} scales its rotary frequencies ({how}), which is not read from GGUF files: give the "
+                "model's Hugging Face folder or id."
+            )
+
     def unserved(self) -> str | None:
         """Why its weights cannot stay as they are stored; None: they can."""
         if self.architecture not in ARCHITECTURES:
@@ -181,7 +197,7 @@ def read_gguf(
 
     Raises:
         CheckpointError: damaged, or nothing that can be read.
-        CapabilityError: it cannot be read as it is stored, and that was asked for.
+        CapabilityError: it cannot be read as it is stored, and that was asked for; or its RoPE is scaled.
     """
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
@@ -189,6 +205,7 @@ def read_gguf(
     try:
         with quiet():
             file = File(path)
+            file.check_rope()
             why = file.unserved()
             if weights == "stored" and why:
                 raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
