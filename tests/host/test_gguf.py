@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,10 +194,21 @@ def test_missing_package_names_the_one_command(package, empty, monkeypatch):
         load()
 
 
-def test_missing_reader_names_the_extra(package, monkeypatch):
-    without(monkeypatch, "gguf")
-    with pytest.raises(CheckpointError, match=r"'gguf': pip install \"longdraft\[demo\]\""):
-        load()
+@pytest.mark.parametrize(("lacking", "dtype"), [("gguf", "auto"), ("accelerate", "bfloat16")])
+def test_missing_reader_names_the_extra(lacking, dtype, package, monkeypatch):
+    without(monkeypatch, lacking)
+    with pytest.raises(CheckpointError, match=rf"'{lacking}': pip install \"longdraft\[demo\]\""):
+        load(device="cpu", dtype=dtype)
+
+
+def test_models_made_by_several_threads_at_once_leave_modules_as_they_were(small):
+    register = torch.nn.Module.register_parameter
+    with ThreadPoolExecutor(4) as pool:
+        models = [
+            m.result().model for m in [pool.submit(load, small, device="cpu", weights="float32") for _ in range(8)]
+        ]
+    assert torch.nn.Module.register_parameter is register
+    assert all(not p.is_meta for model in models for p in model.parameters())
 
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):

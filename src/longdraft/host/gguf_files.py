@@ -118,7 +118,8 @@ class File:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         names = self._names(model)
         _put_in(model, {names[t.name]: self._weights(t, config) for t in self._tensors if t.name in names}, self.path)
-        self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
+        if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
+            self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, self.path)
 
     def _names(self, model: PreTrainedModel) -> dict[str, str]:
@@ -199,9 +200,7 @@ def read_gguf(
         CheckpointError: damaged, or nothing that can be read.
         CapabilityError: it cannot be read as it is stored, and that was asked for; or its RoPE is scaled.
     """
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
+    _needs("gguf", path)
     try:
         with quiet():
             file = File(path)
@@ -224,6 +223,7 @@ def read_gguf(
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
         raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason}. {_REMEDY}") from error
     if loaded is None:
+        _needs("accelerate", path)
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         failure = f"{path} cannot be read as a GGUF model"
         folder, name = str(path.parent), path.name
@@ -240,6 +240,11 @@ def read_gguf(
             setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
     loaded.tokenizer.clean_up_tokenization_spaces = False
     return loaded
+
+
+def _needs(package: str, path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from longdraft.native import Kernels, Stored, kernels
 
 # What a model carries the file under that its weights are mapped from.
 _FILE = "_longdraft_mapped"
+_MAKING = threading.RLock()
 
 
 class StoredLinear(nn.Module):
@@ -210,7 +211,7 @@ def check_unchanged(model: nn.Module) -> None:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Parameters of modules that this thread makes inside have no values; buffers have theirs."""
-    register, own = nn.Module.register_parameter, threading.get_ident()
+    own = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         # One that is tied to another is on its second way here.
@@ -218,11 +219,13 @@ def without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with _MAKING:  # two that put each other's back would leave one there
+        register = nn.Module.register_parameter
+        nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class _Mapped:

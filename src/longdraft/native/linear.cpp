@@ -153,7 +153,6 @@ void unpack(const byte *w, int64_t size, float *out) {
 void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   if constexpr (TILE == 24) {
     if (in.rows <= 3) return outputs<3, 8>(in, m, from, to);
-    if (in.rows <= 4) return outputs<4, 6>(in, m, from, to);
     return outputs<4, 6>(in, m, from, to);
   } else {
     if (in.rows <= 2) return outputs<2, 6>(in, m, from, to);
