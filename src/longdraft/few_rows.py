@@ -8,6 +8,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,16 @@ from longdraft.packing import PackedLinear, packable, pays, room_for
 
 # Rows up to which our kernel wins; more are bound by arithmetic, which torch's product does as well.
 MOST = 128
+MOST_HALVES = 8
 # Layers of one module that are given the same rows: their products are one call.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@cache
+def _most_halves() -> int:
+    """The same of bfloat16 and float16, which torch multiplies as such where the machine can."""
+    can = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return MOST_HALVES if can else MOST
 
 
 class FewRowsLinear:
@@ -88,7 +97,10 @@ class FewRowsModule:
 
     def serves(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether our kernel multiplies these rows (..., in) with layers that compute in a dtype."""
-        if self.most is not None and x.numel() > self.most * x.shape[-1]:
+        if (
+            self.most is not None
+            and x.numel() > (self.most if dtype == torch.float32 else _most_halves()) * x.shape[-1]
+        ):
             return False
         # A model may be cast or moved while a run goes on.
         return x.dtype == dtype and x.device.type == "cpu"

@@ -138,12 +138,22 @@ def data(
         typer.Option("--target", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Answers to have in the end, or texts.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 96,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens an answer, at most.")] = 256,
+    features: Annotated[
+        bool, typer.Option(help="Keep what drafts read of the target beside the file, for training.")
+    ] = True,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Decoder layers whose hidden states are kept.", show_default="those of EAGLE-3, and the last"
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the target's likeliest tokens are kept.")] = 8,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
-    per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 3,
+    per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Of a passage's answers, one after the other.")] = "0,0,1",
-    method: Annotated[str, typer.Option(help="How to decode; every exact method gives the same answers.")] = "ar",
+    method: Annotated[str | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(help="Of passages, prompts and sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
@@ -162,10 +172,12 @@ def data(
 
     import torch
 
+    from longdraft.drafters.eagle3_formats import usual_layers
     from longdraft.host.loading import load
+    from longdraft.host.runner import TargetRunner
     from longdraft.host.stored import weight_shape
-    from longdraft.speculator import Speculator
     from longdraft.training import documents, generations, prompts, repeats
+    from longdraft.training.kept_features import KeptFeatures
 
     skipped = documents.Skipped()
     texts: list[str] = []
@@ -190,13 +202,18 @@ def data(
             with Counter("Encoding", "rows") as counter:
                 have = documents.write(encoded, out, counter.update, cancel)
         else:
-            with options.settings_checked():
-                spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer)
+            runner = TargetRunner(loaded.model)
+            kept = None
+            if features:
+                count = runner.kv_shape.layers
+                wanted = options.whole_numbers("--layers", layers) if layers else (*usual_layers(count), count - 1)
+                kept = KeptFeatures(documents.features_of(out), runner.parts.description, wanted, top)
             passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, heats, seed)
             with Counter("The target answers", "rows", rows) as counter:
                 have = generations.generate(
-                    spec, passages, out, batch=batch, max_new_tokens=max_tokens, total=rows, seed=seed,
-                    progress=counter.update, stop=cancel,
+                    runner, loaded.tokenizer, passages, out, places=-(-batch // per_passage), per_passage=per_passage,
+                    max_new_tokens=max_tokens, total=rows, seed=seed, features=kept, progress=counter.update,
+                    stop=cancel,
                 )  # fmt: skip
     if cancel():
         if skipped.total:

@@ -48,15 +48,17 @@ class Kernels:
         self._unpack = library.longdraft_unpack
         self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
         self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
-        self._draft = library.longdraft_draft
+        self._draft, self._on = library.longdraft_draft, library.longdraft_attend_on
         self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
-        for function in (self._linear, self._attend, self._stack, self._chunk, self._draft):
+        for function in (self._linear, self._attend, self._stack, self._chunk, self._draft, self._on):
             function.restype = None
         self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
         kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
         # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
         self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
         self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
+        # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
+        self._on.argtypes = [*kv[:2], Pointer, Pointer, *(Long,) * 4, ctypes.c_float, *(Pointer,) * 3, ctypes.c_int]
         self._stack.argtypes = [Pointer] * 7 + [ctypes.c_int] * 2
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
@@ -121,6 +123,35 @@ class Kernels:
             *("attend_chunk", [q, out], self._chunk),
             *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def attend_on(
+        self,
+        q: torch.Tensor,
+        k: KeptRows,
+        v: KeptRows,
+        slots: torch.Tensor,
+        ends: torch.Tensor,
+        scale: float,
+        part: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention of single rows, each to keys of its own, that goes on from what other keys gave.
+
+        Args:
+            q: (B, Hkv, G, d). k, v: (slots, Hkv, n, d), as for :meth:`attend`.
+            slots, ends: (B,) int64: where each row's keys lie, and how many of them it sees.
+            part: of other keys: values mixed by exp(score - maximum), like q; maxima and sums of these weights
+                (B, Hkv, G). The first becomes the result.
+        """
+        q = q.contiguous()
+        out, high, total = part
+        batch, heads, group, d = q.shape
+        launch(
+            *("attend_on", [q, out], self._on),
+            *(q.data_ptr(), KeysValues.of(k[None], v[None]), slots.data_ptr(), ends.data_ptr()),
+            *(batch, heads, group, d, scale, out.data_ptr(), high.data_ptr(), total.data_ptr()),
+            torch.get_num_threads(),
         )
         return out
 

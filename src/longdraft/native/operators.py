@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-NAMES = ("linear", "unpack", "attend", "attend_chunk", "stack", "draft")
+NAMES = ("linear", "unpack", "attend", "attend_chunk", "attend_on", "stack", "draft")
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")
 _numbers = itertools.count()

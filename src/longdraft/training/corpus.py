@@ -6,7 +6,7 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
@@ -62,7 +62,7 @@ def collect(
             cut = len(document.tokens) - max_length
             pieces = [Document(document.tokens[cut:], max(1, document.start - cut))]
         elif len(document.tokens) > max_length:
-            pieces = [Document(document.tokens[:max_length], document.start)] if document.start < max_length else []
+            pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
             if not pieces:
                 skipped.add("with a prompt longer than max_length")
         for piece in pieces:
@@ -88,7 +88,8 @@ def collect(
 
 def _share(document: Document, purpose: str) -> float:
     """A number in [0, 1) that depends on how the document begins."""
-    found = hashlib.sha256(f"{purpose}{document.tokens[:SAME_PASSAGE]}".encode()).digest()
+    passage = document.kept[:2] if document.kept else document.tokens[:SAME_PASSAGE]
+    found = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
     return int.from_bytes(found[:6], "big") / 2**48
 
 

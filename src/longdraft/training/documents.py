@@ -26,10 +26,13 @@ class Document:
     Attributes:
         tokens: the whole text, its end-of-sequence token included where it has one.
         start: the first token that is learned; those before it (a chat's prompt) are context alone.
+        kept: where its features lie, if ``longdraft train data`` has written them: folder, passage, answer (-1: the
+            passage itself).
     """
 
     tokens: list[int]
     start: int = 1
+    kept: tuple[str, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
@@ -89,9 +92,9 @@ def documents(
     ``tokens`` (ids) and ``start``, as ``longdraft train data`` writes them. Rows of none of these kinds, and rows
     that cannot be encoded, are skipped and counted.
     """
-    for row in rows(paths, skipped):
+    for path, row in ((path, row) for path in paths for row in rows([path], skipped)):
         try:
-            document = _document(row, tokenizer)
+            document = _document(row, tokenizer, features_of(path))
         except (KeyError, TypeError, ValueError, AttributeError):
             skipped.add("without usable text, messages or tokens")
             continue
@@ -101,9 +104,15 @@ def documents(
         yield document
 
 
-def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Document:
+def features_of(answers: Path) -> Path:
+    """The folder beside a file of answers that holds their features, if there are any."""
+    return answers.with_name(f"{answers.name.partition('.')[0]}.features")
+
+
+def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features: Path) -> Document:
     if "tokens" in row:
-        return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
+        kept = (str(features), int(row["at"][0]), int(row["at"][1])) if "at" in row and features.is_dir() else None
+        return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)), kept)
     if "messages" in row:
         return _chat(row["messages"], tokenizer)
     tokens = encode(tokenizer, row["text"])

@@ -1,0 +1,289 @@
+"""Many answers to one passage at a time: the passage's KV is read once a step for all of them.
+
+Speculation trades arithmetic for fewer readings of the weights. Where hundreds of answers are wanted there is no need
+to: dozens of rows share one reading as it is, and what is left to share is the KV of the passages they are about. A
+step multiplies one row an answer; its attention has two parts, the passage's keys, which all its answers meet in one
+product, and each answer's own.
+
+What a draft will learn from is at hand while the target speaks: the last layer's keys and values lie in the store, and
+hidden states and likeliest tokens are kept as they come, so that nothing is computed a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft import native
+from longdraft.attention.block import Block
+from longdraft.host.hosting import Hosted
+from longdraft.host.runner import TargetRunner
+from longdraft.kv.store import KVShape, turned_rows
+
+# Tokens of a passage that go through the head at a time, for what the target would have said in their place.
+CHUNK = 512
+
+
+@dataclass
+class Said:
+    """What the target computed for T tokens in a row.
+
+    Attributes:
+        tokens: (T,) int64.
+        rows: by name, (T, ...) each: ``keys`` and ``values`` (T, Hkv, d) of the last layer, :func:`hidden_name`
+            (T, hidden size).
+        top_ids, top_log_probs: (T, K): what the target says after each token.
+    """
+
+    tokens: torch.Tensor
+    rows: dict[str, torch.Tensor]
+    top_ids: torch.Tensor
+    top_log_probs: torch.Tensor
+
+
+def hidden_name(layer: int) -> str:
+    """What a decoder layer's output hidden states are called."""
+    return f"hidden.{layer}"
+
+
+class BranchStore:
+    """Keys and values of a few passages, and of the rows that go on from them, with the attention that reads both.
+
+    A row belongs to the passage in place ``row // per_passage``.
+
+    Args:
+        passages: places for passages. per_passage: rows of each. capacity: tokens of a row, the passage's not counted.
+    """
+
+    def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
+        self.shape, self.per_passage = shape, per_passage
+        rows = passages * per_passage
+        size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
+        self.keys = turned_rows(size, shape.dtype, device).zero_()
+        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        # Of each passage and layer: keys (Hkv, d, L), turned for the product, and values (Hkv, L, d).
+        self.prefixes: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(passages)]
+        self._reading: int | None = None
+        self._layer = 0
+        # The passages of the rows of a step, and which of those rows are theirs.
+        self._parts: list[tuple[int, slice]] = []
+        self._rows = self._ends = torch.zeros(0, dtype=torch.long)
+
+    def read_into(self, passage: int) -> None:
+        """The next forward reads the passage of this place, from its first token on."""
+        self._reading, self.prefixes[passage] = passage, []
+
+    def step(self, rows: torch.Tensor) -> None:
+        """The next forward appends one token to each of these rows, which are in rising order."""
+        self._reading, self._rows, self._parts = None, rows, []
+        self._ends = self.lengths[rows] + 1
+        start = 0
+        for passage, count in zip(*torch.unique_consecutive(rows // self.per_passage, return_counts=True), strict=True):
+            self._parts.append((int(passage), slice(start, start + int(count))))
+            start += int(count)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
+        """Keys and values (B, Hkv, T, d) of a layer."""
+        self._layer = layer
+        if self._reading is not None:
+            self.prefixes[self._reading].append((keys[0].transpose(1, 2).contiguous(), values[0].contiguous()))
+            return
+        at = self._ends - 1
+        self.keys[layer, self._rows, :, at] = keys[:, :, 0]
+        self.values[layer, self._rows, :, at] = values[:, :, 0]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows' own keys and values (rows, Hkv, capacity, d)."""
+        return self.keys[index], self.values[index]
+
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+    ) -> torch.Tensor:
+        """Attention of the forward that :meth:`read_into` or :meth:`step` announced; q (B, Hq, T, d) -> the same."""
+        if self._reading is not None:
+            turned, v = self.prefixes[self._reading][self._layer]
+            times = q.shape[1] // len(v)
+            k, v = (x.repeat_interleave(times, 0)[None] for x in (turned.transpose(1, 2), v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        batch, heads, _, d = q.shape
+        grouped = q.view(batch, self.shape.kv_heads, -1, d)
+        part = self._of_passages(grouped * scale)
+        goes_on = continued
+        if (found := native.kernels()) is not None and native.fits(grouped.float(), keys[0], values[0]):
+            goes_on = found.attend_on
+        out = goes_on(grouped.float(), keys, values, self._rows, self._ends, scale, part)
+        return out.to(q.dtype).view(batch, heads, 1, d)
+
+    def _of_passages(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the passages' keys give q (B, Hkv, G, d): values mixed, maxima and sums of the weights; float32."""
+        out = torch.empty(q.shape, device=q.device)
+        high, total = torch.empty(2, *q.shape[:3], device=q.device)
+        kv_heads, group, d = q.shape[1:]
+        for passage, part in self._parts:
+            keys, values = self.prefixes[passage][self._layer]
+            together = q[part].transpose(0, 1).reshape(kv_heads, -1, d)
+            scores = together @ keys
+            largest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(largest).exp_()
+            shape = (kv_heads, part.stop - part.start, group, -1)
+            out[part] = (weights @ values).view(shape).transpose(0, 1)
+            high[part] = largest.view(shape)[..., 0].transpose(0, 1)
+            total[part] = weights.sum(-1).view(shape[:3]).transpose(0, 1)
+        return out, high, total
+
+
+def continued(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    part: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """:meth:`longdraft.native.Kernels.attend_on` in torch."""
+    out, high, total = part
+    longest = int(ends.max())
+    scores = q @ k[slots, :, :longest].float().transpose(2, 3) * scale
+    behind = torch.arange(longest, device=q.device) >= ends[:, None]
+    scores = scores.masked_fill_(behind[:, None, None], float("-inf"))
+    largest = torch.maximum(scores.amax(-1), high)
+    weights, kept = (scores - largest[..., None]).exp_(), (high - largest).exp_()
+    found = weights @ v[slots, :, :longest].float() + out * kept[..., None]
+    return found / (total * kept + weights.sum(-1))[..., None]
+
+
+class Branches:
+    """Rows of answers to passages, a token each a step.
+
+    Args:
+        layers: decoder layers whose output hidden states are kept; none where features are not wanted.
+        top: likeliest tokens that are kept. 0 keeps nothing for drafts.
+    """
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        passages: int,
+        per_passage: int,
+        capacity: int,
+        layers: Sequence[int] = (),
+        top: int = 0,
+    ) -> None:
+        self.runner, self.layers, self.top = runner, tuple(layers), top
+        device = runner.device
+        self.store = BranchStore(runner.kv_shape, passages, per_passage, capacity, device)
+        self.capacity, self.per_passage = capacity, per_passage
+        self.head = runner.model.get_output_embeddings()
+        rows = passages * per_passage
+        self._prefix_lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self._room: torch.Tensor | None = None
+        if top:
+            width = len(self.layers) * runner.parts.hidden_size
+            self._hidden = torch.zeros(rows, capacity, width, dtype=runner.kv_shape.dtype, device=device)
+            self._ids = torch.zeros(rows, capacity, top, dtype=torch.int32, device=device)
+            self._log_probs = torch.zeros(rows, capacity, top, dtype=torch.float16, device=device)
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states before the head (B, T, hidden), and those of ``layers`` side by side."""
+        count, size = tokens.shape
+        block = Block.make(range(count), [0] * count, size, device=tokens.device, prompt=True)
+        hosted = Hosted(self.store, block, self.store.attend, hidden_layers=frozenset(self.layers))
+        inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        last = self.runner.twin.run(hosted, inputs, head=False).last_hidden_state
+        kept = [hosted.hidden[layer] for layer in self.layers]
+        return last, torch.cat(kept, -1) if kept else last[..., :0]
+
+    @torch.inference_mode()
+    def read(self, passage: int, tokens: Sequence[int]) -> Said | None:
+        """Puts a passage into a place, whose rows begin anew, and returns what a draft may learn from it."""
+        rows = slice(passage * self.per_passage, (passage + 1) * self.per_passage)
+        self.store.lengths[rows] = 0
+        self._prefix_lengths[rows] = len(tokens)
+        ids = torch.tensor(tokens, device=self.runner.device)
+        self.store.read_into(passage)
+        with self.runner.lock:
+            last, hidden = self._forward(ids[None], torch.arange(len(ids), device=ids.device)[None])
+        if not self.top:
+            return None
+        likely = [self.likely(self.head(part)) for part in last[0].split(CHUNK)]
+        keys, values = self.store.prefixes[passage][-1]
+        kept = {"keys": keys.permute(2, 0, 1).contiguous(), "values": values.transpose(0, 1).contiguous()}
+        ids_, log_probs = (torch.cat(each) for each in zip(*likely, strict=True))
+        return Said(ids, kept | self._by_layer(hidden[0]), ids_, log_probs)
+
+    def _by_layer(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = hidden.split(self.runner.parts.hidden_size, -1) if self.layers else ()
+        return {hidden_name(layer): part.clone() for layer, part in zip(self.layers, parts, strict=True)}
+
+    def begin(self, row: int) -> None:
+        """A row goes on from its passage."""
+        self.store.lengths[row] = 0
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Appends a token to each of some rows (rising); returns logits (rows, vocabulary), to be read before the next."""
+        at = torch.tensor(rows, device=self.runner.device)
+        self.store.step(at)
+        lengths = self.store.lengths[at]
+        ids = torch.tensor(tokens, device=self.runner.device)[:, None]
+        with self.runner.lock:
+            last, hidden = self._forward(ids, (self._prefix_lengths[at] + lengths)[:, None])
+        logits: torch.Tensor = self.head(last[:, 0])
+        if self.top:
+            self._hidden[at, lengths] = hidden[:, 0]
+            self._ids[at, lengths], self._log_probs[at, lengths] = self.likely(logits)
+        self.store.lengths[at] += 1
+        return logits
+
+    def likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens (rows, top) and their log-probabilities."""
+        p = self._shares(logits).copy_(logits)
+        torch.softmax(p, -1, out=p)
+        found = top_of(p, self.top)
+        return found.indices.int(), found.values.log().half()
+
+    def _shares(self, logits: torch.Tensor) -> torch.Tensor:
+        """Room: a CPU takes as long to get large memory as to compute with it."""
+        if self._room is None or len(self._room) < len(logits):
+            self._room = torch.empty(max(len(logits), CHUNK), logits.shape[1], device=logits.device)
+        return self._room[: len(logits)]
+
+    def said(self, row: int, tokens: Sequence[int]) -> Said:
+        """A row's own tokens with what was kept of them."""
+        size = len(tokens)
+        keys, values = (x[-1, row, :, :size].transpose(0, 1).contiguous() for x in (self.store.keys, self.store.values))
+        rows = {"keys": keys, "values": values} | self._by_layer(self._hidden[row, :size])
+        ids, log_probs = self._ids[row, :size].clone(), self._log_probs[row, :size].clone()
+        return Said(torch.tensor(tokens), rows, ids, log_probs)
+
+
+def top_of(logits: torch.Tensor, count: int, width: int = 256) -> torch.return_types.topk:
+    """``logits.topk(count)``, for long rows: the largest lie in the pieces whose largest are the largest."""
+    rows, size = logits.shape
+    if size % width or size // width < 2 * count:
+        return logits.topk(count)
+    pieces = logits.view(rows, -1, width)
+    chosen = pieces.amax(-1).topk(count).indices
+    found = pieces.gather(1, chosen[..., None].expand(-1, -1, width)).flatten(1).topk(count)
+    at = chosen.gather(1, found.indices // width) * width + found.indices % width
+    return torch.return_types.topk((found.values, at))
+
+
+def sample(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """A token a row: the likeliest at temperature 0, else the one whose share of the distribution holds ``uniform``.
+
+    Args:
+        logits: (rows, vocabulary). temperatures, uniform: (rows,), the latter in [0, 1).
+    """
+    tokens = top_of(logits, 1).indices[:, 0]
+    warm = (temperatures > 0).nonzero()[:, 0]
+    if len(warm):
+        p = torch.softmax(logits[warm] / temperatures[warm, None], -1)
+        mass = p.cumsum(-1, dtype=torch.float64)
+        found = torch.searchsorted(mass, (uniform[warm, None].double() * mass[:, -1:]), right=True)
+        tokens[warm] = found[:, 0].clamp_max(logits.shape[-1] - 1)
+    return tokens
