@@ -97,11 +97,10 @@ class FewRowsModule:
 
     def serves(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether our kernel multiplies these rows (..., in) with layers that compute in a dtype."""
-        if (
-            self.most is not None
-            and x.numel() > (self.most if dtype == torch.float32 else _most_halves()) * x.shape[-1]
-        ):
-            return False
+        if self.most is not None:
+            most = self.most if dtype == torch.float32 else min(self.most, _most_halves())
+            if x.numel() > most * x.shape[-1]:
+                return False
         # A model may be cast or moved while a run goes on.
         return x.dtype == dtype and x.device.type == "cpu"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,10 +23,24 @@ from longdraft.attention.block import Block
 from longdraft.attention.dispatch import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.host import stored
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.kv.store import KVShape
 from longdraft.native import Rows
 
 IMPLEMENTATION = "longdraft"
+
+
+class Store(Protocol):
+    """What a forward asks of a store of keys and values: see :class:`~longdraft.kv.store.KVStore`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None: ...
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass
@@ -39,7 +53,7 @@ class Hosted:
         rows: the block as fused layers read it, made by the first of them.
     """
 
-    store: KVStore
+    store: Store
     block: Block
     attend: Attend
     query_layers: frozenset[int] = frozenset()

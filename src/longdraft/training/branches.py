@@ -225,7 +225,7 @@ class Branches:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Appends a token to each of some rows (rising); returns logits (rows, vocabulary), to be read before the next."""
+        """Appends a token to each of some rows, which are in rising order; returns logits (rows, vocabulary)."""
         at = torch.tensor(rows, device=self.runner.device)
         self.store.step(at)
         lengths = self.store.lengths[at]

@@ -47,6 +47,7 @@ class RunConfig:
         held_out: share of the documents kept for measuring, chosen by their content.
         max_length: longer documents are cut into pieces of this many tokens (chats: cut at the end).
         min_length: shorter documents are left out.
+        passages: learn the passages too that answers are about, where their features were kept.
         anchor_offset: largest random offset of anchor-offset indices; 0 for plain indices.
         intermediate_size: of the block's MLP; None takes the target's. A draft in ``init`` brings its own.
         vocabulary: size of the draft's vocabulary; None keeps the target's. A draft in ``init`` brings its own.
@@ -75,6 +76,7 @@ class RunConfig:
     held_out: float = 0.02
     max_length: int = 1024
     min_length: int = 32
+    passages: bool = False
     anchor_offset: int = 0
     intermediate_size: int | None = None
     vocabulary: int | None = None

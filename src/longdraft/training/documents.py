@@ -92,9 +92,9 @@ def documents(
     ``tokens`` (ids) and ``start``, as ``longdraft train data`` writes them. Rows of none of these kinds, and rows
     that cannot be encoded, are skipped and counted.
     """
-    for path, row in ((path, row) for path in paths for row in rows([path], skipped)):
+    for row, features in ((row, features_of(path)) for path in paths for row in rows([path], skipped)):
         try:
-            document = _document(row, tokenizer, features_of(path))
+            document = _document(row, tokenizer, features)
         except (KeyError, TypeError, ValueError, AttributeError):
             skipped.add("without usable text, messages or tokens")
             continue

@@ -224,7 +224,7 @@ def _groups(
         shared = min(len(p) for p in prompts) - 1
         for prompt in prompts:
             shared = common_prefix(prompts[0][:shared], prompt)
-        answers = []
+        answers: list[_Answer] = []
         for ask, prompt in zip(asked, prompts, strict=True):
             turns = deque(follow_up(tokenizer, text) for text in ask.then)
             question = prompt[shared:]

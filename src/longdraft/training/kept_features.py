@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from longdraft.errors import CheckpointError
 from longdraft.training.branches import Said, hidden_name
 from longdraft.training.documents import Document
-from longdraft.training.features import Features
+from longdraft.training.features import FeatureReader, Features
 
 INDEX = "index.json"
 
@@ -65,18 +66,44 @@ def _file(folder: Path, group: int) -> Path:
     return folder / f"passage-{group:06d}.safetensors"
 
 
+def passages(documents: Sequence[Document]) -> list[Document]:
+    """The passages that answers with kept features are about, learned from their second token on.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    found = []
+    for folder, group in sorted({d.kept[:2] for d in documents if d.kept}):
+        with _opened(_file(Path(folder), group)) as file:
+            tokens = file.get_tensor("passage.tokens").tolist()
+        if len(tokens) > 1:
+            found.append(Document(tokens, 1, (folder, group, -1)))
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Make the answers again, or leave them out.") from error
+
+
 class KeptSource:
     """Features of documents that say where theirs are kept (``Document.kept``), read from disk when asked for.
 
     Args:
-        layers: decoder layers whose hidden states are wanted; none: the last layer's keys and values; None: nothing.
+        target: what the target's description says.
+        reader: says what the draft reads, and how many of the likeliest tokens.
 
     Raises:
-        CheckpointError: a folder is not there, of another target, or lacks a layer.
+        CheckpointError: a folder is not there, of another target, or lacks what is wanted.
     """
 
-    def __init__(self, documents: Sequence[Document], target: dict[str, Any], layers: Sequence[int] | None) -> None:
-        self.documents, self.layers = documents, layers
+    def __init__(self, documents: Sequence[Document], target: dict[str, Any], reader: FeatureReader) -> None:
+        self.documents, self.top = documents, reader.top
+        self.names = [hidden_name(layer) for layer in reader.layers] or list(reader.names)
         for folder in sorted({Path(d.kept[0]) for d in documents if d.kept}):
             try:
                 said = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -84,9 +111,12 @@ class KeptSource:
                 raise CheckpointError(f"{folder} cannot be read: {error}.") from error
             if said["target"] != json.loads(json.dumps(target)):
                 raise CheckpointError(f"{folder} holds features of another target.")
-            lacking = [layer for layer in layers or () if layer not in said["layers"]]
-            if lacking:
-                raise CheckpointError(f"{folder} holds no hidden states of layers {lacking}, only {said['layers']}.")
+            lacking = [layer for layer in reader.layers if layer not in said["layers"]]
+            if lacking or said["top"] < reader.top:
+                raise CheckpointError(
+                    f"{folder} holds hidden states of layers {said['layers']} and {said['top']} likely tokens; layers "
+                    f"{list(reader.layers)} and {reader.top} are wanted."
+                )
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -95,39 +125,27 @@ class KeptSource:
         """Raises CheckpointError where a file is missing or damaged."""
         document = self.documents[i]
         assert document.kept is not None
-        folder, group, place = Path(document.kept[0]), *document.kept[1:]
-        path = _file(folder, group)
-        try:
-            with safe_open(path, framework="pt") as file:
-                return self._read(document, file, place)
-        except (OSError, SafetensorError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        folder, group, place = document.kept
+        with _opened(_file(Path(folder), group)) as file:
+            return self._read(document, file, place)
 
     def _read(self, document: Document, file: Any, place: int) -> Features:
         lengths = json.loads(file.metadata()["lengths"])
         begin = sum(lengths[:place]) if place >= 0 else 0
-        own = slice(begin, begin + (lengths[place] if place >= 0 else 0))
+        own = slice(begin, begin + lengths[place]) if place >= 0 else slice(0)
         length = len(document.tokens)
 
         def both(name: str) -> torch.Tensor:
-            parts = [file.get_slice(f"passage.{name}")[:]]
+            parts = [file.get_tensor(f"passage.{name}")]
             if place >= 0:
                 parts.append(file.get_slice(f"answers.{name}")[own])
             return torch.cat(parts)[:length]
 
         if both("tokens").tolist() != document.tokens:
             raise KeyError("it is of other text")
-        rows: dict[str, torch.Tensor] = {}
-        if self.layers:
-            rows["hidden"] = torch.cat([both(hidden_name(layer)) for layer in self.layers], 1)
-        elif self.layers is not None:
-            rows = {name: both(name) for name in ("keys", "values")}
+        rows = {name: both(name) for name in self.names}
+        if "keys" not in rows and rows:
+            rows = {"hidden": torch.cat(list(rows.values()), 1)}
         said = slice(document.start - 1, length - 1)
-        return Features(
-            torch.tensor(document.tokens),
-            document.start,
-            0,
-            rows,
-            both("ids")[said].long(),
-            both("lps")[said].float(),
-        )
+        ids, log_probs = both("ids")[said, : self.top].long(), both("lps")[said, : self.top].float()
+        return Features(torch.tensor(document.tokens), document.start, 0, rows, ids, log_probs)

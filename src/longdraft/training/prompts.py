@@ -1,8 +1,8 @@
 """Prompts to make a target talk: passages of documents, each with many instructions.
 
 A draft learns best what its target says by itself, and the domain matters more than anything: a draft trained on
-plain text does poorly on answers. So the target answers these prompts, and the draft learns its answers. Prompts about a
-passage begin alike, up to its end, so that its KV is read once for all of them.
+plain text does poorly on answers. So the target answers these prompts, and the draft learns its answers. Prompts about
+a passage begin alike, up to its end, so that its KV is read once for all of them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def asks(
 
 
 def _closings(passage: str, count: int, rng: random.Random) -> list[str]:
-    kinds = SUMMARIES + QUESTIONS + TASKS
+    kinds: tuple[str, ...] = SUMMARIES + QUESTIONS + TASKS
     # A transcript: many short turns, each with its speaker.
     if passage.count(" :") + passage.count(": ") > len(passage) / 600:
         kinds = MEETING + SUMMARIES + QUESTIONS[:6]

@@ -31,6 +31,7 @@ from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features
+from longdraft.training.kept_features import KeptSource, passages
 from longdraft.training.measure import Ranks, by_step, simulate
 from longdraft.training.run_log import Report
 from longdraft.training.trainee import Trainee
@@ -117,6 +118,8 @@ class Session:
     def source(self, reader: FeatureReader) -> FeatureSource | None:
         """Where features come from; None where ``stop`` ended the filling of the cache."""
         config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
+        if not config.anchor_offset and all(d.kept for d in learned):
+            return KeptSource(learned, runner.parts.description, reader)
         shifts = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
         if config.cache is None:
             return LiveFeatures(reader, learned, shifts)
@@ -143,6 +146,9 @@ class Session:
         """Documents to measure on. They keep their own positions: that is how they will be decoded."""
         held_out = self.data.held_out
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
+        if all(d.kept for d in chosen):
+            kept = KeptSource(chosen, self.runner.parts.description, reader)
+            return [kept[i] for i in range(len(kept))]
         return [reader.read(d).on_host() for d in chosen]
 
     def train(
@@ -216,8 +222,9 @@ def begin(
         )
     runner = TargetRunner(model)
     skipped = Skipped()
+    found = list(documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size))
     data = corpus.collect(
-        documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size),
+        [*found, *(passages(found) if config.passages else ())],
         skipped,
         max_length=min(config.max_length, runner.context_length),
         min_length=config.min_length,
