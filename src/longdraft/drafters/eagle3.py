@@ -121,15 +121,15 @@ class Eagle3Drafter(RetrievingDrafter):
         own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
         # Without a window, one that no text of this run outgrows.
         rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
-        beside = self.tree.max_expanded + (0 if self.retrieval is None else self.retrieval.view.limit + self.tree.depth)
+        beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.limit + self.tree.depth)
         beside += SPARE if self.retrieval is None else 2 * SPARE
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
-            self.cache = Window(own, store.slots, rows, self.tree.max_expanded, runner.device)
+            self.cache = Window(own, store.slots, rows, self.scratch, runner.device)
         else:
             self.cache = CompactWindow(
-                own, store.slots, rows, self.tree.max_expanded, runner.device,
+                own, store.slots, rows, self.scratch, runner.device,
                 self.retrieval, self.tree.depth, self._bound.rotary.turns,
             )  # fmt: skip
         # For each slot, how many leading rows can no longer change.
@@ -156,8 +156,17 @@ class Eagle3Drafter(RetrievingDrafter):
         for s in sequences:
             if last_row(s) - self.cache.end(s.slot) > CHUNK:
                 self._fill(s)
-        drafted = _Round(self, self._bound, sequences, self.tree.fit(budget).depth)
+        drafted = self.round_of(self._bound, sequences, self.tree.fit(budget).depth)
         return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
+
+    @property
+    def scratch(self) -> int:
+        """Rows of its own cache that a round needs behind the text."""
+        return self.tree.max_expanded
+
+    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> Eagle3Round:
+        """A round of trees of ``depth`` levels at most."""
+        return Eagle3Round(self, bound, sequences, depth)
 
     def _rewind(self, sequence: Sequence) -> None:
         """Reads again what may have changed; all of a window that has lost what the shorter text needs."""
@@ -214,7 +223,7 @@ def last_row(sequence: Sequence) -> int:
     return len(sequence.prompt) + len(sequence.output) - 2
 
 
-class _Round(DraftRound):
+class Eagle3Round(DraftRound):
     """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
 
     def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
@@ -227,7 +236,7 @@ class _Round(DraftRound):
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
-        fed, inputs, queries = self._roots(level) if level.depth == 0 else self._nodes(level)
+        fed, inputs, queries = self.roots(level) if level.depth == 0 else self._nodes(level)
         if self._whole is not None:
             out, logits, log_probs, ids = self._whole(fed, inputs, self._cache, None, best)
         else:
@@ -239,7 +248,7 @@ class _Round(DraftRound):
         self._outputs = dict(zip(level.rows, out.split(fed.width), strict=True))
         return logits, log_probs, ids
 
-    def _roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
+    def roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
         """The rows that the cache lacks; all of them have keys and values, the last ones alone go on."""
         starts, ends, xs, gs = [], [], [], []
         for s in (self.sequences[row] for row in level.rows):

@@ -29,6 +29,7 @@ class BoundDraft:
 
     Attributes:
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        draft_ids: (vocabulary,) the reverse, -1 where the draft has none.
         whole: computes levels in one call, where kernels do.
         few_rows: makes the block's layers, its head included, fast on a CPU.
     """
@@ -37,6 +38,7 @@ class BoundDraft:
     embedding: nn.Module
     rotary: Rotary
     ids: torch.Tensor | None
+    draft_ids: torch.Tensor | None
     whole: WholeLevel | None
     few_rows: FewRowsModule
 
@@ -174,7 +176,11 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         ids = None if self.ids is None else self.ids.to(runner.device)
         found = serves(runner, self.shape.head_dim)
         whole = None if found is None else _whole(found, block)
-        return BoundDraft(block, runner.parts.embedding, rotary, ids, whole, FewRowsModule(block))
+        draft_ids = None
+        if ids is not None:
+            draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device)
+            draft_ids[ids] = torch.arange(len(ids), device=runner.device)
+        return BoundDraft(block, runner.parts.embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
 
     def _rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
         return Rotary(self.shape.head_dim, self.rope, dtype, device)

@@ -80,7 +80,7 @@ def _ours(
     tensors.pop(MEMBERS, None)
     own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
     own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
-    return DraftFolder(KIND, own, tensors, dict(config.get("target") or {})), rope
+    return DraftFolder(str(config.get("drafter") or KIND), own, tensors, dict(config.get("target") or {})), rope
 
 
 def _foreign(

@@ -73,6 +73,8 @@ class Fed:
         counts: of each one's rows.
         starts: position of each one's first row, where they are new tokens; empty where they are nodes of its tree.
         depth, ancestors: of nodes: how far behind the root, and (B', W, S) bool which of the S nodes so far they see.
+        behind: of each sequence's rows, the last ones that stand for tokens not known yet; they see each other as a
+            chain, and go on with the newest token.
     """
 
     slots: tuple[int, ...]
@@ -81,14 +83,22 @@ class Fed:
     starts: tuple[int, ...] = ()
     depth: int = 0
     ancestors: torch.Tensor | None = None
+    behind: int = 0
 
     def places(self, window: Window) -> list[tuple[int, int]]:
         """The rows [begin, end) of the window that each sequence sees, for whose new rows, the last, there is room."""
         if self.ancestors is not None:
             return [window.seen(slot, self.depth, self.ancestors.shape[2]) for slot in self.slots]
         for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
-            window.make_room(slot, start, count)
-        return [window.seen(slot) for slot in self.slots]
+            window.make_room(slot, start, count - self.behind)
+        return [window.seen(slot, 0, self.behind) for slot in self.slots]
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """(B, W, S) bool: which of the last S rows those that go on see; None: all."""
+        if self.ancestors is not None or not self.behind:
+            return self.ancestors
+        return torch.ones(self.width, self.width, dtype=torch.bool).tril().expand(len(self.slots), -1, -1)
 
     def attend(self, window: Window) -> SelfAttend:
         """The rows that go on see the window, and nodes their ancestors and themselves. All rows enter it."""
@@ -99,8 +109,13 @@ class Fed:
                 own = k[:, first : first + count], v[:, first : first + count]
                 going = q[:, i * self.width : (i + 1) * self.width]
                 if self.ancestors is None:
-                    window.append(slot, self.starts[i], *own)
-                    outputs.append(window.attend_newest(slot, going))
+                    new = count - self.behind
+                    window.append(slot, self.starts[i], *(x[:, :new] for x in own))
+                    outputs.append(window.attend_newest(slot, going[:, :1]))
+                    if self.behind:
+                        chain = torch.ones(self.behind, self.behind, dtype=torch.bool, device=q.device).tril()
+                        k_, v_ = (x[:, new:] for x in own)
+                        outputs.append(window.attend_level(slot, going[:, 1:], k_, v_, chain, 0))
                 else:
                     outputs.append(window.attend_level(slot, going, *own, self.ancestors[i], self.depth))
                 first += count

@@ -77,6 +77,6 @@ class WholeLevel:
         """
         begins, ends = zip(*fed.places(window), strict=True)
         lengths = None if text is None else text[2]
-        nodes = Nodes(fed.width, fed.counts, fed.slots, *rows, begins, ends, fed.ancestors, lengths)
+        nodes = Nodes(fed.width, fed.counts, fed.slots, *rows, begins, ends, fed.mask, lengths)
         caches = (window.keys, window.values), None if text is None else text[:2]
         return self._kernels.draft(self._block, nodes, *caches, best)

@@ -22,7 +22,7 @@ _RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "must be positive": (
         lambda x: x > 0,
         "max_length min_length rows accumulate top keep lr epochs clip intermediate_size vocabulary threads noise "
-        "window ttt rope_theta rope_original_length layers heads",
+        "window ttt rank rope_theta rope_original_length layers heads",
     ),
     "must not be negative": (
         lambda x: x >= 0,
@@ -173,6 +173,19 @@ class Eagle3Config(RunConfig):
             raise ConfigError(
                 f"window {self.window} leaves nothing beside the {max(self.ttt, DEPTH)} steps of drafting: give more."
             )
+
+
+@dataclass(frozen=True)
+class OnePassConfig(Eagle3Config):
+    """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft.
+
+    Attributes:
+        ttt: here, the tokens that one forward proposes.
+        rank: of the bigram.
+    """
+
+    ttt: int = 6
+    rank: int = 128
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import KIND, THETA, usual_layers
+from longdraft.drafters.kinds import kind_of
 from longdraft.errors import ConfigError
 from longdraft.host.parts import SharedParts
 from longdraft.host.rotary import Rotary, yarn
@@ -105,22 +106,42 @@ class Eagle3Trainee(Trainee):
         attention = _Steps(lengths, counts, self.window)
         out = self.block(x, g, cos, sin, attention, torch.cat(queries).to(device))
         outputs, rows = [out], [torch.arange(sum(counts), device=device)]
-        x, cos, sin = (t[torch.cat(queries).to(device)] for t in (x, cos, sin))
-        for _ in range(1, steps or self.steps):
+        x, g, cos, sin = (t[torch.cat(queries).to(device)] for t in (x, g, cos, sin))
+        for step in range(1, steps or self.steps):
             fed, following = (index.to(device) for index in attention.next_step())
             if not len(following):  # short documents alone
                 break
-            x, cos, sin = x[following], cos[following], sin[following]
-            out = self.block(x, out[fed], cos, sin, attention)
+            x, g = self.feed(x, g, out, fed, following)
+            cos, sin = cos[following], sin[following]
+            out = self.block(*self.enter(step, x, g), cos, sin, attention)
             outputs.append(out)
             rows.append(rows[-1][following])
         decays = [torch.full((len(r),), self.decay**i, device=device) for i, r in enumerate(rows)]
         depths = torch.cat([torch.full((len(r),), i + 1, device=device) for i, r in enumerate(rows)])
         row = torch.cat(rows)
-        head = self.block.lm_head.weight.to(self._product_dtype)
         said = said.at(row)
         weight = (said.likely[:, :1] >= 0) * torch.cat(decays)[:, None]
-        return self.output(self.block.norm(torch.cat(outputs)), head, said, depths, weight)
+        before = torch.cat([d.tokens[first + 1 : -1] for d, first in zip(documents, firsts, strict=True)])
+        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self._to_draft[before.to(device)][row])
+        return self.output(hidden, head, said, depths, weight)
+
+    def feed(
+        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, fed: torch.Tensor, following: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next step's embeddings and g, from this step's, its outputs, and which rows are fed to which."""
+        return x[following], out[fed]
+
+    def enter(self, step: int, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the block is given in a step, from what :meth:`feed` gave."""
+        return x, g
+
+    def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States (N, size) and the head (V', size) that they are multiplied with.
+
+        Args:
+            before: (N,) draft ids of the tokens before those that are said; -1 where the draft has none.
+        """
+        return hidden, self.block.lm_head.weight.to(self._product_dtype)
 
 
 class _Steps:
@@ -202,17 +223,34 @@ def train_eagle3(
     config: Eagle3Config, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, section 4.1), as :mod:`longdraft.training.session` says."""
+    return run(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
+
+
+def run(
+    config: Eagle3Config,
+    kind: str,
+    trained: type[Eagle3Trainee],
+    shaped: Callable[[Eagle3Block], Eagle3Block],
+    progress: Progress,
+    stop: Callable[[], bool],
+) -> Iterator[Report]:
+    """Trains a draft of EAGLE-3's make.
+
+    Args:
+        kind: of draft. trained: its step. shaped: its block, from EAGLE-3's.
+    """
     # A row for every step, the steps of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
     runner = session.runner
     plan = _plan(config, session)
+    plan = replace(plan, block=shaped(plan.block))
     reader = session.reader(plan.layers)
     if (source := session.source(reader)) is None:
         return
     if config.init is None:
         fit(plan.block, source[0], len(plan.layers))
     rope = yarn(plan.rope_theta, config.rope_factor, plan.rope_length)
-    trainee = Eagle3Trainee(
+    trainee = trained(
         plan.block,
         runner.parts,
         Rotary(plan.block.shape.head_dim, rope, device=runner.device),
@@ -223,7 +261,7 @@ def train_eagle3(
         config.distill,
         session.product_dtype,
     )
-    yield from session.train(trainee, reader, source, KIND, plan.described(config), levels=config.ttt)
+    yield from session.train(trainee, reader, source, kind, plan.described(config), levels=config.ttt)
 
 
 def fit(block: Eagle3Block, document: Features, layers: int) -> None:
@@ -288,7 +326,9 @@ def _plan(config: Eagle3Config, session: Session) -> Plan:
 
 
 def _further(config: Eagle3Config, session: Session) -> Plan:
-    init = Eagle3Draft.load(config.init or "")
+    init = kind_of(config.init or "").load(config.init or "")
+    if not isinstance(init, Eagle3Draft):
+        raise ConfigError(f"{config.init} is no EAGLE-3 or one-pass draft: start from one, or leave init out.")
     init.check(session.runner)
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:
