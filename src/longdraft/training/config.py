@@ -29,7 +29,7 @@ _RULES: dict[str, tuple[Callable[[float], bool], str]] = {
         "anchor_offset save_every measure_every eps weight_decay retrieval_layer",
     ),
     "is a share between 0 and 1": (lambda x: 0 <= x <= 1, "sample held_out distill warmup min_lr"),
-    "is a share above 0, up to 1": (lambda x: 0 < x <= 1, "decay"),
+    "is a share above 0, up to 1": (lambda x: 0 < x <= 1, "decay retain"),
     "stretches, so it is at least 1": (lambda x: x >= 1, "rope_factor rope_factor_inference"),
 }
 
@@ -145,6 +145,7 @@ class Eagle3Config(RunConfig):
     Attributes:
         ttt: steps of the training-time test: how deep the draft drafts on its own outputs.
         decay: weight of a step, against the one before.
+        retain: share of a batch's documents that goes on from a step to the next; less than 1 makes steps cheaper.
         feature_layers: decoder layers whose output the draft reads (0 is the first); none takes 1, L//2-1 and L-4. A
             draft in ``init`` brings its own, as it does the rotary base.
         window: keys of its own that the draft sees, a row's own included; None for all.
@@ -157,6 +158,7 @@ class Eagle3Config(RunConfig):
 
     ttt: int = 5
     decay: float = 0.8
+    retain: float = 1.0
     feature_layers: tuple[int, ...] = ()
     window: int | None = None
     distill: float = 1.0

@@ -88,7 +88,7 @@ def collect(
 
 def _share(document: Document, purpose: str) -> float:
     """A number in [0, 1) that depends on how the document begins."""
-    passage = document.kept[:2] if document.kept else document.tokens[:SAME_PASSAGE]
+    passage = document.kept[1] if document.kept else document.tokens[:SAME_PASSAGE]
     found = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
     return int.from_bytes(found[:6], "big") / 2**48
 

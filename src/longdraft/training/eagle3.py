@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import KIND, THETA, usual_layers
-from longdraft.drafters.kinds import kind_of
+from longdraft.drafters.onepass_draft import OnePassDraft
 from longdraft.errors import ConfigError
 from longdraft.host.parts import SharedParts
 from longdraft.host.rotary import Rotary, yarn
@@ -43,6 +44,8 @@ class Eagle3Trainee(Trainee):
     Args:
         rotary: the draft's own.
         steps: of the training-time test. decay: weight of a step, against the one before.
+        retain: share of a batch's documents that goes on from a step to the next: later steps then cost less, and weigh
+            less (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
         window: keys of its own that a row sees, its own included; None for all.
         kept, distill, product_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them; the dtype is that of
             the features too.
@@ -61,9 +64,10 @@ class Eagle3Trainee(Trainee):
         window: int | None = None,
         distill: float = 1.0,
         product_dtype: torch.dtype = torch.float32,
+        retain: float = 1.0,
     ) -> None:
         super().__init__(parts, kept, distill, product_dtype)
-        self.block = block
+        self.block, self.retain = block, retain
         self.steps, self.decay, self.window, self._rotary = steps, decay, window, rotary
 
     def forward(
@@ -108,7 +112,8 @@ class Eagle3Trainee(Trainee):
         outputs, rows = [out], [torch.arange(sum(counts), device=device)]
         x, g, cos, sin = (t[torch.cat(queries).to(device)] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
-            fed, following = (index.to(device) for index in attention.next_step())
+            kept = len(documents) * (self.retain**step if self.training else 1)
+            fed, following = (index.to(device) for index in attention.next_step(max(1, round(kept))))
             if not len(following):  # short documents alone
                 break
             x, g = self.feed(x, g, out, fed, following)
@@ -156,16 +161,16 @@ class _Steps:
         self._first: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._later: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in lengths]
 
-    def next_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every document loses its first row.
+    def next_step(self, documents: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every document loses its first row, and all but so many of them, the first, their other rows.
 
         Returns:
             Among the rows until now, those whose output is fed (all but each document's last), and those that are left
             (all but its first).
         """
         at = torch.arange(sum(self.counts)).split(self.counts)
-        fed, left = torch.cat([i[:-1] for i in at]), torch.cat([i[1:] for i in at])
-        self.counts = [max(0, n - 1) for n in self.counts]
+        fed, left = (torch.cat([i[part] for i in at[:documents]]) for part in (slice(-1), slice(1, None)))
+        self.counts = [max(0, n - 1) if d < documents else 0 for d, n in enumerate(self.counts)]
         return fed, left
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -260,6 +265,7 @@ def run(
         plan.window,
         config.distill,
         session.product_dtype,
+        config.retain,
     )
     yield from session.train(trainee, reader, source, kind, plan.described(config), levels=config.ttt)
 
@@ -326,9 +332,8 @@ def _plan(config: Eagle3Config, session: Session) -> Plan:
 
 
 def _further(config: Eagle3Config, session: Session) -> Plan:
-    init = kind_of(config.init or "").load(config.init or "")
-    if not isinstance(init, Eagle3Draft):
-        raise ConfigError(f"{config.init} is no EAGLE-3 or one-pass draft: start from one, or leave init out.")
+    folder = config.init or ""
+    init = (OnePassDraft if draft_folder.kind(folder) == OnePassDraft.kind else Eagle3Draft).load(folder)
     init.check(session.runner)
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:
