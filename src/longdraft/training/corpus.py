@@ -55,16 +55,18 @@ def collect(
     kept: list[tuple[Document, bool]] = []
     for document in documents:
         pieces = [document]
-        if document.start == 1:
+        if document.kept:  # its features lie where they are: what is too long is cut at the end
+            pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
+        elif document.start == 1:
             cuts = range(0, len(document.tokens), max_length)
             pieces = [Document(t) for at in cuts if len(t := document.tokens[at : at + max_length]) > 1]
         elif len(document.tokens) > max_length and keep_end:
             cut = len(document.tokens) - max_length
             pieces = [Document(document.tokens[cut:], max(1, document.start - cut))]
         elif len(document.tokens) > max_length:
-            pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
-            if not pieces:
-                skipped.add("with a prompt longer than max_length")
+            pieces = [Document(document.tokens[:max_length], document.start)] if document.start < max_length else []
+        if not pieces:
+            skipped.add("with a prompt longer than max_length")
         for piece in pieces:
             # What is cut off its beginning still tells which passage it is about.
             whole = piece if document.start == 1 else document
