@@ -55,7 +55,7 @@ def collect(
     kept: list[tuple[Document, bool]] = []
     for document in documents:
         pieces = [document]
-        if document.kept:  # its features lie where they are: what is too long is cut at the end
+        if document.kept and not keep_end:  # its features lie where they are: what is too long is cut at the end
             pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
         elif document.start == 1:
             cuts = range(0, len(document.tokens), max_length)
