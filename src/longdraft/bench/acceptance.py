@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,10 +63,15 @@ class Text:
     tokens: tuple[int, ...]
     joined: bool = False
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Names its tokens."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
+
+    @property
+    def seed(self) -> int:
+        """Its own, so that the texts' samples are independent."""
+        return int(self.digest[:8], 16)
 
 
 Work = dict[float | None, dict[Sample, list[Text]]]
@@ -335,6 +341,6 @@ class Acceptance:
         if kept.cache.tokens:
             kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
         sampling = Sampling(temperature=asked.temperature)
-        job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed, self._ends)
+        job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed + text.seed, self._ends)
         run = self._contenders[asked.method].warm(job)
         return Accepted(asked, len(text.tokens), run.new_tokens - 1, sum(run.rounds), run.accepted)
