@@ -19,7 +19,7 @@ from longdraft.bench.run import Settings
 from longdraft.errors import ContextError, PromptError
 from longdraft.host.checkpoints import stretch_rope
 from longdraft.host.runner import TargetRunner
-from tests.drafts import random_draft, random_eagle3
+from tests.drafts import random_draft, random_eagle3, small_lm
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [Sample(f"the cat {i} sat on the mat. " * n, "why?", "a", f"a:{i}") for i, n in enumerate((9, 20, 3))]
@@ -142,7 +142,11 @@ def test_the_drafts_that_come_along(load, drafts, monkeypatch):
     target = TargetRunner(load(None).model)
     assert by_default(target) == ()
     monkeypatch.setattr(shipped, "FOLDER", drafts)
-    assert set(by_default(target)) == {"longspec", "eagle3", "specextend-eagle3"}
+    small_lm(drafts / "lm", vocab=61)
+    config = json.loads((drafts / "longspec" / "config.json").read_text())
+    (drafts / "lm" / "config.json").write_text(json.dumps({"drafter": "small-lm", "target": config["target"]}))
+    # Not triforce, whose forwards of the model on a part of its KV would not be counted.
+    assert set(by_default(target)) == {"longspec", "eagle3", "specextend-eagle3", "small-lm", "specextend"}
 
 
 def run_of(new_tokens, verifications, sample="a:0", **over):

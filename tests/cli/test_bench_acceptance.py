@@ -90,7 +90,7 @@ def test_ctrl_c_keeps_what_is_done(acceptance, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Acceptance, "_run", interrupted)
     ended = acceptance("--json", "--results", tmp_path / "r.jsonl")
-    assert ended.code == 130 and "Stopped after 1 runs" in ended.err
+    assert ended.code == 130 and "Stopped after 1 of 6 runs" in ended.err
     found = json.loads(ended.out.splitlines()[-1])
     assert len(found["rows"]) == 1 and not found["complete"]
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 2

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from longdraft.bench.data import Sample, fitted
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.run import Settings, method_name
+from longdraft.drafters.kinds import KINDS
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel, Progress
 from longdraft.host.runner import TargetRunner
@@ -140,13 +141,23 @@ class Results(JsonLines[Accepted]):
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
-    """The methods that need a draft of which one comes with the package for this target."""
+    """The methods that are a draft which comes with the package for this target, with options of their own or without.
+
+    Methods that run the target on a part of its KV between draft and verification are not among them: these forwards
+    are no verifications, so their accepted lengths say something else.
+    """
     try:
         description = target.parts.description
     except UnsupportedModelError:
         return ()
-    drafting = (m for m in METHODS.values() if m.needs_draft)
+    kinds = ((m, KINDS[m.draft_kind]) for m in METHODS.values() if m.needs_draft and m.draft_kind in KINDS)
+    drafting = (m for m, kind in kinds if _bare(m.drafter) is _bare(kind.drafter))
     return tuple(m.name for m in drafting if drafts.shipped(description, m.draft_kind) is not None)
+
+
+def _bare(drafter: object) -> object:
+    """What builds a drafter, without the options that were put into it."""
+    return drafter.func if isinstance(drafter, partial) else drafter
 
 
 def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:

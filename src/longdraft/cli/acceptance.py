@@ -52,7 +52,7 @@ def acceptance(
         str | None,
         typer.Option(
             help="Methods, with commas between; options of one behind colons: longspec:nodes=20.",
-            show_default="all whose draft comes along for the model",
+            show_default="every draft that comes along for the model",
         ),
     ] = None,
     drafting: options.DraftOptions,
@@ -137,7 +137,8 @@ def acceptance(
     _show(found, levels, svg)
     output.json(found)
     if not complete:
-        console.note(f"Stopped after {len(runs)} runs." + ("" if file else " Nothing is kept."))
+        done = sum(each in runs for each in asked)
+        console.note(f"Stopped after {done} of {len(asked)} runs." + ("" if file else " Nothing is kept."))
         raise typer.Exit(EXIT_CODE)
 
 
