@@ -96,9 +96,10 @@ def available() -> None:
         ) from None
 
 
-def svg(chart: Chart, theme: Theme) -> bytes:
-    """The chart as SVG on no background, its letters as outlines: it looks the same everywhere."""
-    return _saved(chart, theme, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+def svg(chart: Chart, theme: Theme, background: str = "none") -> bytes:
+    """The chart as SVG, its letters as outlines: it looks the same everywhere."""
+    options = {"transparent": True} if background == "none" else {"facecolor": background}
+    return _saved(chart, theme, format="svg", metadata={"Date": None, "Creator": None}, **options)
 
 
 def png(chart: Chart) -> bytes:

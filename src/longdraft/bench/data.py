@@ -125,5 +125,5 @@ def fitted(sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | Non
         else:
             high = middle
     if not best:
-        raise ContextError(f"{sample.origin}: not even the instruction fits {tokens} tokens. Give a larger --context.")
+        raise ContextError(f"{sample.origin}: not even the instruction fits {tokens} tokens. Ask for a longer context.")
     return best

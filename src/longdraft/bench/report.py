@@ -78,7 +78,7 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
             measured,
             lambda rounds, i: ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
         ),
-        "depth_accepted": depth_accepted(runs),
+        "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
     }
     rolled_back = _rolled_back(runs)
@@ -95,9 +95,12 @@ def _spread(
     return [min(known), max(known)] if known else None
 
 
-def depth_accepted(runs: Sequence[Run]) -> list[float]:
-    """Of the rounds that had room for d drafted tokens, the share that accepted as many; d from 1 as deep as any."""
-    rounds = [pair for run in runs for pair in run.accepted]
+def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Of the rounds that had room for d drafted tokens, the share that accepted as many; d from 1 as deep as any.
+
+    Args:
+        rounds: drafted tokens that each accepted, and how many its token budget had room for.
+    """
     levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / sum(max(pair) >= d for pair in rounds) for d in levels]
 

@@ -149,8 +149,8 @@ class Chapter:
         """One chart of all prompts: how deep rounds accepted what was drafted."""
         series: dict[str, list[Point]] = {}
         for name in self._part.names:
-            runs = [run for m in self._part.measured for run in m.rounds.get(name, [])]
-            shares = report.depth_accepted(runs) if runs else []
+            rounds = [pair for m in self._part.measured for run in m.rounds.get(name, []) for pair in run.accepted]
+            shares = report.depth_accepted(rounds)
             series[name] = [Point(depth, share) for depth, share in enumerate(shares, 1)]
         if not any(series.values()):
             return []

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from longdraft.bench import report, results, tree_drawing
-from longdraft.bench.results import mapping
+from longdraft.bench.json_lines import decisive, mapping
 from longdraft.bench.run import Measured
 from longdraft.errors import CheckpointError
 
@@ -166,7 +166,7 @@ def _join(home: Part, other: Part) -> None:
 
 def _kind(part: Part) -> dict[str, Any]:
     """What has to be equal for figures to be set beside each other, by what people call it."""
-    header = results.decisive(part.header)
+    header = decisive(part.header)
     return {
         "machine": header["hardware"],
         "model": header.get("model"),

@@ -141,7 +141,7 @@ def bench(
             draft_options=drafting.options(),
             plan=plan,
             offload=offload,
-            own_options={name: options.method_options(*_parts(name)) for name in names if ":" in name},
+            own_options=options.contender_options(names),
             sources=Sources(assistant, gguf),
             profile=profile,
         )  # fmt: skip
@@ -203,12 +203,6 @@ def _drafted(settings: Settings, loaded: LoadedModel) -> Settings:
 
 def _needs_draft(contender: str) -> bool:
     return contender not in PEERS and METHODS[method_name(contender)].needs_draft
-
-
-def _parts(contender: str) -> tuple[str, list[str]]:
-    """``specpv:budget=512:margin=8`` -> the method's name and its options."""
-    name, *pairs = contender.split(":")
-    return name, pairs
 
 
 def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) -> tuple[list[Measured], bool]:

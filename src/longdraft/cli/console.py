@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -119,3 +120,21 @@ def status(animated: bool = True) -> Iterator[Status]:
         yield shown
     finally:
         shown.close()
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Inside it, each warning of the package is said once: every run has a fresh drafter, which would warn anew."""
+    said: set[object] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        told = record.msg in said
+        said.add(record.msg)
+        return not told
+
+    logger = logging.getLogger("longdraft")
+    logger.addFilter(new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(new)

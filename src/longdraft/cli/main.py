@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from longdraft.cli import console, options
+from longdraft.cli.acceptance import acceptance
 from longdraft.cli.bench import bench
 from longdraft.cli.bench_report import bench_report
 from longdraft.cli.cancel import interruptible
@@ -49,7 +50,7 @@ app = typer.Typer(
 
 for verb in (generate, bench, methods, doctor, export):
     app.command()(interruptible(options.spread(verb)))
-for name, part in (("quality", quality), ("needle", needle), ("report", bench_report)):
+for name, part in (("acceptance", acceptance), ("quality", quality), ("needle", needle), ("report", bench_report)):
     app.command(f"bench {name}")(interruptible(options.spread(part)))
 
 training = typer.Typer(cls=Trainers, no_args_is_help=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +72,7 @@ def needle(
             length: needles.haystacks(needles.Search(haystack, depths, length, needle_samples), loaded.tokenizer)
             for length in lengths
         }
-    with _said_once(), Runs(sum(map(len, found.values())) * len(measuring.names)) as runs:
+    with console.warnings_once(), Runs(sum(map(len, found.values())) * len(measuring.names)) as runs:
         measured = [
             measuring.measure(hay, length, runs.told(f"{length:,} tokens, needle at {hay.depth:g}"))
             for length, own in found.items()
@@ -84,24 +81,6 @@ def needle(
     report = needle_report.document(measured, measuring.names)
     console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
     output.json(report)
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """Every run has a fresh drafter, and each would warn anew that the text outgrows its draft."""
-    said: set[object] = set()
-
-    def new(record: logging.LogRecord) -> bool:
-        told = record.msg in said
-        said.add(record.msg)
-        return not told
-
-    logger = logging.getLogger("longdraft")
-    logger.addFilter(new)
-    try:
-        yield
-    finally:
-        logger.removeFilter(new)
 
 
 def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:

@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -308,6 +308,12 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
         if kind in _KINDS and not (type(value) is kind or (kind is float and type(value) is int)):
             raise SettingError(f"--option {name} takes {_KINDS[kind]}, not {text!r}.")
     return found
+
+
+def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Of contenders such as ``specpv:budget=512:margin=8``, by name, the options behind their methods' names."""
+    split = {name: name.split(":") for name in names if ":" in name}
+    return {name: method_options(method, pairs) for name, (method, *pairs) in split.items()}
 
 
 # Options of methods that take several whole numbers.

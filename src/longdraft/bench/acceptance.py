@@ -1,0 +1,357 @@
+"""Acceptance against context length: the same texts, cut to each of several lengths, decoded with each draft.
+
+A length within the target's trained context is measured on the target as it is, a longer one on the target stretched by
+YaRN. A text is read once a target, at its longest; all that is shorter, and every method and temperature, starts from
+that KV. Trees are the methods' own: no planner.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longdraft import drafts
+from longdraft.bench import machine
+from longdraft.bench.contenders import Job, Kept, Ours
+from longdraft.bench.data import Sample, fitted
+from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
+from longdraft.bench.results import model_of
+from longdraft.bench.run import Settings, method_name
+from longdraft.drafters.kinds import KINDS
+from longdraft.errors import ContextError, PromptError, UnsupportedModelError
+from longdraft.host.checkpoints import LoadedModel, Progress
+from longdraft.host.runner import TargetRunner
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.methods import METHODS
+from longdraft.speculator import Speculator
+from longdraft.verify.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT, VERSION = "longdraft-acceptance", 1
+# The last tokens of a prompt are read anew in every run: some drafters choose what they see by these tokens' queries,
+# and would find but the very last one's where all the others were kept.
+READ_ANEW = 64
+
+
+class Short(Enum):
+    """What becomes of a text that is shorter than a length: left out; joined by the next ones; kept as it is."""
+
+    leave = "leave"
+    join = "join"
+    keep = "keep"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt of one length.
+
+    Attributes:
+        length: tokens of context that were asked for. joined: it holds the texts of several rows.
+    """
+
+    sample: Sample
+    length: int
+    tokens: tuple[int, ...]
+    joined: bool = False
+
+    @cached_property
+    def digest(self) -> str:
+        """Names its tokens."""
+        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
+
+    @property
+    def seed(self) -> int:
+        """Its own, so that the texts' samples are independent."""
+        return int(self.digest[:8], 16)
+
+
+Work = dict[float | None, dict[Sample, list[Text]]]
+"""By YaRN factor of the target, each row's prompts."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What decides a run's figures, beside what is the same for all of a file.
+
+    Attributes:
+        options: of the method, as JSON. draft: fingerprint of its draft; empty where it has none.
+        rope_factor: YaRN factor of the target; None: as it is.
+        sample, prompt: origin of the text, and a fingerprint of its tokens.
+    """
+
+    method: str
+    options: str
+    draft: str
+    temperature: float
+    length: int
+    rope_factor: float | None
+    dataset: str
+    sample: str
+    prompt: str
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """One prompt, decoded once.
+
+    Attributes:
+        new_tokens: without the one that came of reading the prompt. verifications: target forwards that gave them.
+        accepted: of each verification, drafted tokens that it accepted, and how many the token budget had room for.
+    """
+
+    asked: Asked
+    prompt_tokens: int
+    new_tokens: int
+    verifications: int
+    accepted: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def parsed(cls, line: Mapping[str, Any]) -> Accepted:
+        """From a line of a file."""
+        rounds = tuple((taken, room) for taken, room in line["accepted"])
+        return cls(**{**line, "asked": Asked(**line["asked"]), "accepted": rounds})
+
+
+class Results(JsonLines[Accepted]):
+    """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
+
+    Raises:
+        ConfigError: the file's runs were made with another model, other versions or other settings.
+        CheckpointError: it cannot be read or written, or is no such file.
+    """
+
+    def __init__(self, path: Path, measuring: Acceptance) -> None:
+        own = {name: getattr(measuring.settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
+        content = {"settings": own, "model": measuring.model, "versions": machine.versions()}
+        super().__init__(path, signed(FORMAT, VERSION, content), Accepted.parsed)
+
+    def add(self, run: Accepted) -> None:
+        """Appends a line, on the disk when this returns."""
+        self.append(run, asdict(run))
+
+
+def by_default(target: TargetRunner) -> tuple[str, ...]:
+    """The methods that are a draft which comes with the package for this target, with options of their own or without.
+
+    Methods that run the target on a part of its KV between draft and verification are not among them: these forwards
+    are no verifications, so their accepted lengths say something else.
+    """
+    try:
+        description = target.parts.description
+    except UnsupportedModelError:
+        return ()
+    kinds = ((m, KINDS[m.draft_kind]) for m in METHODS.values() if m.needs_draft and m.draft_kind in KINDS)
+    drafting = (m for m, kind in kinds if _bare(m.drafter) is _bare(kind.drafter))
+    return tuple(m.name for m in drafting if drafts.shipped(description, m.draft_kind) is not None)
+
+
+def _bare(drafter: object) -> object:
+    """What builds a drafter, without the options that were put into it."""
+    return drafter.func if isinstance(drafter, partial) else drafter
+
+
+def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
+    """By YaRN factor, a power of two, the lengths that need it, in tokens; None: those that the context holds."""
+    found: dict[float | None, list[int]] = {}
+    for length in sorted(set(lengths)):
+        factor = None if length <= context else 2.0 ** math.ceil(math.log2(length / context))
+        found.setdefault(factor, []).append(length)
+    return found
+
+
+def texts(
+    samples: Sequence[Sample], length: int, room: int, tokenizer: PreTrainedTokenizerBase, raw: bool, short: Short
+) -> tuple[list[Text], list[str]]:
+    """Every sample's prompt of a length.
+
+    Args:
+        length: tokens of context. room: tokens that a prompt may have at most, as new ones have to fit behind it.
+
+    Returns:
+        The prompts, and what has to be said of those that are not as asked for.
+    """
+    size, found, lacking = min(length, room), [], []
+    for i, sample in enumerate(samples):
+        longer = sample
+        if short is Short.join:
+            longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw)
+        tokens = fitted(longer, tokenizer, size, raw)
+        # A text that was cut lacks a token or two where one more would have been too many.
+        whole = len(tokens) < size and len(longer.encode(tokenizer, raw)) < size
+        if whole:
+            lacking.append(len(tokens))
+        if not whole or short is Short.keep:
+            found.append(Text(sample, length, tuple(tokens), joined=longer is not sample))
+    said, joined = [], sum(text.joined for text in found)
+    if joined:
+        said.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
+    if lacking:
+        none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
+        fate = "taken as they are" if short is Short.keep else "left out"
+        said.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
+    return found, said
+
+
+def _joined(
+    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool
+) -> Sample:
+    """The sample with the texts of others of its dataset behind its own, each text once, until it is long enough."""
+    more = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
+    for document in more:
+        if len(sample.encode(tokenizer, raw)) >= size:
+            break
+        sample = replace(sample, document=f"{sample.document}\n\n{document}")
+    return sample
+
+
+class Acceptance:
+    """The methods on a target, which is stretched for the lengths that need it. One target is held at a time.
+
+    Args:
+        load: reads the target, stretched by a YaRN factor; None: as it is.
+        settings: of a target: its methods, their options and what is the same for all runs.
+        name: what the user calls the model.
+        factor: of the target for all lengths; None: each length has the factor that it needs.
+        progress: called with a line of text before something long.
+
+    Attributes:
+        tokenizer: the target's. context: tokens that the target holds as it was first loaded.
+        model: what a file's header says of the target.
+
+    Raises:
+        CapabilityError: a method's draft is missing.
+        CheckpointError: a draft was made for another target.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[float | None], LoadedModel],
+        settings: Callable[[TargetRunner], Settings],
+        temperatures: Sequence[float],
+        name: str,
+        factor: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._load, self._temperatures, self._given = load, temperatures, factor
+        loaded = load(factor)
+        target = TargetRunner(loaded.model)
+        self.settings, self.tokenizer = settings(target), loaded.tokenizer
+        self.context, self.model = target.context_length, model_of(target, name)
+        own_end = loaded.tokenizer.eos_token_id
+        ends = target.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
+        self._ends = frozenset() if self.settings.ignore_eos else ends
+        self._host(loaded, factor, progress)
+        self._drafts = {n: fingerprint(c.draft) if c.draft is not None else "" for n, c in self._contenders.items()}
+
+    def stretch(self, factor: float | None) -> None:
+        """Takes the target with that YaRN factor in the place of the one that is there.
+
+        Raises:
+            CapabilityError: its rotary embedding cannot be stretched. There is no target then.
+        """
+        if factor != self._factor:
+            self._sharing.clear()
+            self._contenders.clear()
+            gc.collect()
+            self._host(self._load(factor), factor, None)
+
+    def _host(self, loaded: LoadedModel, factor: float | None, progress: Progress | None) -> None:
+        s, self._factor = self.settings, factor
+        specs: dict[str, Speculator] = {}
+        for name in s.methods:
+            specs[name] = Speculator(
+                method_name(name), loaded.model, loaded.tokenizer, plan=s.plan_of(name), **s.options(name)
+            )
+            specs[name].planner(progress)
+        # Methods share the KV of a text. Where their drafts read other hidden states of it, it is read once for each.
+        layers = {name: spec.feature_layers() for name, spec in specs.items()}
+        first = next(filter(None, layers.values()), ())
+        together: dict[tuple[int, ...], list[str]] = {}
+        for name, own in layers.items():
+            together.setdefault(own or first, []).append(name)
+        self._sharing = [(Kept(PromptCache(own), own), names) for own, names in together.items()]
+        self._contenders = {name: Ours(name, specs[name], kept) for kept, names in self._sharing for name in names}
+
+    def work(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> tuple[Work, list[str]]:
+        """What is to be measured, and what has to be said of texts that are not as they were asked for.
+
+        Raises:
+            ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.
+            PromptError: no text is as long as any of the lengths.
+        """
+        if self._given is None:
+            factors = stretches(lengths, self.context)
+        elif max(lengths) <= self.context:
+            factors = {self._given: sorted(set(lengths))}
+        else:
+            raise ContextError(
+                f"With a factor of {self._given:g} the model's context is {self.context:,} tokens, and "
+                f"{max(lengths):,} are asked for: raise the factor, or leave it out, and each length gets its own."
+            )
+        work: Work = {}
+        notes: list[str] = []
+        for factor, some in factors.items():
+            whole = self.context if factor == self._given else int(self.context * (factor or 1.0))
+            for length in some:
+                room = whole - self.settings.max_tokens
+                if room < 1:
+                    raise ContextError(
+                        f"A context of {whole:,} tokens has no room for {self.settings.max_tokens:,} new ones."
+                    )
+                found, said = texts(samples, length, room, self.tokenizer, self.settings.raw, short)
+                notes += said
+                for text in found:
+                    work.setdefault(factor, {}).setdefault(text.sample, []).append(text)
+        if not work:
+            raise PromptError(" ".join(notes))
+        return work, notes
+
+    def asked(self, own: Sequence[Text], factor: float | None) -> list[Asked]:
+        """The runs of a row's prompts, on the target with that YaRN factor: the longest first."""
+        options = {n: json.dumps(plain(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
+        return [
+            Asked(
+                name, options[name], self._drafts[name], temperature, text.length, factor,
+                text.sample.dataset, text.sample.origin, text.digest,
+            )
+            for text in sorted(own, key=lambda text: -text.length)
+            for name in self.settings.methods
+            for temperature in self._temperatures
+        ]  # fmt: skip
+
+    def measure(
+        self, own: Sequence[Text], done: Collection[Asked] = (), tick: Callable[[Asked], None] = lambda asked: None
+    ) -> Iterator[Accepted]:
+        """Runs every method on a row's prompts, on the target as it is now.
+
+        Args:
+            done: runs that need not be made again.
+            tick: called before each run.
+        """
+        texts = {text.length: text for text in own}
+        left = [each for each in self.asked(own, self._factor) if each not in done]
+        for kept, names in self._sharing:
+            for each in left:
+                if each.method in names:
+                    tick(each)
+                    yield self._run(each, texts[each.length], kept)
+            kept.clear()
+            gc.collect()
+
+    def _run(self, asked: Asked, text: Text, kept: Kept) -> Accepted:
+        if kept.cache.tokens:
+            kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
+        sampling = Sampling(temperature=asked.temperature)
+        job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed + text.seed, self._ends)
+        run = self._contenders[asked.method].warm(job)
+        return Accepted(asked, len(text.tokens), run.new_tokens - 1, sum(run.rounds), run.accepted)

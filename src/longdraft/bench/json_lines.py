@@ -1,0 +1,169 @@
+"""A file of measurements: a header, then a line for each, on the disk as soon as it is there.
+
+Whatever decides a figure stands in the header; a run whose header is another one may not go on with the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from longdraft.errors import CheckpointError, ConfigError
+
+T = TypeVar("T")
+
+_SAMPLE = 1 << 20  # bytes of either end of a weight file that its fingerprint sees
+# Of the hardware: what changes from one run to the next on the same machine decides nothing.
+_LOOSE = ("memory_available_bytes",)
+# Of the header: what is said of a run and decides nothing.
+_SAID = ("created", "command")
+
+
+class JsonLines(Generic[T]):
+    """A file that measurements are added to.
+
+    Args:
+        header: of this run, as :func:`signed` makes it.
+        parsed: a line's object -> what it stands for.
+
+    Attributes:
+        measured: what was there already, and what has been added.
+
+    Raises:
+        ConfigError: the file holds a run with another header; says what differs.
+        CheckpointError: it cannot be read or written, or is no such file.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any], parsed: Callable[[dict[str, Any]], T]) -> None:
+        self.path = path
+        self.measured: list[T] = []
+        if path.exists() and path.stat().st_size:
+            kept, there, self.measured = contents(path, header["format"], header["version"], parsed)
+            if differing := list(_differences(decisive(there), decisive(header))):
+                shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+                raise ConfigError(
+                    f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
+                )
+            with _failures(path, "written"), path.open("r+b") as file:
+                file.truncate(kept)
+        else:
+            self._append(header)
+
+    def append(self, measured: T, line: Mapping[str, Any]) -> None:
+        """Adds a measurement, whose line is on the disk when this returns."""
+        self._append(line)
+        self.measured.append(measured)
+
+    def _append(self, content: Mapping[str, Any]) -> None:
+        with _failures(self.path, "written"), self.path.open("ab") as file:
+            file.write(json.dumps(content).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
+    """A header: the format, what decides the figures, and what is said of the run; as it comes back from a file."""
+    said = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
+    found: dict[str, Any] = json.loads(json.dumps({"format": form, "version": version, **content, **said}))
+    return found
+
+
+def contents(
+    path: Path, form: str, version: int, parsed: Callable[[dict[str, Any]], T]
+) -> tuple[int, dict[str, Any], list[T]]:
+    """Bytes, header and measurements of a file, all without a last line that was cut short.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no file of this format and version.
+    """
+    with _failures(path, "read"):
+        content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    first, *rest = content[:whole].splitlines() or [b""]
+    try:
+        found = json.loads(first)
+        known = found["format"] == form
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
+    if found.get("version") != version:
+        raise CheckpointError(
+            f"{path} has format version {found.get('version')}, and this version of longdraft reads {version}: name "
+            "another file."
+        )
+    measured = []
+    for number, text in enumerate(rest, 2):
+        try:
+            measured.append(parsed(json.loads(text)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}:{number} is damaged ({error!r}): delete that line, and run again to measure it anew."
+            ) from None
+    return whole, found, measured
+
+
+def decisive(header: Mapping[str, Any]) -> dict[str, Any]:
+    """A header without what changes by itself."""
+    hardware = {k: v for k, v in mapping(header.get("hardware")).items() if k not in _LOOSE}
+    gpus = [{k: v for k, v in mapping(gpu).items() if k not in _LOOSE} for gpu in hardware.get("gpus") or []]
+    said = {k: v for k, v in header.items() if k not in _SAID}
+    return {**said, "hardware": {**hardware, "gpus": gpus}}
+
+
+def fingerprint(weights: Path) -> str:
+    """Name and content of a file, or of the files of a folder, as far as their ends and sizes tell it."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in weights.glob("*") if p.is_file()) if weights.is_dir() else [weights]:
+        if file.is_file():  # else a hub id
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_SAMPLE))
+                opened.seek(max(0, size - _SAMPLE))
+                digest.update(opened.read())
+    return f"{weights.name} {digest.hexdigest()[:16]}"
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON can hold them."""
+    held = (int, float, bool, str, tuple, type(None))
+    return {name: x if isinstance(x, held) else str(x) for name, x in options.items()}
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A value of a results file that should be an object."""
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _command() -> str:
+    """What this process was started with, as a shell takes it."""
+    program, *arguments = sys.argv
+    name = Path(program).name
+    return shlex.join(["longdraft" if name == "__main__.py" else name, *arguments])
+
+
+def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
+    """What differs between a file's header and a run's, a text each."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in dict.fromkeys((*there, *here)):
+            yield from _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+    elif there != here:
+        yield f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"
+
+
+@contextmanager
+def _failures(path: Path, what: str) -> Iterator[None]:
+    """Inside it, a file that cannot be used ends in a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be {what}: {error.strerror}.") from error

@@ -1,0 +1,210 @@
+"""``longdraft bench acceptance``: mean accepted length of every draft against context length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text as Line
+
+from longdraft.bench import acceptance_report, charts, tasks
+from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Short, Work, by_default
+from longdraft.bench.peers import PEERS
+from longdraft.bench.run import Settings
+from longdraft.cli import console, options
+from longdraft.cli.cancel import EXIT_CODE
+from longdraft.cli.progress import Shares
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.embedded import EMBEDDED_ID
+from longdraft.host.runner import TargetRunner
+from longdraft.methods import method_of
+from longdraft.verify.sampling import Sampling
+
+LENGTHS = "512,1024,2048,4096,8192,16384,32768"
+# What a run costs, for the estimate: about its prompt's length, and for each new token as much as reading so many.
+TOKEN_COSTS = 50
+
+
+def acceptance(
+    *,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="JSONL, or a data set by name, as for bench; repeatable.",
+            show_default="long modules of Python's standard library",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens that prompts are cut to; YaRN stretches the model for those beyond its context.")
+    ] = LENGTHS,
+    short: Annotated[
+        Short,
+        typer.Option(
+            help="Texts shorter than a length: leave them out, join the next rows' texts to them, or keep them."
+        ),
+    ] = Short.leave,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods, with commas between; options of one behind colons: longspec:nodes=20.",
+            show_default="every draft that comes along for the model",
+        ),
+    ] = None,
+    drafting: options.DraftOptions,
+    temperature: Annotated[
+        str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
+    ] = "0,1",
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
+    levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
+    loading: options.ModelOptions,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Append each run to this file (JSONL); what is there already is not measured again."),
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the figure; of several temperatures, one each: NAME-t0.svg, NAME-t1.svg.")
+    ] = None,
+    output: options.Output,
+    composed: options.Load = None,
+) -> None:
+    """Measure mean accepted length against context length: every draft, greedy and sampled, with the papers' trees.
+
+    Ctrl-C ends it with the figures so far.
+    """
+    cut_to = options.whole_numbers("--lengths", lengths)
+    temperatures = tuple(dict.fromkeys(options.numbers("--temperature", temperature)))
+    if not temperatures or not cut_to:
+        raise options.SettingError("--lengths and --temperature must name one value at least.")
+    names = None if methods is None else options.words(methods)
+    if names is None and drafting.draft is not None:
+        names = [method_of(drafting.draft).name]
+
+    def settings(names: Sequence[str]) -> Settings:
+        if not names or any(name in PEERS for name in names):
+            raise options.SettingError("--methods takes methods of longdraft, one at least: see `longdraft methods`.")
+        with options.settings_checked():
+            for t in temperatures:
+                Sampling(temperature=t)
+            return Settings(
+                tuple(dict.fromkeys(names)), max_tokens, cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos,
+                plan="fixed", draft_options=drafting.options(), own_options=options.contender_options(names),
+            )  # fmt: skip
+
+    chosen = None if names is None else settings(names)  # what is wrong is said before the model is read
+    for option, path in (("--svg", svg), ("--results", results)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
+    if svg is not None:
+        charts.available()
+    samples = tasks.read(data or [tasks.BUILT_IN], limit)
+    with console.status() as status:
+
+        def load(factor: float | None) -> LoadedModel:
+            again = factor != loading.rope_factor  # then the runs' progress is on the screen
+            return replace(loading, rope_factor=factor).load(_quiet if again else status)
+
+        with options.settings_checked():
+            measuring = Acceptance(
+                load,
+                lambda target: chosen or settings(_default(target)),
+                temperatures,
+                loading.model or EMBEDDED_ID,
+                loading.rope_factor,
+                status,
+            )
+        status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
+        work, notes = measuring.work(samples, cut_to, short)
+    for note in notes:
+        console.note(note)
+    asked = [each for factor, rows in work.items() for own in rows.values() for each in measuring.asked(own, factor)]
+    file = None if results is None else Results(results, measuring)
+    runs = {} if file is None else {run.asked: run for run in file.measured}
+    if there := sum(each in runs for each in asked):
+        console.note(f"{there} runs are in {results} already; {len(asked) - there} are left.")
+    complete = _measure(measuring, work, runs, file, notes)
+    found = acceptance_report.document(
+        [runs[each] for each in asked if each in runs], measuring.settings.methods, notes, complete
+    )
+    _show(found, levels, svg)
+    output.json(found)
+    if not complete:
+        done = sum(each in runs for each in asked)
+        console.note(f"Stopped after {done} of {len(asked)} runs." + ("" if file else " Nothing is kept."))
+        raise typer.Exit(EXIT_CODE)
+
+
+def _default(target: TargetRunner) -> tuple[str, ...]:
+    found = by_default(target)
+    if not found:
+        raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
+    return found
+
+
+def _measure(
+    measuring: Acceptance, work: Work, runs: dict[Asked, Accepted], file: Results | None, notes: list[str]
+) -> bool:
+    """Adds the runs that are missing, and says whether nothing is missing any more."""
+    asked = {
+        factor: {a for own in rows.values() for a in measuring.asked(own, factor)} for factor, rows in work.items()
+    }
+    total = sum(_cost(each, measuring.settings) for own in asked.values() for each in own if each not in runs)
+    with console.warnings_once(), Shares(total) as shown:
+        try:
+            for factor, rows in work.items():
+                if asked[factor] <= runs.keys():
+                    continue
+                lengths = ", ".join(f"{n:,}" for n in sorted({each.length for each in asked[factor]}))
+                shown.say(f"Lengths {lengths}" + ("" if factor is None else f", the model stretched {factor:g} times"))
+                try:
+                    measuring.stretch(factor)
+                except CapabilityError as error:
+                    notes.append(f"Lengths {lengths} are left out: {error}")
+                    continue
+                for own in rows.values():
+                    for run in measuring.measure(
+                        own, runs, lambda a: shown.tick(_named(a), _cost(a, measuring.settings))
+                    ):
+                        runs[run.asked] = run
+                        if file is not None:
+                            file.add(run)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _cost(asked: Asked, settings: Settings) -> float:
+    return asked.length + TOKEN_COSTS * settings.max_tokens
+
+
+def _named(asked: Asked) -> str:
+    kind = acceptance_report.called(asked.temperature)
+    return f"{Path(asked.sample).name}, {asked.length:,} tokens: {asked.method}, {kind}"
+
+
+def _show(found: dict[str, Any], levels: int, svg: Path | None) -> None:
+    if not found["rows"]:
+        return
+    definitions = [*acceptance_report.DEFINITIONS, *([acceptance_report.DEPTHS] if levels else [])]
+    console.report(acceptance_report.tables(found, levels), map(Line, found["notes"]), definitions)
+    drawn = {} if svg is None else acceptance_report.figures(found)
+    for temperature, chart in drawn.items():
+        assert svg is not None
+        path = svg if len(drawn) == 1 else svg.with_name(f"{svg.stem}-t{temperature:g}{svg.suffix}")
+        try:
+            path.write_bytes(charts.svg(chart, charts.LIGHT, background="white"))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
+        console.note(f"The figure is in {path}.")
+
+
+def _quiet(message: str) -> None:
+    pass

@@ -1,0 +1,189 @@
+"""Acceptance against context length: which texts and targets, what is counted, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean, stdev
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft import LoadedModel, Sampling, Speculator
+from longdraft import drafts as shipped
+from longdraft.bench import acceptance_report, charts
+from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
+from longdraft.bench.data import Sample
+from longdraft.bench.run import Settings
+from longdraft.errors import ContextError, PromptError
+from longdraft.host.checkpoints import stretch_rope
+from longdraft.host.runner import TargetRunner
+from tests.drafts import random_draft, random_eagle3, small_lm
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SAMPLES = [Sample(f"the cat {i} sat on the mat. " * n, "why?", "a", f"a:{i}") for i, n in enumerate((9, 20, 3))]
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def load():
+    """A target of 256 tokens, stretched as ``longdraft.load`` does it."""
+
+    def loaded(factor):
+        model = tiny_model(layers=6, context=256, dtype=torch.float64)
+        if factor is not None:
+            stretch_rope(model.config, factor)
+            model = type(model)(model.config).to(torch.float64)
+            model.load_state_dict(tiny_model(layers=6, context=256, dtype=torch.float64).state_dict())
+        return LoadedModel(model.eval(), tiny_tokenizer(chat=True))
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def drafts(load, tmp_path_factory):
+    made = tmp_path_factory.mktemp("drafts")
+    random_draft(made / "longspec", load(None).model)
+    random_eagle3(made / "eagle3", load(None).model)
+    return made
+
+
+def measuring(load, drafts, temperatures=(0.0, 1.0), factor=None):
+    own = {name: {"draft": drafts / name, "widths": (3, 3)} for name in ("longspec", "eagle3")}
+    own["self"] = {"view": "snapkv", "budget": 64, "sink": 8, "window": 8, "chunk": 4}
+    settings = Settings(tuple(own), TOKENS, own_options=own, plan="fixed", ignore_eos=True)
+    return Acceptance(load, lambda target: settings, temperatures, "tiny", factor)
+
+
+def test_every_run_is_what_the_method_does_alone(load, drafts):
+    """With nothing read before, and on the stretched target where the length asks for it."""
+    bench = measuring(load, drafts)
+    work, _ = bench.work(SAMPLES[1:2], (64, 200, 300), Short.leave)
+    assert {factor: [[t.length for t in own] for own in rows.values()] for factor, rows in work.items()} == {
+        None: [[64, 200]],
+        2.0: [[300]],
+    }
+    for factor, rows in work.items():
+        bench.stretch(factor)
+        loaded = load(factor)
+        for own in rows.values():
+            found = list(bench.measure(own))
+            assert {run.asked for run in found} == set(bench.asked(own, factor))
+            prompts = {text.digest: text for text in own}
+            for run in found:
+                options = bench.settings.options(run.asked.method)
+                spec = Speculator(run.asked.method, loaded.model, plan="fixed", **options)
+                sampling = Sampling(temperature=run.asked.temperature)
+                (alone,) = spec.generate(
+                    [list(prompts[run.asked.prompt].tokens)], max_new_tokens=TOKENS, sampling=sampling,
+                    seed=prompts[run.asked.prompt].seed, eos_token_ids=[],
+                )  # fmt: skip
+                assert run.prompt_tokens == run.asked.length
+                assert (run.new_tokens, run.verifications) == (TOKENS - 1, alone.rounds)
+                assert len(run.accepted) == alone.rounds
+
+
+def test_runs_that_are_there_are_not_made_again(load, drafts):
+    bench = measuring(load, drafts, (0.0,))
+    work, _ = bench.work(SAMPLES[:1], (64, 100), Short.leave)
+    (own,) = work[None].values()
+    ticked = []
+    found = list(bench.measure(own, tick=ticked.append))
+    assert [run.asked for run in found] == ticked
+    assert [a.length for a in ticked if a.method == "longspec"] == [100, 64]  # the text is read once
+    (again,) = bench.measure(own, set(ticked[1:]))
+    assert again == found[0]
+    assert Accepted.parsed(json.loads(json.dumps(found[0], default=vars))) == found[0]
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1), st.integers(1, 10_000))
+def test_each_length_has_the_least_factor_that_holds_it(lengths, context):
+    found = stretches(lengths, context)
+    assert sorted(length for own in found.values() for length in own) == sorted(set(lengths))
+    for factor, own in found.items():
+        for length in own:
+            assert length <= context * (factor or 1)
+            assert factor is None or length > context * factor / 2
+    # The target is loaded as it is first, and then stretched more and more.
+    assert list(found) == sorted(found, key=lambda factor: factor or 0)
+
+
+def cut(length, short, room=10_000):
+    return texts(SAMPLES, length, room, tiny_tokenizer(chat=True), False, short)
+
+
+def test_texts_that_are_too_short():
+    found, said = cut(200, Short.leave)
+    assert [(t.sample.origin, len(t.tokens)) for t in found] == [("a:0", 200), ("a:1", 200)]
+    assert "1 of 3 texts are not that long" in said[0] and "left out" in said[0]
+    found, said = cut(200, Short.keep)
+    assert [len(t.tokens) for t in found] == [200, 200, 87] and "taken as they are" in said[0]
+    found, said = cut(200, Short.join)
+    assert [(len(t.tokens), t.joined) for t in found] == [(200, False), (200, False), (200, True)]
+    assert "1 of 3 texts go on" in said[0]
+    # Its own text comes first, and is cut as it would be alone.
+    alone, _ = cut(80, Short.leave)
+    assert found[2].tokens[:60] == alone[2].tokens[:60]
+    assert cut(5000, Short.join)[0] == []
+    assert "no text is that long" in cut(5000, Short.leave)[1][0]
+    assert [len(t.tokens) for t in cut(200, Short.leave, room=150)[0]] == [150, 150]
+
+
+def test_what_cannot_be(load, drafts):
+    bench = measuring(load, drafts)
+    with pytest.raises(PromptError, match="no text is that long"):
+        bench.work(SAMPLES, (2000,), Short.leave)
+    with pytest.raises(ContextError, match="factor of 2"):
+        measuring(load, drafts, factor=2.0).work(SAMPLES, (600,), Short.leave)
+
+
+def test_the_drafts_that_come_along(load, drafts, monkeypatch):
+    target = TargetRunner(load(None).model)
+    assert by_default(target) == ()
+    monkeypatch.setattr(shipped, "FOLDER", drafts)
+    small_lm(drafts / "lm", vocab=61)
+    config = json.loads((drafts / "longspec" / "config.json").read_text())
+    (drafts / "lm" / "config.json").write_text(json.dumps({"drafter": "small-lm", "target": config["target"]}))
+    # Not triforce, whose forwards of the model on a part of its KV would not be counted.
+    assert set(by_default(target)) == {"longspec", "eagle3", "specextend-eagle3", "small-lm", "specextend"}
+
+
+def run_of(new_tokens, verifications, sample="a:0", **over):
+    own = {"method": "m", "options": "{}", "draft": "", "temperature": 0.0, "length": 64, "rope_factor": None,
+           "dataset": "a", "sample": sample, "prompt": sample}  # fmt: skip
+    accepted = ((new_tokens // verifications - 1, 9),) * verifications if verifications else ()
+    return Accepted(Asked(**own | over), 60, new_tokens, verifications, accepted)
+
+
+@given(st.lists(st.integers(10, 40), min_size=2, max_size=9))
+def test_the_spread_of_prompts_that_weigh_alike_is_that_of_their_mean(tokens):
+    runs = [run_of(n, 10, f"a:{i}") for i, n in enumerate(tokens)]
+    (row,) = acceptance_report.document(runs, ("m",), (), True)["rows"]
+    each = [n / 10 for n in tokens]
+    assert row["mean_accepted_length"] == pytest.approx(mean(each))
+    assert row["standard_error"] == pytest.approx(stdev(each) / len(each) ** 0.5, abs=1e-9)
+    assert (row["lowest"], row["highest"]) == (min(each), max(each))
+
+
+def test_rows_and_tables():
+    runs = [
+        run_of(20, 10), run_of(10, 2, "b:0", dataset="b"), run_of(8, 4, length=128, rope_factor=2.0),
+        run_of(6, 6, "b:1", dataset="b", method="n", temperature=1.0), run_of(0, 0, "a:9"),
+    ]  # fmt: skip
+    found = acceptance_report.document(runs, ("m", "n"), ["said"], False)
+    rows = {(r["method"], r["temperature"], r["dataset"], r["length"]): r for r in found["rows"]}
+    # Tokens over verifications of all prompts, not the mean of their ratios; an answer of one token has none.
+    whole = rows["m", 0.0, None, 64]
+    assert (whole["mean_accepted_length"], whole["prompts"], whole["new_tokens"]) == (30 / 12, 2, 30)
+    assert (whole["lowest"], whole["highest"], whole["depth_accepted"][0]) == (2.0, 5.0, 1.0)
+    assert rows["m", 0.0, "b", 64]["standard_error"] is None
+    assert rows["n", 1.0, "b", 64]["mean_accepted_length"] == 1.0
+    assert found["notes"] == ["said"] and not found["complete"]
+    titles = [title for title, _ in acceptance_report.tables(found, 2)]
+    assert titles[0] == "Mean accepted length: all data sets, greedy"
+    assert "Accepted by depth: b, T = 1" in titles
+    pytest.importorskip("matplotlib")
+    figures = acceptance_report.figures(found)
+    assert list(figures) == [0.0, 1.0]
+    assert all(charts.svg(figure, charts.LIGHT, "white").lstrip().startswith(b"<?xml") for figure in figures.values())
