@@ -118,8 +118,15 @@ class Session:
     def source(self, reader: FeatureReader) -> FeatureSource | None:
         """Where features come from; None where ``stop`` ended the filling of the cache."""
         config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
-        if not config.anchor_offset and all(d.kept for d in learned):
+        if not config.anchor_offset and self._kept(learned):
             return KeptSource(learned, runner.parts.description, reader)
+        if any(d.kept for d in learned):
+            self.progress(
+                "features that were kept beside answers are left alone: they serve where all data have them, positions "
+                "are plain (anchor_offset) and the target is not stretched",
+                0,
+                0,
+            )
         shifts = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
         if config.cache is None:
             return LiveFeatures(reader, learned, shifts)
@@ -142,11 +149,15 @@ class Session:
         missing = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
         return None if missing > 0 else cache
 
+    def _kept(self, documents: list[Document]) -> bool:
+        """Whether features of all of them were kept, by the target as it is."""
+        return self.config.target_rope_factor is None and all(d.kept for d in documents)
+
     def held_out(self, reader: FeatureReader) -> list[Features]:
         """Documents to measure on. They keep their own positions: that is how they will be decoded."""
         held_out = self.data.held_out
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
-        if all(d.kept for d in chosen):
+        if self._kept(chosen):
             kept = KeptSource(chosen, self.runner.parts.description, reader)
             return [kept[i] for i in range(len(kept))]
         return [reader.read(d).on_host() for d in chosen]
