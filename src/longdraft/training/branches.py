@@ -211,8 +211,9 @@ class Branches:
         hosted = Hosted(self.store, block, self.store.attend, hidden_layers=frozenset(self.layers))
         with self.runner.lock:
             out = self.runner.run(hosted, head)
-        kept = [hosted.hidden[layer] for layer in self.layers]
-        return out.logits if head else None, torch.cat(kept, -1) if kept else tokens.new_empty(count, size, 0)
+        none = torch.empty(count, size, 0, dtype=self.runner.kv_shape.dtype, device=device)
+        hidden = torch.cat([none, *(hosted.hidden[layer] for layer in self.layers)], -1)
+        return out.logits if head else None, hidden
 
     @torch.inference_mode()
     def read(self, passage: int, tokens: Sequence[int]) -> Said | None:

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from longdraft.drafters import draft_folder
+from longdraft.errors import PromptError
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.training import corpus
@@ -234,8 +235,11 @@ def begin(
     runner = TargetRunner(model)
     skipped = Skipped()
     found = list(documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size))
+    about = passages(found) if config.passages else []
+    if config.passages and not about:
+        raise PromptError("passages: the data have no answers whose features were kept; leave it out.")
     data = corpus.collect(
-        [*found, *(passages(found) if config.passages else ())],
+        [*found, *about],
         skipped,
         max_length=min(config.max_length, runner.context_length),
         min_length=config.min_length,
