@@ -191,8 +191,11 @@ def test_a_step_on_them_is_a_step_on_what_the_target_reads(target, made, tmp_pat
 
 @pytest.mark.parametrize("over", [{"anchor_offset": 50}, {"target_rope_factor": 2.0}])
 def test_where_they_do_not_fit_the_target_reads(target, made, tmp_path, unread, over):
+    told = []
+    run = train_longspec(TrainConfig(**settings(target, made, tmp_path, **over)), lambda *now: told.append(now[0]))
     with pytest.raises(AssertionError, match="the target was run"):
-        runs(target, made, tmp_path, "longspec", **over)
+        next(run)
+    assert any("features that were kept beside answers are left alone" in line for line in told)
 
 
 def test_passages_of_answers_without_features(target, copied, tmp_path):

@@ -198,12 +198,12 @@ class _Run:
             answer.said = 0
             return True
         answer.forced.append(token)
-        answer.ends = over or answer.said >= self.max_new_tokens or looping(answer.tokens)
-        if len(answer.tokens) - answer.start == SAME and not answer.turns:
-            beginning = tuple(answer.tokens[answer.start :])
-            if beginning in group.begun:
+        own = answer.tokens[answer.start :]
+        answer.ends = over or answer.said >= self.max_new_tokens or looping(own)
+        if len(own) == SAME and not answer.turns:
+            if tuple(own) in group.begun:
                 return False
-            group.begun.add(beginning)
+            group.begun.add(tuple(own))
         return True
 
 
