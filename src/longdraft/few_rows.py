@@ -21,6 +21,7 @@ from longdraft.packing import PackedLinear, packable, pays, room_for
 
 # Rows up to which our kernel wins; more are bound by arithmetic, which torch's product does as well.
 MOST = 128
+# The same for bfloat16 and float16 where the machine multiplies these as such.
 MOST_HALVES = 8
 # Layers of one module that are given the same rows: their products are one call.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,7 +29,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @cache
 def _most_halves() -> int:
-    """The same of bfloat16 and float16, which torch multiplies as such where the machine can."""
+    """Rows of bfloat16 or float16 up to which our kernel wins here."""
     can = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return MOST_HALVES if can else MOST
 

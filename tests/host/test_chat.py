@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
-from longdraft.host.chat import chat_prompt, encode
+from longdraft.host.chat import chat_prompt, encode, follow_up
 from tests.tiny import tiny_tokenizer
 
 
@@ -63,6 +63,28 @@ def test_without_a_template_the_parts_are_plain_text() -> None:
     tokenizer = tiny_tokenizer()
     ids = chat_prompt(tokenizer, "sum it up.", "a report.", "be brief.")
     assert ids == tokenizer("be brief.\n\na report.\n\nsum it up.")["input_ids"]
+
+
+def test_another_turn_goes_on_where_an_answer_ends() -> None:
+    for chat in (True, False):
+        tokenizer = with_first_token(chat)
+        whole = tokenizer.decode(
+            [*chat_prompt(tokenizer, "hello"), *encode(tokenizer, "yes")[1:], *follow_up(tokenizer, "so?")]
+        )
+        wanted = (
+            "<unk><user>hello<eos><assistant>yes<eos><user>so?<eos><assistant>" if chat else "<unk>helloyes\n\nso?\n\n"
+        )
+        assert whole == wanted
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["<user>{{ messages[-1]['content'] }}", "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}hello"],
+)
+def test_a_template_without_a_place_for_another_turn(template: str) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = template
+    assert chat_prompt(tokenizer, "hello") and follow_up(tokenizer, "so?") == []
 
 
 def test_encode_is_the_tokenizers_own_reading() -> None:

@@ -1,4 +1,4 @@
-"""Documents, their split, the vocabulary, and the target's own answers."""
+"""Documents, their split, the vocabulary, and prompts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from itertools import islice
 
 import pytest
 
-from longdraft.errors import ContextError, PromptError
-from longdraft.speculator import Speculator
+from longdraft.errors import PromptError
+from longdraft.kv.prompt_cache import common_prefix
 from longdraft.training import corpus
-from longdraft.training.documents import Document, Skipped, documents, write
-from longdraft.training.generations import generate
-from longdraft.training.prompts import asks
+from longdraft.training.documents import Document, Skipped, documents, features_of, write
+from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks
 from longdraft.training.vocabulary import most_frequent, to_draft
-from longdraft.verify.sampling import Sampling
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 
 def read(path, tokenizer=None, skipped=None):
@@ -104,70 +102,56 @@ def test_the_vocabulary():
     assert (to_draft(found, 20) >= 0).sum() == 4
 
 
-@pytest.fixture(scope="module")
-def spec():
-    model = tiny_model(context=256)
-    model.generation_config.eos_token_id = 2
-    return Speculator("ar", target=model, tokenizer=tiny_tokenizer(chat=True))
+def test_passages_and_answers_with_kept_features():
+    """They are cut at their end alone, so that their features fit; a passage and its answers are on one side."""
+    found = [
+        Document(list(range(40)), 1, ("x/a.features", 3, -1)),
+        Document(list(range(9, 49)), 12, ("a.features", 3, 0)),
+    ]
+    kept = collect(found, held_out=0.0).learned
+    assert [(d.tokens, d.start, d.kept) for d in kept] == [(d.tokens[:20], d.start, d.kept) for d in found]
+    many = [Document([i, j, *range(18)], 1, (f"{j}/a.features", i, j)) for i in range(40) for j in range(3)]
+    split = collect(many)
+    sides = [{d.tokens[0] for d in side} for side in (split.learned, split.held_out)]
+    assert all(sides) and not sides[0] & sides[1]
+    # With the end kept, features of other positions would be read.
+    assert {d.kept for d in collect(found, held_out=0.0, keep_end=True).learned} == {None}
 
 
-TEXTS = ["the rain in spain stays mainly in the plain. " * 6, "a fish, an old man and the sea. " * 9]
+def test_rows_say_where_their_features_lie(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    row = {"tokens": [7, 8, 9], "start": 2, "at": [5, 1, 4]}
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(row) + "\n")
+    assert read(path) == [Document([7, 8, 9], 2)]
+    features_of(path).mkdir()
+    assert read(path) == [Document([7, 8, 9], 2, (str(tmp_path / "a.features"), 5, 1))]
 
 
-def run(spec, out, total=24, tokens=(5, 20), **over):
-    settings = {"batch": 2, "max_new_tokens": 24, "seed": 3} | over
-    return generate(spec, asks(TEXTS, tokens, 3, (0.0, 0.0, 1.0), 0), out, total=total, **settings)
+TEXTS = ["the rain in spain stays mainly in the plain. " * 90, "a fish, an old man and the sea. " * 40]
 
 
-def test_answers_are_the_targets_own(spec, tmp_path):
-    assert run(spec, tmp_path / "a.jsonl") == 24
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [r["temperature"] for r in rows] == [0.0, 0.0, 1.0] * 8
-    for row in rows:
-        prompt, answer = row["tokens"][: row["start"]], row["tokens"][row["start"] :]
-        if row["temperature"] == 0:
-            assert spec.generate(prompt, max_new_tokens=24)[0].token_ids == answer
-        assert row["text"] == spec.decode(answer)
-        assert len(answer) == 24 or answer[-1] == 2
-    assert any(row["tokens"][-1] == 2 for row in rows), "no answer ended: EOS was not tested"
-    # Seeds follow the prompts: what a sampled row holds can be told.
-    for i in (2, 5):
-        first = rows[i]["tokens"][: rows[i]["start"]]
-        again = spec.generate(first, max_new_tokens=24, sampling=Sampling(temperature=1.0), seed=3 + i)
-        assert again[0].token_ids == rows[i]["tokens"][rows[i]["start"] :]
+def test_prompts_begin_alike_up_to_the_end_of_their_passage():
+    groups = list(islice(asks(TEXTS, (20, 300), 6, (0.0, 0.0, 1.0), 7), 60))
+    shared = [min(common_prefix(group[0].text, ask.text) for ask in group[1:]) for group in groups]
+    assert sum(length >= 75 for length in shared) > 40
+    assert any(length < 40 for length in shared), "no prompts without a passage"
+    for group in groups:
+        assert len({ask.text for ask in group}) == len(group) == 6
+        assert [ask.temperature for ask in group] == [0.0, 0.0, 1.0] * 2
+    turns = [bool(ask.then) for group in groups for ask in group]
+    assert 0.05 < sum(turns) / len(turns) < 0.3
+    assert groups == list(islice(asks(TEXTS, (20, 300), 6, (0.0, 0.0, 1.0), 7), 60))
+    assert groups != list(islice(asks(TEXTS, (20, 300), 6, (0.0, 0.0, 1.0), 8), 60))
 
 
-@pytest.mark.parametrize("keep", [0, 1, 6, 7, 13, 24])
-def test_gone_on_after_a_kill_to_the_same_file(spec, tmp_path, keep):
-    run(spec, tmp_path / "a.jsonl")
-    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "b.jsonl").write_text("".join(lines[:keep]) + ("" if keep == 24 else lines[keep][:30]))
-    assert run(spec, tmp_path / "b.jsonl") == 24
-    assert (tmp_path / "b.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
-
-
-def test_prompts_too_long_are_left_out_and_do_not_count(spec, tmp_path):
-    tokens = (20, 50)  # some passages leave no room in a context of 256
-    run(spec, tmp_path / "a.jsonl", tokens=tokens)
-    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
-    asked = [ask for group in islice(asks(TEXTS, tokens, 3, (0.0,), 0), 8) for ask in group]
-    assert len(lines) == len(asked) == 24
-    assert any(len(spec.encode(ask.text)) + 24 > 256 for ask in asked)
-    (tmp_path / "b.jsonl").write_text("".join(lines[:9]))
-    run(spec, tmp_path / "b.jsonl", tokens=tokens)
-    assert (tmp_path / "b.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
-
-
-def test_no_prompt_fits(spec, tmp_path):
-    with pytest.raises(ContextError, match="No prompt fits the model's context of 256 tokens with 250"):
-        run(spec, tmp_path / "a.jsonl", max_new_tokens=250)
-
-
-def test_stopped(spec, tmp_path):
-    seen = []
-    run(spec, tmp_path / "a.jsonl", progress=lambda rows, tokens: seen.append(rows), stop=lambda: len(seen) >= 2)
-    assert len(seen) == 2 and seen[-1] < 24
-    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == seen[-1]
+def test_prompts_suit_their_passage():
+    code = "def f(x):\n    return x\n\nfor i in range(3):\n    print(f(i))\n" * 50
+    meeting = "anna: yes, let us do that.\nbert: i do not think so.\n" * 50
+    for text, closings in ((code, CODE + QUESTIONS), (meeting, MEETING + SUMMARIES + QUESTIONS)):
+        for group in islice(asks([text], (100, 300), 6, (0.0,), 1), 20):
+            if text[:12] in group[0].text:
+                assert all(ask.text.endswith(closings) for ask in group)
 
 
 def test_nothing_to_ask_about():

@@ -41,12 +41,15 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path, caps
     answers, out = tmp_path / "answers.jsonl", tmp_path / "run"
     made = shell(
         "data", text, "--out", answers, "--target", target, "--rows", 40, "--batch", 4, "--max-tokens", 30,
-        "--passage-tokens", "5,20", "--json",
+        "--passage-tokens", "5,20", "--per-passage", 6, "--method", "longspec", "--json",
     )  # fmt: skip
     assert made.code == 0, made.err
+    assert "--method is ignored" in made.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     assert json.loads(made.out) == {"out": str(answers), "rows": len(rows), "left_out": {}}
-    assert len(rows) >= 40 and set(rows[0]) == {"tokens", "start", "temperature", "text"}
+    assert len(rows) >= 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "at"}
+    index = json.loads((tmp_path / "answers.features" / "index.json").read_text())
+    assert index["layers"] == [0, 1, 2] and index["top"] == 8
 
     trained = shell("longspec", *FAST, "max_length=200", f"data={answers}", f"target={target}", f"out={out}", "--json")
     assert trained.code == 0, trained.err
@@ -88,6 +91,11 @@ def test_wrong_settings_in_one_line(shell, tmp_path, monkeypatch, arguments, sai
     ended = shell(*arguments)
     assert ended.code == 2
     assert ended.err.startswith("error: ") and said in ended.err and len(ended.err.splitlines()) == 1
+
+
+def test_layers_that_the_target_has_not(shell, target, text, tmp_path):
+    ended = shell("data", text, "--out", tmp_path / "a.jsonl", "--target", target, "--layers", "0,3")
+    assert ended.code == 2 and "--layers takes layers from 0 to 2, not '0,3'" in ended.err
 
 
 def test_a_folder_that_is_not_there(shell, text):

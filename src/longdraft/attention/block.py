@@ -62,7 +62,7 @@ class Block:
         offset: int = 0,
         prompt: bool = False,
         tokens: Sequence[Sequence[int]] | torch.Tensor | None = None,
-        positions: Sequence[Sequence[int]] | None = None,
+        positions: Sequence[Sequence[int]] | torch.Tensor | None = None,
     ) -> Block:
         if mask is not None and mask.shape != (len(slots), size, offset + size):
             raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, offset + size)}")

@@ -167,6 +167,8 @@ def data(
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not heats or min(heats) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
+    if method is not None:
+        console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
@@ -207,11 +209,16 @@ def data(
             if features:
                 count = runner.kv_shape.layers
                 wanted = options.whole_numbers("--layers", layers) if layers else (*usual_layers(count), count - 1)
-                kept = KeptFeatures(documents.features_of(out), runner.parts.description, wanted, top)
+                if layers and not {*range(count)}.issuperset(wanted):
+                    raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {layers!r}.")
+                # A shallow target has no layer at some of the usual places.
+                held = sorted({layer for layer in wanted if layer >= 0})
+                kept = KeptFeatures(documents.features_of(out), runner.parts.description, held, top)
+            together = min(batch, per_passage)
             passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, heats, seed)
             with Counter("The target answers", "rows", rows) as counter:
                 have = generations.generate(
-                    runner, loaded.tokenizer, passages, out, places=-(-batch // per_passage), per_passage=per_passage,
+                    runner, loaded.tokenizer, passages, out, places=batch // together, per_passage=together,
                     max_new_tokens=max_tokens, total=rows, seed=seed, features=kept, progress=counter.update,
                     stop=cancel,
                 )  # fmt: skip

@@ -43,17 +43,20 @@ def chat_prompt(
 def follow_up(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:
     """Token ids that end an answer and give the user's next turn, ready for the model's next answer.
 
-    A tokenizer without a chat template gets the turn as plain text, with blank lines around it.
+    A tokenizer without a chat template gets the turn as plain text, with blank lines around it. None (an empty list)
+    where the template has no place for another turn.
     """
-    if not tokenizer.chat_template:
-        ids: list[int] = tokenizer(f"\n\n{_checked(instruction)}\n\n", add_special_tokens=False)["input_ids"]
-        return ids
-    mark = "-*-answer-*-"
-    turns = [("user", "-"), ("assistant", mark), ("user", _checked(instruction))]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    whole: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    behind: list[int] = tokenizer(whole.partition(mark)[2], add_special_tokens=False)["input_ids"]
-    return behind
+    mark, behind = "-*-answer-*-", f"\n\n{_checked(instruction)}\n\n"
+    if tokenizer.chat_template:
+        turns = [("user", "-"), ("assistant", mark), ("user", instruction)]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        try:
+            whole: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except jinja2.TemplateError:
+            return []
+        behind = whole.partition(mark)[2]
+    ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

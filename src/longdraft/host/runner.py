@@ -259,20 +259,35 @@ class TargetRunner:
         )
         if hosted.whole and self.twin.fused.stack is not None:
             return self.twin.fused.run(hosted, logits), hosted.hidden, hosted.queries
-        inputs: dict[str, Any] = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
-        found = None
         if logits == "none":
-            self.twin.run(hosted, inputs, head=False)
-        else:
-            # The model's own head: scaled or capped logits come out as the model means them.
-            inputs["logits_to_keep"] = 1 if logits == "last" else 0
-            found = self.twin.run(hosted, inputs, head=True).logits
+            self.run(hosted, head=False)
+            return None, hosted.hidden, hosted.queries
+        out = self.run(hosted, head=True, logits_to_keep=1 if logits == "last" else 0)
+        return out.logits, hosted.hidden, hosted.queries
+
+    def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
+        """The model's own code on a block's tokens and positions, for whoever holds :attr:`lock`.
+
+        Args:
+            hosted: the block, and what attention does with it; hidden states and queries are left in it.
+            head: compute logits, with the model's own head: scaled or capped ones come out as the model means them.
+            more: arguments of the model.
+
+        Returns:
+            What the model returns, or its decoder alone.
+
+        Raises:
+            UnsupportedModelError: not all layers go through the attention interface.
+        """
+        block = hosted.block
+        inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
+        out = self.twin.run(hosted, inputs | more, head)
         if hosted.layers_seen != self.kv_shape.layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "
                 "the attention interface; the others (linear attention, state space?) cannot be hosted exactly."
             )
-        return found, hosted.hidden, hosted.queries
+        return out
 
 
 def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:

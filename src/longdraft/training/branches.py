@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from longdraft import native
 from longdraft.attention.block import Block
 from longdraft.host.hosting import Hosted
-from longdraft.host.runner import TargetRunner
+from longdraft.host.runner import TargetRunner, not_a_number
+from longdraft.kv import memory
 from longdraft.kv.store import KVShape, turned_rows
 
 # Tokens of a passage that go through the head at a time, for what the target would have said in their place.
@@ -55,13 +57,18 @@ class BranchStore:
 
     Args:
         passages: places for passages. per_passage: rows of each. capacity: tokens of a row, the passage's not counted.
+
+    Raises:
+        MemoryBudgetError: when the rows do not fit the memory that is free.
     """
 
     def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
         self.shape, self.per_passage = shape, per_passage
         rows = passages * per_passage
+        memory.require(shape.bytes_per_token * rows * capacity, device, f"The KV of {rows} answers")
         size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
-        self.keys = turned_rows(size, shape.dtype, device).zero_()
+        self.keys = turned_rows(size, shape.dtype, device)
+        # Zeros: torch multiplies rows that are not there yet by 0 (see continued), which a NaN would outlive.
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         # Of each passage and layer: keys (Hkv, d, L), turned for the product, and values (Hkv, L, d).
@@ -105,20 +112,22 @@ class BranchStore:
         """Attention of the forward that :meth:`read_into` or :meth:`step` announced; q (B, Hq, T, d) -> the same."""
         if self._reading is not None:
             turned, v = self.prefixes[self._reading][self._layer]
-            times = q.shape[1] // len(v)
-            k, v = (x.repeat_interleave(times, 0)[None] for x in (turned.transpose(1, 2), v))
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            k = turned.transpose(1, 2)[None]
+            return F.scaled_dot_product_attention(q, k, v[None], is_causal=True, scale=scale, enable_gqa=True)
         batch, heads, _, d = q.shape
         grouped = q.view(batch, self.shape.kv_heads, -1, d)
         part = self._of_passages(grouped * scale)
-        goes_on = continued
-        if (found := native.kernels()) is not None and native.fits(grouped.float(), keys[0], values[0]):
-            goes_on = found.attend_on
-        out = goes_on(grouped.float(), keys, values, self._rows, self._ends, scale, part)
+        grouped = grouped.float()
+        found = native.kernels()
+        goes_on = found.attend_on if found and native.fits(grouped, keys[0], values[0]) else continued
+        out = goes_on(grouped, keys, values, self._rows, self._ends, scale, part)
         return out.to(q.dtype).view(batch, heads, 1, d)
 
     def _of_passages(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the passages' keys give q (B, Hkv, G, d): values mixed, maxima and sums of the weights; float32."""
+        """What the passages' keys give q (B, Hkv, G, d), already scaled: values mixed, maxima and sums of the weights.
+
+        Products are of the model's dtype, as its own attention's are; sums, and what is returned, float32.
+        """
         out = torch.empty(q.shape, device=q.device)
         high, total = torch.empty(2, *q.shape[:3], device=q.device)
         kv_heads, group, d = q.shape[1:]
@@ -131,7 +140,7 @@ class BranchStore:
             shape = (kv_heads, part.stop - part.start, group, -1)
             out[part] = (weights @ values).view(shape).transpose(0, 1)
             high[part] = largest.view(shape)[..., 0].transpose(0, 1)
-            total[part] = weights.sum(-1).view(shape[:3]).transpose(0, 1)
+            total[part] = weights.sum(-1, dtype=torch.float32).view(shape[:3]).transpose(0, 1)
         return out, high, total
 
 
@@ -160,8 +169,12 @@ class Branches:
     """Rows of answers to passages, a token each a step.
 
     Args:
-        layers: decoder layers whose output hidden states are kept; none where features are not wanted.
+        passages, per_passage, capacity: as of :class:`BranchStore`.
+        layers: decoder layers whose output hidden states are kept (0 is the first).
         top: likeliest tokens that are kept. 0 keeps nothing for drafts.
+
+    Raises:
+        MemoryBudgetError: when the rows do not fit the memory that is free.
     """
 
     def __init__(
@@ -176,8 +189,7 @@ class Branches:
         self.runner, self.layers, self.top = runner, tuple(layers), top
         device = runner.device
         self.store = BranchStore(runner.kv_shape, passages, per_passage, capacity, device)
-        self.capacity, self.per_passage = capacity, per_passage
-        self.head = runner.model.get_output_embeddings()
+        self.per_passage = per_passage
         rows = passages * per_passage
         self._prefix_lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self._room: torch.Tensor | None = None
@@ -187,36 +199,40 @@ class Branches:
             self._ids = torch.zeros(rows, capacity, top, dtype=torch.int32, device=device)
             self._log_probs = torch.zeros(rows, capacity, top, dtype=torch.float16, device=device)
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states before the head (B, T, hidden), and those of ``layers`` side by side."""
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, head: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Logits (B, T, vocabulary) if they are wanted, and hidden states of ``layers`` side by side."""
         count, size = tokens.shape
-        block = Block.make(range(count), [0] * count, size, device=tokens.device, prompt=True)
+        device = tokens.device
+        block = Block.make(
+            range(count), [0] * count, size, device=device, prompt=True, tokens=tokens, positions=positions
+        )
         hosted = Hosted(self.store, block, self.store.attend, hidden_layers=frozenset(self.layers))
-        inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-        last = self.runner.twin.run(hosted, inputs, head=False).last_hidden_state
-        kept = [hosted.hidden[layer] for layer in self.layers]
-        return last, torch.cat(kept, -1) if kept else last[..., :0]
+        with self.runner.lock:
+            out = self.runner.run(hosted, head)
+        none = torch.empty(count, size, 0, dtype=self.runner.kv_shape.dtype, device=device)
+        hidden = torch.cat([none, *(hosted.hidden[layer] for layer in self.layers)], -1)
+        return out.logits if head else None, hidden
 
     @torch.inference_mode()
     def read(self, passage: int, tokens: Sequence[int]) -> Said | None:
-        """Puts a passage into a place, whose rows begin anew, and returns what a draft may learn from it."""
+        """Puts a passage into a place, whose rows begin anew; returns what is kept of it for drafts, if anything is."""
         rows = slice(passage * self.per_passage, (passage + 1) * self.per_passage)
         self.store.lengths[rows] = 0
         self._prefix_lengths[rows] = len(tokens)
         ids = torch.tensor(tokens, device=self.runner.device)
         self.store.read_into(passage)
-        with self.runner.lock:
-            last, hidden = self._forward(ids[None], torch.arange(len(ids), device=ids.device)[None])
-        if not self.top:
+        logits, hidden = self._forward(ids[None], torch.arange(len(ids), device=ids.device)[None], head=self.top > 0)
+        if logits is None:
             return None
-        likely = [self.likely(self.head(part)) for part in last[0].split(CHUNK)]
+        top_ids, log_probs = (torch.cat(x) for x in zip(*map(self.likely, logits[0].split(CHUNK)), strict=True))
         keys, values = self.store.prefixes[passage][-1]
         kept = {"keys": keys.permute(2, 0, 1).contiguous(), "values": values.transpose(0, 1).contiguous()}
-        ids_, log_probs = (torch.cat(each) for each in zip(*likely, strict=True))
-        return Said(ids, kept | self._by_layer(hidden[0]), ids_, log_probs)
+        return Said(ids, kept | self._by_layer(hidden[0]), top_ids, log_probs)
 
     def _by_layer(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = hidden.split(self.runner.parts.hidden_size, -1) if self.layers else ()
+        parts = hidden.chunk(len(self.layers), -1) if self.layers else ()
         return {hidden_name(layer): part.clone() for layer, part in zip(self.layers, parts, strict=True)}
 
     def begin(self, row: int) -> None:
@@ -225,14 +241,20 @@ class Branches:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Appends a token to each of some rows, which are in rising order; returns logits (rows, vocabulary)."""
+        """Appends a token to each of some rows, which are in rising order; returns logits (rows, vocabulary).
+
+        Raises:
+            NumericalError: a logit is NaN.
+        """
         at = torch.tensor(rows, device=self.runner.device)
         self.store.step(at)
         lengths = self.store.lengths[at]
         ids = torch.tensor(tokens, device=self.runner.device)[:, None]
-        with self.runner.lock:
-            last, hidden = self._forward(ids, (self._prefix_lengths[at] + lengths)[:, None])
-        logits: torch.Tensor = self.head(last[:, 0])
+        every, hidden = self._forward(ids, (self._prefix_lengths[at] + lengths)[:, None], head=True)
+        assert every is not None
+        logits = every[:, 0]
+        if bool(torch.isnan(logits.amax())):
+            raise not_a_number()
         if self.top:
             self._hidden[at, lengths] = hidden[:, 0]
             self._ids[at, lengths], self._log_probs[at, lengths] = self.likely(logits)
@@ -240,17 +262,16 @@ class Branches:
         return logits
 
     def likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens (rows, top) and their log-probabilities."""
-        p = self._shares(logits).copy_(logits)
+        """The likeliest tokens (rows, top) of at most ``CHUNK`` rows or one step's, and their log-probabilities."""
+        # Made once: a CPU takes as long to get large memory as to compute with it.
+        if self._room is None:
+            self._room = torch.empty(max(len(self.store.lengths), CHUNK), logits.shape[1], device=logits.device)
+        p = self._room[: len(logits)].copy_(logits)
         torch.softmax(p, -1, out=p)
         found = top_of(p, self.top)
-        return found.indices.int(), found.values.log().half()
-
-    def _shares(self, logits: torch.Tensor) -> torch.Tensor:
-        """Room: a CPU takes as long to get large memory as to compute with it."""
-        if self._room is None or len(self._room) < len(logits):
-            self._room = torch.empty(max(len(logits), CHUNK), logits.shape[1], device=logits.device)
-        return self._room[: len(logits)]
+        # What is too small for float32 is not minus infinity.
+        log_probs = found.values.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+        return found.indices.int(), log_probs.half()
 
     def said(self, row: int, tokens: Sequence[int]) -> Said:
         """A row's own tokens with what was kept of them."""
@@ -277,13 +298,14 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tens
     """A token a row: the likeliest at temperature 0, else the one whose share of the distribution holds ``uniform``.
 
     Args:
-        logits: (rows, vocabulary). temperatures, uniform: (rows,), the latter in [0, 1).
+        logits: (rows, vocabulary). temperatures, uniform: (rows,), the latter in [0, 1), float64: as float32 one may
+            become 1.
     """
     tokens = top_of(logits, 1).indices[:, 0]
     warm = (temperatures > 0).nonzero()[:, 0]
     if len(warm):
-        p = torch.softmax(logits[warm] / temperatures[warm, None], -1)
+        p = torch.softmax(logits[warm] / temperatures[warm, None].float(), -1)
         mass = p.cumsum(-1, dtype=torch.float64)
-        found = torch.searchsorted(mass, (uniform[warm, None].double() * mass[:, -1:]), right=True)
+        found = torch.searchsorted(mass, uniform[warm, None] * mass[:, -1:], right=True)
         tokens[warm] = found[:, 0].clamp_max(logits.shape[-1] - 1)
     return tokens

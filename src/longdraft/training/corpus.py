@@ -40,8 +40,8 @@ def collect(
 ) -> Corpus:
     """Cuts, filters and splits.
 
-    Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out
-    where nothing learned would be left; with ``keep_end`` it is cut at its beginning.
+    Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt, or with kept features, is cut at
+    its end, and left out where nothing learned would be left; with ``keep_end`` it is cut at its beginning.
 
     Args:
         max_length, min_length: tokens.
@@ -55,21 +55,19 @@ def collect(
     kept: list[tuple[Document, bool]] = []
     for document in documents:
         pieces = [document]
-        if document.kept and not keep_end:  # its features lie where they are: what is too long is cut at the end
-            pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
-        elif document.start == 1:
+        if document.start == 1 and not document.kept:
             cuts = range(0, len(document.tokens), max_length)
             pieces = [Document(t) for at in cuts if len(t := document.tokens[at : at + max_length]) > 1]
         elif len(document.tokens) > max_length and keep_end:
             cut = len(document.tokens) - max_length
             pieces = [Document(document.tokens[cut:], max(1, document.start - cut))]
         elif len(document.tokens) > max_length:
-            pieces = [Document(document.tokens[:max_length], document.start)] if document.start < max_length else []
-        if not pieces:
-            skipped.add("with a prompt longer than max_length")
+            pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
+            if not pieces:
+                skipped.add("with a prompt longer than max_length")
         for piece in pieces:
             # What is cut off its beginning still tells which passage it is about.
-            whole = piece if document.start == 1 else document
+            whole = piece if document.start == 1 and not document.kept else document
             if _share(whole, "sample") >= sample:
                 continue
             if len(piece.tokens) < min_length or len(piece.tokens) - piece.start <= shortest_learned:
@@ -89,7 +87,8 @@ def collect(
 
 
 def _share(document: Document, purpose: str) -> float:
-    """A number in [0, 1) that depends on how the document begins."""
+    """A number in [0, 1) that depends on how the document begins, or on its passage's number where that is known."""
+    # Its number alone: the folder may be moved, or split into several.
     passage = document.kept[1] if document.kept else document.tokens[:SAME_PASSAGE]
     found = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
     return int.from_bytes(found[:6], "big") / 2**48

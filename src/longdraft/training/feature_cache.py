@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from longdraft.errors import CheckpointError
+from longdraft.training import feature_files
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features
 
 SHARD = 128
-INDEX = "index.json"
 # Of the free bytes: what a cache may take.
 USABLE = 0.95
 
@@ -105,15 +104,9 @@ class FeatureCache:
                 top_log_probs=part["lps"][c:d].float(),
             )
 
-    @contextmanager
-    def _readable(self, shard: int) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{self.path(shard)} cannot be read: {error}. Delete the file and run again: the cache fills what is "
-                "missing."
-            ) from error
+    def _readable(self, shard: int) -> AbstractContextManager[None]:
+        advice = "Delete the file and run again: the cache fills what is missing."
+        return feature_files.readable(self.path(shard), advice)
 
     def prepare(self, bytes_per_token: int) -> None:
         """Checks what is there and what room there is, before the target runs.
@@ -125,19 +118,8 @@ class FeatureCache:
             CheckpointError: the folder holds other documents' features, a damaged shard, or the disk has no room:
                 said with the bytes that are needed and those that are free.
         """
-        path = self.folder / INDEX
-        foreign = CheckpointError(
-            f"{self.folder} holds features of other documents, settings or another target. Delete it, or name another "
-            "folder."
-        )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.index:
-                raise foreign
-        except (OSError, ValueError) as error:
-            if error is foreign:
-                raise
-            raise CheckpointError(f"{path} cannot be used: {error}. Delete the folder, or name another.") from error
+        of = "other documents, settings or another target"
+        feature_files.check_index(self.folder, self.index, of)
         missing: list[Document] = []
         for shard in self.shards:
             if not self.path(shard).exists():
@@ -146,7 +128,7 @@ class FeatureCache:
             # Lengths alone do not tell documents apart.
             with self._readable(shard), safe_open(self.path(shard), framework="pt") as file:
                 if file.get_tensor("tokens").tolist() != [t for d in self._of_shard(shard) for t in d.tokens]:
-                    raise foreign
+                    raise feature_files.foreign(self.folder, of)
         needed = bytes_needed(missing, bytes_per_token, self.top)
         free = shutil.disk_usage(self.folder).free
         if needed > USABLE * free:
@@ -155,7 +137,7 @@ class FeatureCache:
                 f"{free / 1e9:.2f} GB are free there. Free some, give fewer documents (`sample`), name a folder on "
                 "another disk, or leave `cache` out: the target then runs in every epoch."
             )
-        _replace(path, lambda part: part.write_text(json.dumps(self.index), encoding="utf-8"))
+        feature_files.write_index(self.folder, self.index)
 
     def fill(
         self,
@@ -193,27 +175,5 @@ class FeatureCache:
                 progress(done, total)
                 if stop():
                     return False
-            _save(self.path(shard), found)
+            feature_files.write(self.path(shard), feature_files.laid_out(found))
         return True
-
-
-def _save(path: Path, parts: list[Features]) -> None:
-    tensors = {
-        "tokens": torch.cat([p.tokens for p in parts]).int(),
-        **{name: torch.cat([p.rows[name] for p in parts]).cpu() for name in parts[0].rows},
-        "ids": torch.cat([p.top_ids for p in parts]).int().cpu(),
-        "lps": torch.cat([p.top_log_probs for p in parts]).half().cpu(),
-    }
-    _replace(path, lambda part: save_file({k: t.contiguous() for k, t in tensors.items()}, part))
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file beside its place and moves it there."""
-    part = path.with_suffix(".part")
-    try:
-        write(part)
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"Could not write {path}: {error}. What is there already is kept.") from error
-    finally:
-        part.unlink(missing_ok=True)

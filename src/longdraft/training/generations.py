@@ -35,14 +35,12 @@ class _Answer:
     """One answer in the making.
 
     Attributes:
-        number: within its group. row: where it is decoded.
         forced: tokens that are fed next, whatever the target says.
-        tokens: of its own so far, fed ones; start: how many of them were the question.
-        turns: what the user says next, as tokens. said: tokens of this turn.
+        start: how many tokens its question has. turns: what the user says next, as tokens.
+        tokens: those fed so far, behind the passage. said: how many the target has said in this turn.
+        ends: what is fed next is its last token.
     """
 
-    number: int
-    row: int
     forced: deque[int]
     start: int
     turns: deque[list[int]]
@@ -53,15 +51,23 @@ class _Answer:
     ends: bool = False
 
 
+@dataclass
 class _Group:
-    """A passage and the answers to it, in one place of the batch."""
+    """A passage and the answers to it.
 
-    def __init__(self, number: int, place: int, prefix: list[int], waiting: list[_Answer]) -> None:
-        self.number, self.place, self.prefix = number, place, prefix
-        self.waiting, self.flying = deque(waiting), dict[int, _Answer]()
-        self.done: list[tuple[_Answer, Said | None]] = []
-        self.begun: set[tuple[int, ...]] = set()
-        self.passage: Said | None = None
+    Attributes:
+        number: of the passage. prefix: its tokens. passage: what the target computed for it.
+        waiting, flying, done: answers: to be begun; by the row they are decoded in; with what the target computed.
+        begun: how the answers begin.
+    """
+
+    number: int
+    prefix: list[int]
+    waiting: deque[_Answer]
+    passage: Said | None = None
+    flying: dict[int, _Answer] = field(default_factory=dict)
+    done: list[tuple[_Answer, Said | None]] = field(default_factory=list)
+    begun: set[tuple[int, ...]] = field(default_factory=set)
 
 
 def generate(
@@ -105,28 +111,34 @@ def generate(
 
     Raises:
         ContextError: none of the prompts fits the context.
-        CheckpointError: the file cannot be written.
+        CheckpointError: the file cannot be written, holds something else, or has answers whose features were not kept.
+        MemoryBudgetError: the KV of so many answers does not fit.
+        NumericalError: the target returned NaN.
     """
     try:
         rows, done, end = _have(out)
+        if features and (lacking := features.lacking(done)):
+            raise CheckpointError(
+                f"{out} has answers to {len(lacking)} passages whose features are not in {features.folder}. Name "
+                "another file, or go on without features."
+            )
         if rows >= total:
             return rows
         own = max_new_tokens * 2 + 64
         layers, top = (features.layers, features.top) if features else ((), 0)
-        branches = Branches(runner, places, per_passage, own, layers, top)
+        run = _Run(Branches(runner, places, per_passage, own, layers, top), max_new_tokens, runner.eos_token_ids)
         groups = _groups(runner, tokenizer, passages, done, own, max_new_tokens, seed)
-        run = _Run(branches, max_new_tokens, runner.eos_token_ids)
         answered = 0
         while (rows < total or run.groups) and not stop():
             for place in range(places):
                 if place not in run.groups and rows < total and (found := next(groups, None)):
-                    run.begin(place, *found)
+                    run.begin(place, found)
             if not run.groups:
                 break
             for group in run.step():
-                made = [_row(group, answer, tokenizer) for answer, _ in group.done]
-                if features:
-                    features.write(group.number, group.passage, [said for _, said in group.done])
+                if features and group.passage:
+                    features.write(group.number, group.passage, [said for _, said in group.done if said])
+                made = _rows(group, tokenizer)
                 end = _append(out, end, made)
                 rows += len(made)
                 answered += sum(len(row["tokens"]) - row["start"] for row in made)
@@ -145,40 +157,37 @@ class _Run:
         self.branches, self.max_new_tokens, self.ends = branches, max_new_tokens, ends
         self.groups: dict[int, _Group] = {}
 
-    def begin(self, place: int, number: int, prefix: list[int], answers: list[_Answer]) -> None:
+    def begin(self, place: int, group: _Group) -> None:
         """Reads a passage into a place."""
-        group = self.groups[place] = _Group(number, place, prefix, answers)
-        group.passage = self.branches.read(place, prefix)
+        self.groups[place] = group
+        group.passage = self.branches.read(place, group.prefix)
         for row in range(place * self.branches.per_passage, (place + 1) * self.branches.per_passage):
             self._seat(group, row)
 
     def _seat(self, group: _Group, row: int) -> None:
+        """The next answer that waits takes a row, in the place of the one that was there."""
         group.flying.pop(row, None)
         if group.waiting:
-            answer = group.flying[row] = group.waiting.popleft()
-            answer.row = row
+            group.flying[row] = group.waiting.popleft()
             self.branches.begin(row)
 
     def step(self) -> list[_Group]:
         """A token more of every answer; returns the groups that are complete now."""
         groups = [group for _, group in sorted(self.groups.items())]
         flying = [(row, answer, group) for group in groups for row, answer in sorted(group.flying.items())]
-        rows = [row for row, *_ in flying]
         for _, answer, _ in flying:
             answer.tokens.append(answer.forced.popleft())
-        logits = self.branches.step(rows, [answer.tokens[-1] for _, answer, _ in flying])
-        heat = torch.tensor([a.temperature for _, a, _ in flying])
-        luck = torch.tensor([a.rng.random() for _, a, _ in flying])
-        for (row, answer, group), token in zip(flying, sample(logits, heat, luck).tolist(), strict=True):
+        logits = self.branches.step([row for row, *_ in flying], [answer.tokens[-1] for _, answer, _ in flying])
+        chance = [(answer.temperature, answer.rng.random()) for _, answer, _ in flying]
+        temperatures, uniform = torch.tensor(chance, dtype=torch.float64, device=logits.device).T
+        for (row, answer, group), token in zip(flying, sample(logits, temperatures, uniform).tolist(), strict=True):
             if answer.ends:
                 group.done.append((answer, self.branches.said(row, answer.tokens) if self.branches.top else None))
                 self._seat(group, row)
             elif not answer.forced and not self._goes_on(group, answer, token):
                 self._seat(group, row)
-        complete = [group for group in self.groups.values() if not group.flying]
-        for group in complete:
-            del self.groups[group.place]
-        return complete
+        complete = [place for place, group in self.groups.items() if not group.flying]
+        return [self.groups.pop(place) for place in complete]
 
     def _goes_on(self, group: _Group, answer: _Answer, token: int) -> bool:
         """Takes what the target said; False where the answer is dropped."""
@@ -189,12 +198,12 @@ class _Run:
             answer.said = 0
             return True
         answer.forced.append(token)
-        answer.ends = over or answer.said >= self.max_new_tokens or looping(answer.tokens)
-        if len(answer.tokens) - answer.start == SAME and not answer.turns:
-            beginning = tuple(answer.tokens[answer.start :])
-            if beginning in group.begun:
+        own = answer.tokens[answer.start :]
+        answer.ends = over or answer.said >= self.max_new_tokens or looping(own)
+        if len(own) == SAME and not answer.turns:
+            if tuple(own) in group.begun:
                 return False
-            group.begun.add(beginning)
+            group.begun.add(tuple(own))
         return True
 
 
@@ -214,8 +223,8 @@ def _groups(
     own: int,
     max_new_tokens: int,
     seed: int,
-) -> Iterator[tuple[int, list[int], list[_Answer]]]:
-    """Number, common beginning and answers of each passage that is to be asked about."""
+) -> Iterator[_Group]:
+    """The passages that are to be asked about, with the answers to them that fit."""
     limit, unfit = runner.context_length, 0
     for number, asked in enumerate(passages):
         if number in done:
@@ -224,20 +233,19 @@ def _groups(
         shared = min(len(p) for p in prompts) - 1
         for prompt in prompts:
             shared = common_prefix(prompts[0][:shared], prompt)
-        answers: list[_Answer] = []
+        answers = deque[_Answer]()
         for ask, prompt in zip(asked, prompts, strict=True):
-            turns = deque(follow_up(tokenizer, text) for text in ask.then)
             question = prompt[shared:]
+            turns = deque(tokens for text in ask.then if (tokens := follow_up(tokenizer, text)))
             whole = len(question) + sum(map(len, turns)) + (len(turns) + 1) * max_new_tokens
             while turns and whole > own:
                 whole -= len(turns.pop()) + max_new_tokens
             if whole <= own and shared + whole <= limit:
                 rng = random.Random(f"{seed}/{number}/{len(answers)}")
-                forced = deque(question)
-                answers.append(_Answer(len(answers), -1, forced, len(question), turns, ask.temperature, rng))
+                answers.append(_Answer(deque(question), len(question), turns, ask.temperature, rng))
         if answers and shared:
             unfit = 0
-            yield number, prompts[0][:shared], answers
+            yield _Group(number, prompts[0][:shared], answers)
         elif (unfit := unfit + 1) == PATIENCE:
             raise ContextError(
                 f"No prompt fits the model's context of {limit} tokens with {max_new_tokens} new ones: ask about "
@@ -245,11 +253,17 @@ def _groups(
             )
 
 
-def _row(group: _Group, answer: _Answer, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    place = next(i for i, (each, _) in enumerate(group.done) if each is answer)
-    text = tokenizer.decode(answer.tokens[answer.start :], skip_special_tokens=True)
-    row = {"tokens": group.prefix + answer.tokens, "start": len(group.prefix) + answer.start}
-    return row | {"temperature": answer.temperature, "text": text, "at": [group.number, place, len(group.done)]}
+def _rows(group: _Group, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    return [
+        {
+            "tokens": group.prefix + answer.tokens,
+            "start": len(group.prefix) + answer.start,
+            "temperature": answer.temperature,
+            "text": tokenizer.decode(answer.tokens[answer.start :], skip_special_tokens=True),
+            "at": [group.number, place, len(group.done)],
+        }
+        for place, (answer, _) in enumerate(group.done)
+    ]
 
 
 def _append(path: Path, end: int, rows: list[dict[str, Any]]) -> int:
@@ -264,18 +278,24 @@ def _append(path: Path, end: int, rows: list[dict[str, Any]]) -> int:
 
 
 def _have(out: Path) -> tuple[int, set[int], int]:
-    """Rows of whole passages in a file, those passages' numbers, and how many bytes they take."""
+    """Rows of whole passages in a file, those passages' numbers, and how many bytes they take.
+
+    Raises:
+        CheckpointError: the file does not begin with such rows: it is not ours to cut.
+    """
     rows, end, done = 0, 0, set[int]()
     if out.exists():
         with out.open("rb") as file:
-            at, count = 0, 0
-            for line in file:
-                at, count = at + len(line), count + 1
+            at = 0
+            for count, line in enumerate(file, 1):
+                at += len(line)
                 try:
-                    group, place, size = json.loads(line)["at"]
-                except (ValueError, KeyError, TypeError):
+                    number, place, size = json.loads(line)["at"]
+                except (ValueError, KeyError, TypeError) as error:
+                    if count == 1 and line.endswith(b"\n"):
+                        raise CheckpointError(f"{out} holds something else: name another file.") from error
                     break
                 if line.endswith(b"\n") and place == size - 1:
                     rows, end = count, at
-                    done.add(int(group))
+                    done.add(int(number))
     return rows, done, end

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from longdraft.errors import CheckpointError
+from longdraft.training import feature_files
 from longdraft.training.branches import Said, hidden_name
 from longdraft.training.documents import Document
+from longdraft.training.feature_files import INDEX
 from longdraft.training.features import FeatureReader, Features
 
-INDEX = "index.json"
+# What to do where features are not what they should be.
+ADVICE = "Delete the folder of features: the target then reads the answers again."
 
 
 class KeptFeatures:
@@ -34,60 +36,40 @@ class KeptFeatures:
 
     def __init__(self, folder: Path, target: dict[str, Any], layers: Sequence[int], top: int) -> None:
         self.folder, self.layers, self.top = folder, tuple(layers), top
-        said = json.loads(json.dumps({"target": target, "layers": list(layers), "top": top}))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / INDEX
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != said:
-            raise CheckpointError(
-                f"{folder} holds features of another target or of other layers. Delete it, or name another folder."
-            )
-        path.write_text(json.dumps(said), encoding="utf-8")
+        index = _as_json({"target": target, "layers": list(layers), "top": top})
+        feature_files.check_index(folder, index, "another target, other layers or another number of likely tokens")
+        feature_files.write_index(folder, index)
 
-    def write(self, group: int, passage: Said | None, answers: Sequence[Said | None]) -> None:
-        """The file of a passage; it appears whole or not at all."""
-        assert passage is not None
-        tensors = {f"passage.{name}": t for name, t in _tensors(passage).items()}
-        kept = [_tensors(a) for a in answers if a is not None]
-        if kept:
-            tensors |= {f"answers.{name}": torch.cat([each[name] for each in kept]) for name in kept[0]}
-        path = _file(self.folder, group)
-        part = path.with_name(f".{path.name}.part")
-        lengths = [len(each["tokens"]) for each in kept]
-        save_file({n: t.contiguous().cpu() for n, t in tensors.items()}, part, {"lengths": json.dumps(lengths)})
-        part.replace(path)
+    def lacking(self, passages: Iterable[int]) -> list[int]:
+        """Those of some passages that have no file."""
+        return [number for number in passages if not _file(self.folder, number).exists()]
+
+    def write(self, number: int, passage: Said, answers: Sequence[Said]) -> None:
+        """The file of a passage with one answer at least; it appears whole or not at all.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        parts = {"passage": [passage], "answers": answers}
+        laid_out = {part: feature_files.laid_out(said) for part, said in parts.items()}
+        tensors = {f"{part}.{name}": t for part, found in laid_out.items() for name, t in found.items()}
+        lengths = json.dumps([len(answer.tokens) for answer in answers])
+        feature_files.write(_file(self.folder, number), tensors, {"lengths": lengths})
 
 
-def _tensors(said: Said) -> dict[str, torch.Tensor]:
-    ids, log_probs = said.top_ids.int(), said.top_log_probs.half()
-    return {"tokens": said.tokens.int(), "ids": ids, "lps": log_probs} | said.rows
-
-
-def _file(folder: Path, group: int) -> Path:
-    return folder / f"passage-{group:06d}.safetensors"
-
-
-def passages(documents: Sequence[Document]) -> list[Document]:
+def passages(documents: Iterable[Document]) -> list[Document]:
     """The passages that answers with kept features are about, learned from their second token on.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
     found = []
-    for folder, group in sorted({d.kept[:2] for d in documents if d.kept}):
-        with _opened(_file(Path(folder), group)) as file:
+    for folder, number in sorted({d.kept[:2] for d in documents if d.kept}):
+        with _opened(_file(Path(folder), number)) as file:
             tokens = file.get_tensor("passage.tokens").tolist()
         if len(tokens) > 1:
-            found.append(Document(tokens, 1, (folder, group, -1)))
+            found.append(Document(tokens, 1, (folder, number, -1)))
     return found
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Make the answers again, or leave them out.") from error
 
 
 class KeptSource:
@@ -95,57 +77,73 @@ class KeptSource:
 
     Args:
         target: what the target's description says.
-        reader: says what the draft reads, and how many of the likeliest tokens.
+        reader: says what the draft reads, in which dtype, and how many of the likeliest tokens.
 
     Raises:
         CheckpointError: a folder is not there, of another target, or lacks what is wanted.
     """
 
     def __init__(self, documents: Sequence[Document], target: dict[str, Any], reader: FeatureReader) -> None:
-        self.documents, self.top = documents, reader.top
+        self.documents, self.reader = documents, reader
         self.names = [hidden_name(layer) for layer in reader.layers] or list(reader.names)
         for folder in sorted({Path(d.kept[0]) for d in documents if d.kept}):
-            try:
-                said = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{folder} cannot be read: {error}.") from error
-            if said["target"] != json.loads(json.dumps(target)):
-                raise CheckpointError(f"{folder} holds features of another target.")
-            lacking = [layer for layer in reader.layers if layer not in said["layers"]]
-            if lacking or said["top"] < reader.top:
+            with feature_files.readable(folder / INDEX, ADVICE):
+                index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+                of, layers, top = index["target"], index["layers"], int(index["top"])
+                lacking = not set(layers).issuperset(reader.layers) or top < reader.top
+            if of != _as_json(target):
+                raise CheckpointError(f"{folder} holds features of another target. {ADVICE}")
+            if lacking:
                 raise CheckpointError(
-                    f"{folder} holds hidden states of layers {said['layers']} and {said['top']} likely tokens; layers "
-                    f"{list(reader.layers)} and {reader.top} are wanted."
+                    f"{folder} holds hidden states of layers {layers} and {top} likely tokens; layers "
+                    f"{list(reader.layers)} and {reader.top} are wanted. {ADVICE}"
                 )
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitem__(self, i: int) -> Features:
-        """Raises CheckpointError where a file is missing or damaged."""
+        """Raises CheckpointError where a file is missing, damaged or of other text."""
         document = self.documents[i]
         assert document.kept is not None
-        folder, group, place = document.kept
-        with _opened(_file(Path(folder), group)) as file:
+        folder, number, place = document.kept
+        with _opened(_file(Path(folder), number)) as file:
             return self._read(document, file, place)
 
     def _read(self, document: Document, file: Any, place: int) -> Features:
-        lengths = json.loads(file.metadata()["lengths"])
-        begin = sum(lengths[:place]) if place >= 0 else 0
-        own = slice(begin, begin + lengths[place]) if place >= 0 else slice(0)
+        answer: slice | None = None
+        if place >= 0:
+            lengths = json.loads(file.metadata()["lengths"])
+            answer = slice(begin := sum(lengths[:place]), begin + lengths[place])
         length = len(document.tokens)
 
-        def both(name: str) -> torch.Tensor:
-            parts = [file.get_tensor(f"passage.{name}")]
-            if place >= 0:
-                parts.append(file.get_slice(f"answers.{name}")[own])
-            return torch.cat(parts)[:length]
+        def text(name: str) -> torch.Tensor:
+            """The passage's rows, and the answer's behind them."""
+            rows: torch.Tensor = file.get_tensor(f"passage.{name}")
+            if answer is not None:
+                rows = torch.cat([rows, file.get_slice(f"answers.{name}")[answer]])
+            return rows[:length]
 
-        if both("tokens").tolist() != document.tokens:
-            raise KeyError("it is of other text")
-        rows = {name: both(name) for name in self.names}
-        if "keys" not in rows and rows:
+        tokens = text("tokens").long()
+        if tokens.tolist() != document.tokens:
+            raise ValueError("it is of other text")
+        rows = {name: text(name).to(self.reader.dtype) for name in self.names}
+        if self.reader.layers:
             rows = {"hidden": torch.cat(list(rows.values()), 1)}
-        said = slice(document.start - 1, length - 1)
-        ids, log_probs = both("ids")[said, : self.top].long(), both("lps")[said, : self.top].float()
-        return Features(torch.tensor(document.tokens), document.start, 0, rows, ids, log_probs)
+        said = slice(document.start - 1, length - 1), slice(self.reader.top)
+        return Features(tokens, document.start, 0, rows, text("ids")[said].long(), text("lps")[said].float())
+
+
+def _as_json(index: dict[str, Any]) -> Any:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(index))
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"passage-{number:06d}.safetensors"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with feature_files.readable(path, ADVICE), safe_open(path, framework="pt") as file:
+        yield file

@@ -18,7 +18,6 @@ from longdraft.drafters.small_lm_draft import KIND, TrainedLM
 from longdraft.host import small_models
 from longdraft.host.parts import SharedParts
 from longdraft.training.config import LmConfig
-from longdraft.training.documents import Document
 from longdraft.training.features import Features
 from longdraft.training.measure import by_text
 from longdraft.training.noisy_attention import causal
@@ -80,7 +79,7 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], b
     decoder, sizes, kept = _draft(config, session)
     if config.learn_prompts:  # every document that was not cut, from its second token on
         length = min(config.max_length, runner.context_length)
-        learned = [Document(d.tokens) if len(d.tokens) < length else d for d in session.data.learned]
+        learned = [replace(d, start=1) if len(d.tokens) < length else d for d in session.data.learned]
         session = replace(session, data=replace(session.data, learned=learned))
     trainee = LmTrainee(decoder, runner.parts, kept, config.distill, session.product_dtype)
     reader = session.reader(None)

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from longdraft.errors import PromptError
 
@@ -135,6 +136,8 @@ NEXT = (
     "Write a conclusion.",
     "Thanks. What would you do next?",
 )
+# How a line of a program begins.
+CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
 # Of passages: how many are dropped in favour of a free prompt; of prompts, those that go on for another turn.
 WITHOUT_PASSAGE, ANOTHER_TURN = 0.12, 0.15
 
@@ -164,10 +167,10 @@ def asks(
     if not any(text.strip() for text in texts):
         raise PromptError("There is no text to ask about: rows need `text`.")
     rng = random.Random(seed)
-    weights = [len(text) ** 0.5 for text in texts]
+    weights = list(accumulate(len(text) ** 0.5 for text in texts))
 
     def passage(length: int) -> str:
-        text = rng.choices(texts, weights)[0]
+        text = rng.choices(texts, cum_weights=weights)[0]
         start = rng.randrange(max(1, len(text) - length))
         return text[start : start + length].strip()
 
@@ -191,9 +194,7 @@ def _closings(passage: str, count: int, rng: random.Random) -> list[str]:
     # A transcript: many short turns, each with its speaker.
     if passage.count(" :") + passage.count(": ") > len(passage) / 600:
         kinds = MEETING + SUMMARIES + QUESTIONS[:6]
-    if len(re.findall(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", passage, re.M)) > (
-        len(passage) / 200
-    ):
+    if len(CODE_LINE.findall(passage)) > len(passage) / 200:
         kinds = CODE + QUESTIONS[:2]
     return rng.sample(kinds, min(count, len(kinds)))
 

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from longdraft.drafters import draft_folder
+from longdraft.errors import PromptError
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.training import corpus
@@ -118,8 +119,15 @@ class Session:
     def source(self, reader: FeatureReader) -> FeatureSource | None:
         """Where features come from; None where ``stop`` ended the filling of the cache."""
         config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
-        if not config.anchor_offset and all(d.kept for d in learned):
+        if not config.anchor_offset and self._kept(learned):
             return KeptSource(learned, runner.parts.description, reader)
+        if any(d.kept for d in learned):
+            self.progress(
+                "features that were kept beside answers are left alone: they serve where all data have them, positions "
+                "are plain (anchor_offset) and the target is not stretched",
+                0,
+                0,
+            )
         shifts = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
         if config.cache is None:
             return LiveFeatures(reader, learned, shifts)
@@ -142,11 +150,15 @@ class Session:
         missing = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
         return None if missing > 0 else cache
 
+    def _kept(self, documents: list[Document]) -> bool:
+        """Whether features of all of them were kept, by the target as it is."""
+        return self.config.target_rope_factor is None and all(d.kept for d in documents)
+
     def held_out(self, reader: FeatureReader) -> list[Features]:
         """Documents to measure on. They keep their own positions: that is how they will be decoded."""
         held_out = self.data.held_out
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
-        if all(d.kept for d in chosen):
+        if self._kept(chosen):
             kept = KeptSource(chosen, self.runner.parts.description, reader)
             return [kept[i] for i in range(len(kept))]
         return [reader.read(d).on_host() for d in chosen]
@@ -223,8 +235,11 @@ def begin(
     runner = TargetRunner(model)
     skipped = Skipped()
     found = list(documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size))
+    about = passages(found) if config.passages else []
+    if config.passages and not about:
+        raise PromptError("passages: the data have no answers whose features were kept; leave it out.")
     data = corpus.collect(
-        [*found, *(passages(found) if config.passages else ())],
+        [*found, *about],
         skipped,
         max_length=min(config.max_length, runner.context_length),
         min_length=config.min_length,

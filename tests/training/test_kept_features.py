@@ -1,0 +1,204 @@
+"""Features that were kept while the target answered: as a reader reads them, and what a draft learns from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longdraft.drafters import draft_folder
+from longdraft.errors import CheckpointError, PromptError
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
+from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
+from longdraft.training.documents import Document, Skipped, documents, features_of
+from longdraft.training.eagle3 import train_eagle3
+from longdraft.training.features import FeatureReader
+from longdraft.training.generations import generate
+from longdraft.training.kept_features import KeptFeatures, KeptSource, passages
+from longdraft.training.lm import train_lm
+from longdraft.training.longspec import train_longspec
+from longdraft.training.prompts import asks
+from longdraft.training.session import Session
+from tests.tiny import tiny_model
+
+LAYERS, TOP = (0, 1, 2), 8
+TEXTS = ["the rain in spain stays mainly in the plain. " * 6, "a fish, an old man and the sea. " * 9]
+
+
+@pytest.fixture(scope="module")
+def made(target, tmp_path_factory):
+    """Answers with their features: the target, the file, its documents."""
+    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    model, tokenizer = load(str(target), dtype="float32", device="cpu", progress=lambda line: None)
+    runner = TargetRunner(model)
+    kept = KeptFeatures(features_of(out), runner.parts.description, LAYERS, TOP)
+    generate(
+        runner, tokenizer, asks(TEXTS, (5, 20), 6, (0.0, 1.0), 0), out, places=2, per_passage=6, max_new_tokens=24,
+        total=24, features=kept,
+    )  # fmt: skip
+    found = list(documents([out], tokenizer, Skipped(), runner.vocab_size))
+    return SimpleNamespace(runner=runner, tokenizer=tokenizer, out=out, documents=found)
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """The same, which a test may damage."""
+    shutil.copytree(made.out.parent, tmp_path, dirs_exist_ok=True)
+    out = tmp_path / made.out.name
+    found = list(documents([out], made.tokenizer, Skipped(), made.runner.vocab_size))
+    return SimpleNamespace(**(vars(made) | {"out": out, "documents": found, "folder": features_of(out)}))
+
+
+def source(made, reader=None, found=None):
+    reader = reader or FeatureReader(made.runner, TOP, torch.float32)
+    return KeptSource(found or made.documents, made.runner.parts.description, reader)
+
+
+@pytest.mark.parametrize("layers", [(), LAYERS, (2,), None])
+def test_they_are_what_a_reader_reads(made, layers):
+    reader = FeatureReader(made.runner, 4, torch.float32, layers)
+    found = [*made.documents, *passages(made.documents)]
+    found.append(Document(found[0].tokens[:-3], found[0].start, found[0].kept))  # cut at its end
+    kept = source(made, reader, found)
+    assert len(kept) == len(found) > 24
+    for i, document in enumerate(found):
+        ours, wanted = kept[i], reader.read(document)
+        assert torch.equal(ours.tokens, wanted.tokens) and (ours.start, ours.offset) == (document.start, 0)
+        assert ours.rows.keys() == wanted.rows.keys() == set(reader.names)
+        for name, rows in wanted.rows.items():
+            torch.testing.assert_close(ours.rows[name], rows, rtol=1e-3, atol=1e-4)
+        assert ours.top_ids.dtype == torch.int64 and ours.top_ids.shape == wanted.top_ids.shape
+        torch.testing.assert_close(ours.top_log_probs, wanted.top_log_probs, rtol=2e-3, atol=2e-3)
+        assert (ours.top_ids == wanted.top_ids).float().mean() > 0.99
+
+
+def test_they_come_in_the_dtype_that_the_draft_reads(made):
+    assert source(made, FeatureReader(made.runner, 4, torch.bfloat16))[0].keys.dtype == torch.bfloat16
+
+
+def test_passages_once_each(made):
+    found = passages(made.documents)
+    assert 1 < len(found) <= len({d.kept[:2] for d in made.documents})  # one of a single token teaches nothing
+    assert len({d.kept for d in found}) == len(found)
+    assert all(d.start == 1 and d.kept[2] == -1 for d in found)
+    for passage in found:
+        answers = [d for d in made.documents if d.kept[:2] == passage.kept[:2]]
+        assert all(d.tokens[: len(passage.tokens)] == passage.tokens for d in answers)
+
+
+def test_another_target_or_lacking_features_are_refused(made, copied):
+    other = TargetRunner(tiny_model(seed=5)).parts.description
+    with pytest.raises(CheckpointError, match="holds features of another target"):
+        KeptSource(copied.documents, other, FeatureReader(made.runner, TOP))
+    with pytest.raises(CheckpointError, match=r"holds features of another target, other layers or"):
+        KeptFeatures(copied.folder, other, LAYERS, TOP)
+    with pytest.raises(CheckpointError, match=r"holds features of another target, other layers or"):
+        KeptFeatures(copied.folder, made.runner.parts.description, LAYERS, TOP + 1)
+    with pytest.raises(CheckpointError, match=r"8 likely tokens; layers \[\] and 9 are wanted"):
+        source(copied, FeatureReader(made.runner, 9))
+    index = json.loads((copied.folder / "index.json").read_text())
+    (copied.folder / "index.json").write_text(json.dumps(index | {"layers": [0, 2]}))
+    with pytest.raises(CheckpointError, match=r"hidden states of layers \[0, 2\] and 8.*layers \[0, 1\] and 8 are"):
+        source(copied, FeatureReader(made.runner, TOP, layers=(0, 1)))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other text", "no such answer"])
+def test_a_damaged_file(copied, damage):
+    document = copied.documents[0]
+    path = copied.folder / f"passage-{document.kept[1]:06d}.safetensors"
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-40])
+    elif damage == "other text":
+        document = Document([document.tokens[0] + 1, *document.tokens[1:]], document.start, document.kept)
+    else:
+        document = Document(document.tokens, document.start, (*document.kept[:2], 99))
+    with pytest.raises(CheckpointError, match=r"passage-0000\d\d\.safetensors cannot be read: .*Delete the folder"):
+        source(copied, found=[document])[0]
+    if damage in ("missing", "cut"):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            passages([document])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", None])
+def test_a_damaged_index(copied, text):
+    index = copied.folder / "index.json"
+    index.unlink() if text is None else index.write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        source(copied)
+    if text == "{":
+        with pytest.raises(CheckpointError, match=r"index\.json cannot be used"):
+            KeptFeatures(copied.folder, {}, LAYERS, TOP)
+
+
+# --- training ---
+
+
+def settings(target, made, tmp_path, **over):
+    return {
+        "data": (str(made.out),), "target": str(target), "out": str(tmp_path / "run"), "max_length": 150,
+        "min_length": 8, "rows": 128, "epochs": 1.0, "lr": 3e-3, "precision": "no", "held_out": 0.3, "save_every": 0,
+        "window": 12, "intermediate_size": 64, "device": "cpu", "threads": 1,
+    } | over  # fmt: skip
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """The target may not be run for features."""
+
+    def read(*a):
+        raise AssertionError("the target was run")
+
+    monkeypatch.setattr(FeatureReader, "read", read)
+
+
+def runs(target, made, tmp_path, kind, **over):
+    given = settings(target, made, tmp_path, **over)
+    if kind == "longspec":
+        return list(train_longspec(TrainConfig(**given)))
+    if kind == "eagle3":
+        return list(train_eagle3(Eagle3Config(**given, ttt=2, feature_layers=LAYERS)))
+    del given["window"]  # and nothing is cut: what is cut at its beginning has no features
+    return list(train_lm(LmConfig(**(given | {"max_length": 512}), layers=1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_passages", "precision"),
+    [
+        ("longspec", False, "no"), ("longspec", True, "no"), ("longspec", False, "bf16"),
+        ("eagle3", False, "no"), ("eagle3", True, "bf16"), ("lm", True, "no"),
+    ],
+)  # fmt: skip
+def test_a_draft_learns_from_them(target, made, tmp_path, unread, kind, with_passages, precision):
+    reports = runs(target, made, tmp_path, kind, passages=with_passages, precision=precision, distill=0.8)
+    assert reports[-1].step == reports[-1].steps > 1 and reports[-1].simulated is not None
+    assert draft_folder.load(tmp_path / "run" / "best").kind
+
+
+def test_a_step_on_them_is_a_step_on_what_the_target_reads(target, made, tmp_path, monkeypatch):
+    kept = runs(target, made, tmp_path / "a", "longspec")
+    monkeypatch.setattr(Session, "_kept", lambda *a: False)
+    live = runs(target, made, tmp_path / "b", "longspec")
+    for ours, wanted in zip(kept, live, strict=True):
+        assert ours.loss == pytest.approx(wanted.loss, rel=2e-3)
+    assert kept[-1].simulated.tree == pytest.approx(live[-1].simulated.tree, rel=0.05)
+
+
+@pytest.mark.parametrize("over", [{"anchor_offset": 50}, {"target_rope_factor": 2.0}])
+def test_where_they_do_not_fit_the_target_reads(target, made, tmp_path, unread, over):
+    told = []
+    run = train_longspec(TrainConfig(**settings(target, made, tmp_path, **over)), lambda *now: told.append(now[0]))
+    with pytest.raises(AssertionError, match="the target was run"):
+        next(run)
+    assert any("features that were kept beside answers are left alone" in line for line in told)
+
+
+def test_passages_of_answers_without_features(target, copied, tmp_path):
+    shutil.rmtree(copied.folder)
+    with pytest.raises(PromptError, match="passages: the data have no answers whose features were kept"):
+        runs(target, copied, tmp_path / "run", "longspec", passages=True)
