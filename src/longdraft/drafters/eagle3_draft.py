@@ -82,7 +82,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, *eagle3_formats.read(folder, rope_theta, head_dim, rope_factor))
+        return cls(folder, *eagle3_formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
 
     @cached_property
     def shape(self) -> Eagle3Shape:
