@@ -16,8 +16,8 @@ from tests.tiny import tiny_model
 
 SMALL_VIEW: dict[str, Any] = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
 EXACT = (
-    "ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "specextend", "specextend-eagle3", "self", "magicdec",
-    "triforce", "nested", "heads", "tokenswift", "specpv-exact",
+    "ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "specextend", "specextend-eagle3", "self",
+    "magicdec", "triforce", "nested", "heads", "tokenswift", "specpv-exact",
 )  # fmt: skip
 
 
