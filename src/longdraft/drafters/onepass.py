@@ -8,7 +8,8 @@ numbers that are at hand. Memory is a window: it does not grow with the text.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -75,18 +76,15 @@ class OnePassDrafter(Eagle3Drafter):
         return OnePassRound(self, bound, sequences, depth)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What the forward said, of B sequences' K rows and the M likeliest tokens of each.
+class _Row(NamedTuple):
+    """What the forward said of B sequences' tokens at one depth, the bigram left out: of the M likeliest.
 
     Attributes:
-        roots: the level of the sequences.
-        log_probs, ids: (B, K, M), before the bigram; draft ids.
-        rest: (B, K, 1) log-probability of all other tokens together.
-        out: (B, K, M, rank), the bigram's rows of the tokens.
+        log_probs, ids: (B, 1, M); draft ids.
+        rest: (B, 1, 1) log-probability of all other tokens together.
+        out: (B, rank, M), the bigram's part of the tokens.
     """
 
-    roots: Level
     log_probs: torch.Tensor
     ids: torch.Tensor
     rest: torch.Tensor
@@ -101,19 +99,20 @@ class OnePassRound(Eagle3Round):
         self.likeliest = self._likeliest  # without kernels too
         assert isinstance(bound.block, OnePassBlock)
         self._block = bound.block
-        self._rows: _Rows | None = None
+        # The level of the sequences, and what was said of each depth.
+        self._roots: Level | None = None
+        self._rows: list[_Row] = []
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As the base says, of the candidates at most; no tree of this drafter's wants logits."""
         assert best, "a one-pass draft tells its likeliest tokens alone"
         if level.depth == 0:
             self._drafter.forwards += 1
-            self._rows = self._ask(level, max(best, CANDIDATES))
-        assert self._rows is not None
-        log_probs, ids = self._after(self._rows, level, best)
+            self._roots, self._rows = level, self._ask(level, max(best, CANDIDATES))
+        log_probs, ids = self._after(level, best)
         return log_probs[:0], log_probs.flatten(0, 1), ids.flatten(0, 1)
 
-    def _ask(self, level: Level, count: int) -> _Rows:
+    def _ask(self, level: Level, count: int) -> list[_Row]:
         """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
         block, ahead = self._block, self._depth - 1
         fed, inputs, newest = self.roots(level)
@@ -136,23 +135,23 @@ class OnePassRound(Eagle3Round):
             logits = block.logits(block(x, g, cos, sin, fed.attend(self._cache), going.flatten())).float()
             found = logits.topk(min(count, logits.shape[1]), dim=-1)
             log_probs, ids = found.values - logits.logsumexp(-1, keepdim=True), found.indices
-        log_probs, ids = (t.view(len(level.rows), fed.width, -1) for t in (log_probs, ids))
+        log_probs, ids = (t.view(len(level.rows), fed.width, 1, -1) for t in (log_probs, ids))
         rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-        if ids.shape[2] == block.shape.vocabulary:
-            rest = rest.fill_(float("-inf"))
-        return _Rows(level, log_probs, ids, rest, block.bigram_out(ids))
+        if ids.shape[-1] == block.shape.vocabulary:
+            rest.fill_(float("-inf"))
+        out = block.bigram_out(ids[:, :, 0]).mT
+        return [_Row(*each) for each in zip(*(t.unbind(1) for t in (log_probs, ids, rest, out)), strict=True)]
 
-    def _after(self, rows: _Rows, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _after(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and draft ids (B', W, best) of what follows each of (B', W) nodes."""
-        k = level.depth
-        of = rows.roots.of
-        likely, ids, rest, out = (of(level.rows, t)[:, k] for t in (rows.log_probs, rows.ids, rows.rest, rows.out))
+        assert self._roots is not None
+        likely, ids, rest, out = (self._roots.of(level.rows, t) for t in self._rows[level.depth])
         table = self._bound.draft_ids
         known = self._block.known(level.tokens if table is None else table[level.tokens])
-        scores = likely[:, None] + (known @ out.mT).float()
-        whole = torch.cat([scores, rest[:, None].expand(-1, scores.shape[1], -1)], -1).logsumexp(-1, keepdim=True)
-        found = (scores - whole).topk(min(best, scores.shape[-1]), dim=-1)
-        return found.values, ids[:, None].expand_as(scores).gather(2, found.indices)
+        scores = likely + (known @ out).float()
+        whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
+        found = scores.topk(min(best, scores.shape[-1]), dim=-1)
+        return found.values - whole, ids.expand_as(scores).gather(2, found.indices)
 
 
 register(
