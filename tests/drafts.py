@@ -15,6 +15,7 @@ from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
 from longdraft.host.parts import describe
 from tests.tiny import Family, tiny_model
 
@@ -105,6 +106,34 @@ def random_eagle3(
     if kept is not None:
         tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
     draft_folder.save(folder, DraftFolder("eagle3", config, tensors, describe(model)))
+    return folder
+
+
+def random_onepass(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    slots: int = 4,
+    rank: int = 6,
+    layers: tuple[int, ...] = (1, 2, 4),
+    window: int | None = None,
+    kept: list[int] | None = None,
+    seed: int = 0,
+    **over: Any,
+) -> Path:
+    """A one-pass draft folder for this target, as :func:`random_eagle3` makes an EAGLE-3 draft's."""
+    plain = random_eagle3_block(model, kept, seed, **over)
+    block = OnePassBlock(OnePassShape(**plain.shape.as_dict(), slots=slots, rank=rank))
+    generator = torch.Generator().manual_seed(seed + 1)
+    own = {n: 0.5 * torch.randn(t.shape, generator=generator) for n, t in block.state_dict().items()}
+    tensors = own | dict(plain.state_dict())
+    config = block.shape.as_dict() | {
+        "feature_layers": list(layers), "draft_vocab_size": kept and len(kept), "window": window, "rope_theta": 1e4,
+        "rope_factor": None, "rope_factor_trained": None, "rope_original_length": 512, "trained_length": 512,
+    }  # fmt: skip
+    if kept is not None:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+    draft_folder.save(folder, DraftFolder("onepass", config, tensors, describe(model)))
     return folder
 
 

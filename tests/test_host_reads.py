@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from tests.drafts import random_draft, random_eagle3
+from tests.drafts import random_draft, random_eagle3, random_onepass
 from tests.tiny import tiny_model
 
 # What hands a tensor's numbers to the host, or needs one of them there to go on.
@@ -56,13 +56,14 @@ def rounds(spec, reads) -> list[int]:
         ("prompt-lookup", {}, 1),
         ("longspec", {"widths": (3, 3, 2)}, 2),
         ("eagle3", {"depth": 3, "top_k": 3, "nodes": 8}, 2),
+        ("onepass", {"depth": 3, "top_k": 3, "nodes": 8}, 2),
     ],
 )
 def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, options, expected, tmp_path, reads):
     model = tiny_model(vocab=11, layers=6)
-    if method in ("longspec", "eagle3"):
-        folder = tmp_path / "draft"
-        options = options | {"draft": {"longspec": random_draft, "eagle3": random_eagle3}[method](folder, model)}
+    made = {"longspec": random_draft, "eagle3": random_eagle3, "onepass": random_onepass}
+    if method in made:
+        options = options | {"draft": made[method](tmp_path / "draft", model)}
     found = rounds(Speculator(method, target=model, **options), reads)
     # The last rounds have no room for a tree.
     assert len(found) > 2 and max(found) == expected

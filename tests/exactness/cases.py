@@ -49,6 +49,7 @@ METHODS = {
     "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, kept_alike=True),
     "longspec retrieval": Case("longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE}, kept_alike=True),
     "eagle3": Case("eagle3", "eagle3 window", {"depth": 3, "top_k": 3, "nodes": 8}, kept_alike=True),
+    "onepass": Case("onepass", "onepass window", {"depth": 3, "top_k": 3, "nodes": 8}, kept_alike=True),
     "specextend-eagle3": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE, kept_alike=True),
     "small-lm": Case("small-lm", "small-lm", {"depth": 3, "top_k": 3, "nodes": 8}),
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
@@ -86,6 +87,14 @@ VARIANTS = {
     "eagle3 chain": Case("eagle3", "eagle3", {"widths": (1, 1, 1)}),
     "eagle3 smaller vocabulary": Case("eagle3", "eagle3 kept", {"top_k": 2}),
     "eagle3 opt": Case("eagle3", "eagle3", {"tree": "opt", "threshold": 0.1, "nodes": 9}),
+    "onepass defaults": Case("onepass", "onepass"),
+    "onepass chain": Case("onepass", "onepass", {"tree": "chain"}),
+    "onepass level": Case("onepass", "onepass window", {"depth": 1}),
+    "onepass smaller vocabulary": Case("onepass", "onepass kept", {"top_k": 2}),
+    "onepass opt": Case("onepass", "onepass", {"tree": "opt", "threshold": 0.1, "nodes": 9}),
+    "onepass lookup": Case("onepass", "onepass", {"widths": (2, 2), "lookup": True}),
+    "nested onepass": Case("nested", "onepass", {"depth": 2, "top_k": 2, **LEVEL}),
+    "specpv-exact onepass": specpv("onepass", drafter="onepass", widths=(3, 4)),
     "specextend-eagle3 opt": Case(
         "specextend-eagle3", "eagle3", RETRIEVAL | {"adaptive": True, "every": 5, "tree": "opt", "depth": 3}
     ),

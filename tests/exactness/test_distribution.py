@@ -14,6 +14,7 @@ import torch
 from longdraft import Sampling, Speculator
 from longdraft.verify import residual
 from tests import chi_square
+from tests.drafts import random_onepass
 from tests.exactness.cases import METHODS, Case
 from tests.exactness.workshop import generate, target, tokens
 
@@ -64,6 +65,12 @@ def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0) -> float
 @pytest.mark.parametrize("setting", SAMPLINGS)
 def test_plain_decoding_has_the_targets_distribution(setting):
     assert p_value(Speculator("ar", target=target(**SMALL)), setting, 1500) > 0.01
+
+
+def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
+    model = target(**SMALL)
+    draft = random_onepass(tmp_path, model, layers=(0,), feature_size=model.config.hidden_size)
+    assert p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1500, taken=300) > 0.01
 
 
 @pytest.mark.parametrize("setting", ["hot, top-k", "penalised"])

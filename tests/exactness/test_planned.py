@@ -23,6 +23,8 @@ PLANNED = {
     "longspec lookup": Case("longspec", "longspec wide", {"lookup": True}),
     "eagle3": Case("eagle3", "eagle3"),
     "eagle3 lookup": Case("eagle3", "eagle3", {"lookup": True}),
+    "onepass": Case("onepass", "onepass"),
+    "onepass lookup": Case("onepass", "onepass", {"lookup": True}),
     "specextend-eagle3": Case("specextend-eagle3", "eagle3", {"chunk": 2, "chunks": 3, "sink": 2, "recent": 4}),
     "small-lm": Case("small-lm", "small-lm"),
     "small-lm lookup": Case("small-lm", "small-lm", {"lookup": True}),

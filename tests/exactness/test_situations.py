@@ -168,6 +168,8 @@ def test_custom_generate_with_padding(workshop, name):
 WEIGHTS = {
     "longspec": "block.mlp.down_proj",
     "eagle3": "block.midlayer.mlp.down_proj",
+    "onepass": "block.midlayer.mlp.down_proj",
+    "onepass defaults": "block.bigram_in",
     "specextend-eagle3": "block.midlayer.mlp.down_proj",
     "small-lm": "runner.model.model.layers.1.mlp.down_proj",
     "specextend": "runner.model.model.layers.1.mlp.down_proj",

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from longdraft import Sampling, Speculator
 from longdraft.engine import Result
-from tests.drafts import random_draft, random_eagle3, random_heads, small_lm
+from tests.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
 from tests.exactness.cases import Case
 from tests.tiny import Family, tiny_model
 
@@ -32,6 +32,9 @@ _DRAFTS = {
     "eagle3": lambda folder, model: random_eagle3(folder, model, layers=(0, 1, 2)),
     "eagle3 window": lambda folder, model: random_eagle3(folder, model, layers=(0, 1, 2), window=7),
     "eagle3 kept": lambda folder, model: random_eagle3(folder, model, layers=(0, 1, 2), kept=FEW),
+    "onepass": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2)),
+    "onepass window": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), window=7, head_dim=16),
+    "onepass kept": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), kept=FEW, slots=7),
     "small-lm": lambda folder, model: small_lm(
         folder, model.config.vocab_size, context=model.config.max_position_embeddings
     ),

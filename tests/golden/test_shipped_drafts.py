@@ -62,7 +62,9 @@ GOLDEN = {
     "specpv": Golden(1.22, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
     "specpv-exact": Golden(0.77, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
-EXACT = {m["name"] for m in longdraft.methods() if m["exact"]}
+# A method whose draft does not come with the package has nothing to run with.
+AVAILABLE = [m for m in longdraft.methods() if m["available"]]
+EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 PLANNED = sorted(EXACT - {"ar", "specpv-exact"})
 
 
@@ -89,7 +91,7 @@ def desk() -> Desk:
 
 
 def test_every_method_has_a_golden_run():
-    assert set(GOLDEN) == {m["name"] for m in longdraft.methods()}
+    assert set(GOLDEN) == {m["name"] for m in AVAILABLE}
 
 
 @pytest.mark.parametrize("method", GOLDEN)

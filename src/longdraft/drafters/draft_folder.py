@@ -206,7 +206,7 @@ def shape_of(
     given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
     known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
     if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
-        article = "an" if label[0] in "AEIOUaeiou" else "a"
+        article = "an" if label[0] in "AEIaei" else "a"
         raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it {article} {label} draft?")
     flags = {f: bool(x) for f, x in known.items() if f.type in ("bool", bool)}
     wrong = [

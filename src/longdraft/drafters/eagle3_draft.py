@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from longdraft.few_rows import FewRowsModule
 from longdraft.host.rotary import Rotary
 from longdraft.host.runner import TargetRunner
 from longdraft.native import Kernels
+
+Own = TypeVar("Own", bound="Eagle3Draft")
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
 
     @classmethod
     def load(
-        cls,
+        cls: type[Own],
         folder: Path | str,
         rope_theta: float | None = None,
         head_dim: int | None = None,
         rope_factor: float | None = None,
-    ) -> Eagle3Draft:
+    ) -> Own:
         """Reads a draft folder: ours, a published one, or one of `speculators`.
 
         Args:
@@ -82,7 +84,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, *eagle3_formats.read(folder, rope_theta, head_dim, rope_factor))
+        return cls(folder, *eagle3_formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
 
     @cached_property
     def shape(self) -> Eagle3Shape:

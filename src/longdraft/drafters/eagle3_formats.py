@@ -40,11 +40,13 @@ def read(
     rope_theta: float | None = None,
     head_dim: int | None = None,
     rope_factor: float | None = None,
+    kind: str = KIND,
 ) -> tuple[DraftFolder, dict[str, Any]]:
     """What a folder of any layout holds, as ours would; config names the ``layout`` of one that is not ours.
 
     Args:
         rope_theta, head_dim, rope_factor: instead of what config.json says (or fails to say).
+        kind: of draft that it should hold; EAGLE-3's alone come in other layouts.
 
     Returns:
         The contents, and RoPE's parameters as transformers names them.
@@ -53,13 +55,15 @@ def read(
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
     """
     config = draft_folder.read_config(folder)
-    kind = draft_folder.kind(folder)
-    if kind != KIND:
-        raise CheckpointError(f"{folder} holds a draft for {kind or 'longspec'}, not for {KIND}.")
+    held = draft_folder.kind(folder)
+    if held != kind:
+        raise CheckpointError(f"{folder} holds a draft for {held or 'longspec'}, not for {kind}.")
+    if kind != KIND and "longdraft_format" not in config:
+        raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
     given = {"head_dim": head_dim} if head_dim else {}
     try:
         if "longdraft_format" in config:
-            found, rope = _ours(config | given, draft_folder.read_tensors(folder), folder)
+            found, rope = _ours(config | given, draft_folder.read_tensors(folder), folder, kind)
         else:
             found, rope = _foreign(config, given, _named_as_ours(_foreign_tensors(Path(folder)), folder), folder)
         return found, _completed(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
@@ -70,7 +74,7 @@ def read(
 
 
 def _ours(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
 ) -> tuple[DraftFolder, dict[str, Any]]:
     layers = config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
@@ -80,7 +84,7 @@ def _ours(
     tensors.pop(MEMBERS, None)
     own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
     own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
-    return DraftFolder(str(config.get("drafter") or KIND), own, tensors, dict(config.get("target") or {})), rope
+    return DraftFolder(kind, own, tensors, dict(config.get("target") or {})), rope
 
 
 def _foreign(

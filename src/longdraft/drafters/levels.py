@@ -168,8 +168,9 @@ class DraftRound(ABC):
         positions = [p for start, end in zip(starts, ends, strict=True) for p in range(start, end)]
         ahead = [end - 1 + depth for end in ends for depth in range(1, self._depth)]
         cos, sin = self._rotary(on_device(positions + ahead, self._device))
-        rest = (x[len(positions) :].split(max(1, self._depth - 1)) for x in (cos, sin))
-        self._ahead = dict(zip(level.rows, zip(*rest, strict=True), strict=False))
+        # None of them where a tree has one level.
+        rest = (x[len(positions) :].view(len(ends), -1, x.shape[1]) for x in (cos, sin))
+        self._ahead = dict(zip(level.rows, zip(*rest, strict=True), strict=True))
         counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
         roots = on_device([n - 1 for n in accumulate(counts)], self._device)
         fed = Fed(self._slots(level), counts, 1, starts=tuple(starts))

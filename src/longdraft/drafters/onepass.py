@@ -1,7 +1,7 @@
 """One pass: all levels of a tree from one forward of EAGLE-3's layer (P-EAGLE, arXiv:2602.01469; DSpark, 2607.05147).
 
 The rows that are new enter as EAGLE-3's do; behind the root stand rows for the tokens further on, in the same forward.
-They say which tokens are likely there; which of them follows which, a bigram of low rank says, node by node, from
+They say which tokens are likely there; which of them follows which, a bigram of low rank says, level by level, from
 numbers that are at hand. Memory is a window: it does not grow with the text.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,10 +20,14 @@ from longdraft.drafters.levels import Inputs
 from longdraft.drafters.onepass_block import OnePassBlock
 from longdraft.drafters.onepass_draft import KIND, OnePassDraft
 from longdraft.sequence import Sequence
+from longdraft.trees.budget import Budget
 from longdraft.trees.level import Level
+from longdraft.trees.tree import TokenTree
 
 # Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
 CANDIDATES = 24
+# What another level costs, in forwards of the draft.
+LEVEL = 0.1
 
 
 class OnePassDrafter(Eagle3Drafter):
@@ -31,10 +36,10 @@ class OnePassDrafter(Eagle3Drafter):
     Args:
         draft: a trained draft.
         widths, nodes, tree, depth, top_k, threshold, window: as :class:`~longdraft.drafters.eagle3.Eagle3Drafter` takes
-            them; no deeper than the draft has rows, which is the depth by default.
+            them. A tree has no more levels than the draft has rows.
 
     Raises:
-        ValueError: for sizes that make no tree, or one that is deeper.
+        ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
     """
 
     draft: OnePassDraft
@@ -53,80 +58,100 @@ class OnePassDrafter(Eagle3Drafter):
         super().__init__(draft, widths, nodes, tree, depth, top_k, window, threshold)
         slots = draft.shape.slots
         if (widths is not None or depth is not None) and self.tree.depth > slots:
-            raise ValueError(f"a tree of {self.tree.depth} levels is deeper than the {slots} tokens the draft proposes")
+            raise ValueError(
+                f"a tree of {self.tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
+                f"give {'widths' if widths is not None else 'depth'} of {slots} levels at most"
+            )
         self.tree = self.tree.limited(slots)
 
     @property
     def scratch(self) -> int:
         return self.draft.shape.slots - 1
 
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        # A planner's price is a forward's, which is taken by then whatever the depth.
+        return super().propose(sequences, None if budget is None else replace(budget, price=LEVEL * budget.price))
+
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> OnePassRound:
         return OnePassRound(self, bound, sequences, depth)
+
+
+class _Row(NamedTuple):
+    """What the forward said of B sequences' tokens at one depth, the bigram left out: of the M likeliest.
+
+    Attributes:
+        log_probs, ids: (B, 1, M); draft ids.
+        rest: (B, 1, 1) log-probability of all other tokens together.
+        out: (B, rank, M), the bigram's part of the tokens.
+    """
+
+    log_probs: torch.Tensor
+    ids: torch.Tensor
+    rest: torch.Tensor
+    out: torch.Tensor
 
 
 class OnePassRound(Eagle3Round):
     """One round of a batch."""
 
     def __init__(self, drafter: OnePassDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, bound, sequences, max(1, depth))
+        super().__init__(drafter, bound, sequences, depth)
+        self.likeliest = self._likeliest  # without kernels too
         assert isinstance(bound.block, OnePassBlock)
         self._block = bound.block
-        # For each sequence, of each row: logits (K, V') or, of the likeliest tokens, log-probabilities and ids (K, M).
-        self._said: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # The level of the sequences, and what was said of each depth.
+        self._roots: Level | None = None
+        self._rows: list[_Row] = []
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the base says, of the candidates at most; no tree of this drafter's wants logits."""
+        assert best, "a one-pass draft tells its likeliest tokens alone"
         if level.depth == 0:
             self._drafter.forwards += 1
-            self._ask(level, best)
-        found = [self._after(row, level.depth, level.tokens[i], best) for i, row in enumerate(level.rows)]
-        if not best:
-            logits = torch.cat([numbers for numbers, _ in found])
-            return logits, logits[:, :0], logits[:, :0]
-        log_probs, ids = (torch.cat([each[j] for each in found]) for j in (0, 1))
-        return log_probs[:, :0], log_probs, ids
+            self._roots, self._rows = level, self._ask(level, max(best, CANDIDATES))
+        log_probs, ids = self._after(level, best)
+        return log_probs[:0], log_probs.flatten(0, 1), ids.flatten(0, 1)
 
-    def _ask(self, level: Level, best: int) -> None:
+    def _ask(self, level: Level, count: int) -> list[_Row]:
         """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
         block, ahead = self._block, self._depth - 1
         fed, inputs, newest = self.roots(level)
-        counts = fed.counts
-        parts: list[list[torch.Tensor]] = [[], [], [], []]
         assert inputs.joined is not None
-        for row, *each in zip(level.rows, *(t.split(list(counts)) for t in inputs if t is not None), strict=True):
-            x, g = each[0][-1:], each[1][-1:]
-            behind = (x + block.slot_embedding[:ahead], g + block.slot_state[:ahead], *self._ahead[row])
-            for part, own, more in zip(parts, each, behind, strict=True):
+        parts: list[list[torch.Tensor]] = [[], [], [], []]
+        for row, *new in zip(level.rows, *(t.split(fed.counts) for t in inputs if t is not None), strict=True):
+            behind = (*block.behind(new[0][-1:], new[1][-1:], slice(ahead)), *self._ahead[row])
+            for part, own, more in zip(parts, new, behind, strict=True):
                 part += [own, more]
-        inputs = Inputs(*(torch.cat(part) for part in parts))
-        fed = replace(fed, counts=tuple(n + ahead for n in counts), width=1 + ahead, behind=ahead)
+        inputs = Inputs(*map(torch.cat, parts))
+        fed = replace(fed, counts=tuple(n + ahead for n in fed.counts), width=1 + ahead, behind=ahead)
         if self._whole is not None:
-            _, _, log_probs, ids = self._whole(fed, inputs, self._cache, None, max(best, CANDIDATES))
-            each_row = zip(log_probs.split(fed.width), ids.split(fed.width), strict=True)
-            self._said = dict(zip(level.rows, each_row, strict=True))
-            return
-        # The rows that go on: each root, which now lies further back, and those behind it.
-        ends = newest + ahead * torch.arange(len(counts), device=newest.device)
-        going = (ends[:, None] + torch.arange(1 + ahead, device=newest.device)).flatten()
-        x, g, cos, sin = inputs
-        assert g is not None
-        logits = block.logits(block(x, g, cos, sin, fed.attend(self._cache), going))
-        self._said = {row: (part, None) for row, part in zip(level.rows, logits.split(fed.width), strict=True)}
+            _, _, log_probs, ids = self._whole(fed, inputs, self._cache, None, count)
+        else:
+            # The rows that go on: each root, which now lies further back, and those behind it.
+            steps = torch.arange(len(fed.counts), device=newest.device)[:, None] * ahead
+            going = newest[:, None] + steps + torch.arange(fed.width, device=newest.device)
+            x, g, cos, sin = inputs
+            assert g is not None
+            logits = block.logits(block(x, g, cos, sin, fed.attend(self._cache), going.flatten())).float()
+            found = logits.topk(min(count, logits.shape[1]), dim=-1)
+            log_probs, ids = found.values - logits.logsumexp(-1, keepdim=True), found.indices
+        log_probs, ids = (t.view(len(level.rows), fed.width, 1, -1) for t in (log_probs, ids))
+        rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+        if ids.shape[-1] == block.shape.vocabulary:
+            rest.fill_(float("-inf"))
+        out = block.bigram_out(ids[:, :, 0]).mT
+        return [_Row(*each) for each in zip(*(t.unbind(1) for t in (log_probs, ids, rest, out)), strict=True)]
 
-    def _after(self, row: int, depth: int, tokens: torch.Tensor, best: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows each of (W,) nodes at a depth: logits (W, V'), or log-probabilities and ids (W, best)."""
-        block = self._block
-        before = tokens if self._bound.draft_ids is None else self._bound.draft_ids[tokens]
-        known = block.bigram_in.weight[before.clamp_min(0)] * (before >= 0)[:, None]
-        numbers, ids = self._said[row]
-        if ids is None:
-            return numbers[depth] + block.bigram_out(known), numbers
-        likely, chosen = numbers[depth], ids[depth]
-        scores = likely + known @ block.bigram_out.weight[chosen].T
-        # What is not among the likely keeps its share.
-        rest = torch.log1p(-likely.exp().sum().clamp(max=1 - 1e-6)).expand(len(tokens), 1)
-        scores = scores - torch.logsumexp(torch.cat([scores, rest], 1), 1, keepdim=True)
-        found = scores.topk(best)
-        return found.values, chosen[found.indices]
+    def _after(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, best) of what follows each of (B', W) nodes."""
+        assert self._roots is not None
+        likely, ids, rest, out = (self._roots.of(level.rows, t) for t in self._rows[level.depth])
+        table = self._bound.draft_ids
+        known = self._block.known(level.tokens if table is None else table[level.tokens])
+        scores = likely + (known @ out).float()
+        whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
+        found = scores.topk(min(best, scores.shape[-1]), dim=-1)
+        return found.values - whole, ids.expand_as(scores).gather(2, found.indices)
 
 
 register(

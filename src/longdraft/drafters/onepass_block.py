@@ -19,7 +19,7 @@ from torch import nn
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OnePassShape(Eagle3Shape):
     """Sizes of the module.
 
@@ -28,8 +28,8 @@ class OnePassShape(Eagle3Shape):
         rank: of the bigram.
     """
 
-    slots: int = 5
-    rank: int = 128
+    slots: int
+    rank: int
 
 
 class OnePassBlock(Eagle3Block):
@@ -43,7 +43,7 @@ class OnePassBlock(Eagle3Block):
         self.slot_embedding = nn.Parameter(torch.zeros(ahead, shape.hidden_size))
         self.slot_state = nn.Parameter(torch.zeros(ahead, shape.hidden_size))
         self.bigram_in = nn.Embedding(shape.vocabulary, shape.rank)
-        self.bigram_out = nn.Linear(shape.rank, shape.vocabulary, bias=False)
+        self.bigram_out = nn.Embedding(shape.vocabulary, shape.rank)
 
     def initialise(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
         super().initialise(seed, std, head)
@@ -57,6 +57,11 @@ class OnePassBlock(Eagle3Block):
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             self.bigram_out.weight.zero_()
 
-    def slot(self, k: int, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs of row k > 0 from the anchor's embedding x and projected features g, (..., hidden)."""
-        return x + self.slot_embedding[k - 1], g + self.slot_state[k - 1]
+    def behind(self, x: torch.Tensor, g: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (T, hidden) of some of the rows k > 0, counted from 0, of anchors' x and g (T or 1, hidden)."""
+        return x + self.slot_embedding[rows], g + self.slot_state[rows]
+
+    def known(self, before: torch.Tensor) -> torch.Tensor:
+        """What the bigram knows (..., rank) by draft ids (...); of -1, a token that the draft lacks, nothing."""
+        found: torch.Tensor = self.bigram_in(before.clamp_min(0)) * (before >= 0)[..., None]
+        return found

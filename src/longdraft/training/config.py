@@ -179,11 +179,10 @@ class Eagle3Config(RunConfig):
 
 @dataclass(frozen=True)
 class OnePassConfig(Eagle3Config):
-    """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft.
+    """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft, or a one-pass draft.
 
     Attributes:
-        ttt: here, the tokens that one forward proposes.
-        rank: of the bigram.
+        ttt: here, the tokens that one forward proposes. rank: of the bigram. A one-pass draft in ``init`` brings both.
     """
 
     ttt: int = 6

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import KIND, THETA, usual_layers
-from longdraft.drafters.onepass_draft import OnePassDraft
-from longdraft.errors import ConfigError
+from longdraft.drafters.kinds import kind_of
+from longdraft.errors import CheckpointError, ConfigError
 from longdraft.host.parts import SharedParts
 from longdraft.host.rotary import Rotary, yarn
 from longdraft.training.config import DEPTH, Eagle3Config
@@ -52,6 +51,7 @@ class Eagle3Trainee(Trainee):
     """
 
     ahead = 2  # the token after the row's is the one that the draft reads
+    slides = True  # the window of a later step's row ends with that row, as a node's does in drafting
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Eagle3Trainee(Trainee):
 
         # Float32: sums of the residual stream are; the products are autocast's.
         g = self.block.project(torch.cat(features).to(device, self._product_dtype)).float()
-        attention = _Steps(lengths, counts, self.window)
+        attention = _Steps(lengths, counts, self.window, self.slides)
         out = self.block(x, g, cos, sin, attention, torch.cat(queries).to(device))
         outputs, rows = [out], [torch.arange(sum(counts), device=device)]
         x, g, cos, sin = (t[torch.cat(queries).to(device)] for t in (x, g, cos, sin))
@@ -154,10 +154,12 @@ class _Steps:
 
     Args:
         lengths: rows of each document. counts: how many of them, the last ones, are learned.
+        window: keys that a row of step 0 sees. slides: so does one of a later step, its own among them; else it sees
+            what its anchor sees, and the later steps' keys beside that.
     """
 
-    def __init__(self, lengths: list[int], counts: list[int], window: int | None) -> None:
-        self.lengths, self.counts, self.window = lengths, counts, window
+    def __init__(self, lengths: list[int], counts: list[int], window: int | None, slides: bool) -> None:
+        self.lengths, self.counts, self.window, self.slides = lengths, counts, window, slides
         self._first: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._later: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in lengths]
 
@@ -189,7 +191,10 @@ class _Steps:
             # Step s has s - 1 rows more than this one, the last of which nobody sees any more.
             n = mine.shape[1]
             later = [torch.stack([pair[i][:, :n] for pair in self._later[d]], 2) for i in (0, 1) if self._later[d]]
-            out.append(drafted(mine, *self._first[d], (later[0], later[1]) if later else None, self.window))
+            window = self.window
+            if window is not None and not self.slides:
+                window += len(self._later[d])
+            out.append(drafted(mine, *self._first[d], (later[0], later[1]) if later else None, window))
         return torch.cat(out, 1)
 
 
@@ -247,7 +252,7 @@ def run(
     # A row for every step, the steps of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
     runner = session.runner
-    plan = _plan(config, session)
+    plan = _plan(config, session, kind)
     plan = replace(plan, block=shaped(plan.block))
     reader = session.reader(plan.layers)
     if (source := session.source(reader)) is None:
@@ -300,11 +305,11 @@ def default_layers(layers: int) -> tuple[int, ...]:
     return found
 
 
-def _plan(config: Eagle3Config, session: Session) -> Plan:
+def _plan(config: Eagle3Config, session: Session, kind: str) -> Plan:
     """A new draft, or the one in ``config.init``: it keeps its sizes, vocabulary, layers and rotary base."""
     runner = session.runner
     if config.init is not None:
-        return _further(config, session)
+        return _further(config, session, kind)
     parts, kv = runner.parts, runner.kv_shape
     layers = config.feature_layers or default_layers(kv.layers)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < kv.layers:
@@ -331,9 +336,12 @@ def _plan(config: Eagle3Config, session: Session) -> Plan:
     return Plan(block, kept, layers, config.window, float(theta), length if config.rope_factor else None)
 
 
-def _further(config: Eagle3Config, session: Session) -> Plan:
-    folder = config.init or ""
-    init = (OnePassDraft if draft_folder.kind(folder) == OnePassDraft.kind else Eagle3Draft).load(folder)
+def _further(config: Eagle3Config, session: Session, kind: str) -> Plan:
+    found = kind_of(config.init or "")
+    if found.name not in (KIND, kind):
+        raise CheckpointError(f"{config.init} holds a draft for {found.name}, not for {kind}.")
+    init = found.load(config.init or "")
+    assert isinstance(init, Eagle3Draft)
     init.check(session.runner)
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:

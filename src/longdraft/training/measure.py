@@ -56,11 +56,11 @@ def by_shift(trainee: Callable[..., StepOutput], document: Features, levels: int
 
 
 def by_step(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """An EAGLE-3 draft's ranks: one forward of as many steps."""
+    """An EAGLE-3 or one-pass draft's ranks: one forward of as many steps."""
     ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
     out = trainee([document], [1], levels)
     assert out.ranks is not None
-    for i in range(levels):
+    for i in range(int(out.depths.max())):  # a one-pass draft has no more than its rows
         ranks[i, document.start + i :] = out.ranks[out.depths == i + 1].cpu()
     return ranks
 

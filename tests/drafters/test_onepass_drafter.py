@@ -1,0 +1,367 @@
+"""A one-pass drafter's rounds against its plain definition over the whole text, written again here."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from longdraft import Speculator
+from longdraft.drafters import eagle3, onepass
+from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDrafter
+from longdraft.drafters.onepass_draft import OnePassDraft
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.host.runner import TargetRunner
+from longdraft.native import kernels
+from longdraft.sequence import Sequence
+from longdraft.trees.budget import LARGEST, Budget
+from longdraft.views.window import SPARE
+from tests.drafters.test_eagle3_drafter import PROMPTS, rms, rope, six_layers
+from tests.drafts import random_eagle3, random_onepass
+from tests.events import begun, replaced, taken_back
+from tests.forwards import forward
+
+LAYERS = (1, 2, 4)
+
+
+def plain_rows(model, draft: OnePassDraft, text: list[int], window: int | None = None) -> torch.Tensor:
+    """Logits (slots, draft vocabulary) of the draft's rows, the bigram left out; nothing is cached.
+
+    The target has seen all of the text but its last token, the anchor.
+    """
+    w = {n: t.float() for n, t in draft.weights.items()}
+    shape, settings = draft.shape, draft.rope
+    d, eps, ahead = shape.head_dim, shape.rms_norm_eps, shape.slots - 1
+    with torch.no_grad():
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        g = torch.cat([states[i + 1][0] for i in LAYERS], -1) @ w["fc.weight"].T
+        x = model.get_input_embeddings()(torch.tensor(text[1:]))
+        x = torch.cat([x, x[-1] + w["slot_embedding"]])
+        g = torch.cat([g, g[-1] + w["slot_state"]])
+        normed = rms(g, w["midlayer.hidden_norm.weight"], eps)
+        n = torch.cat([rms(x, w["midlayer.input_layernorm.weight"], eps), normed], -1)
+        q, k, v = (
+            F.linear(n, w[f"midlayer.self_attn.{p}_proj.weight"], w.get(f"midlayer.self_attn.{p}_proj.bias"))
+            .view(len(n), -1, d)
+            .transpose(0, 1)
+            for p in "qkv"
+        )
+        at = torch.arange(len(n))
+        q, k = (rope(t, at, settings["rope_theta"]) for t in (q, k))
+        k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
+        # Of the text, a row further on sees what its anchor sees.
+        anchors = at.clamp(max=len(n) - 1 - ahead)
+        hidden = (at > at[:, None]) | (anchors[:, None] - at >= (window or len(n)))
+        attended = torch.softmax((q @ k.mT / d**0.5).masked_fill(hidden, -math.inf), -1) @ v
+        a = (normed if shape.norm_before_residual else g) + F.linear(
+            attended.transpose(0, 1).flatten(1), w["midlayer.self_attn.o_proj.weight"]
+        )
+        m = rms(a, w["midlayer.post_attention_layernorm.weight"], eps)
+        gate, up = (F.linear(m, w[f"midlayer.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        out = a + F.linear(F.silu(gate) * up, w["midlayer.mlp.down_proj.weight"])
+        return rms(out[-shape.slots :], w["norm.weight"], eps) @ w["lm_head.weight"].T
+
+
+def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int, candidates: int) -> torch.Tensor:
+    """(draft vocabulary,) of what follows a node k deep that carries the target's token ``before``.
+
+    Tokens that the bigram does not choose among get none.
+    """
+    ids = list(range(rows.shape[1])) if draft.ids is None else draft.ids.tolist()
+    w = {n: t.float() for n, t in draft.weights.items()}
+    logits = rows[k]
+    if before in ids:
+        bigram = w["bigram_out.weight"] @ w["bigram_in.weight"][ids.index(before)]
+        likely = torch.zeros(len(ids), dtype=torch.bool)
+        likely[logits.topk(min(candidates, len(ids))).indices] = True
+        logits = logits + bigram.masked_fill(~likely, 0.0)
+    return torch.log_softmax(logits, -1)
+
+
+def assert_defined(model, draft, text, tree, window=None, candidates=CANDIDATES, near=3e-4):
+    assert tree.tokens[0] == text[-1]
+    rows = plain_rows(model, draft, text, window)
+    ids = list(range(rows.shape[1])) if draft.ids is None else draft.ids.tolist()
+    for node in range(1, tree.size):
+        parent = tree.parents[node]
+        wanted = plain_log_probs(draft, rows, tree.depths[parent], tree.tokens[parent], candidates)
+        assert tree.log_probs[node] == pytest.approx(float(wanted[ids.index(tree.tokens[node])]), abs=near)
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Every tree that is proposed, with the text before it."""
+    found: list[tuple[list[int], object]] = []
+    propose = OnePassDrafter.propose
+
+    def recorded(self, sequences, budget=None):
+        trees = propose(self, sequences, budget)
+        found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
+        return trees
+
+    monkeypatch.setattr(OnePassDrafter, "propose", recorded)
+    return found
+
+
+@pytest.mark.usefixtures("float32_weights")
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {"depth": 4, "top_k": 3, "nodes": 12}),
+        ({"heads": 4, "kv_heads": 4, "slots": 3}, {"widths": (3, 4, 4)}),
+        ({"window": 8}, {"depth": 4, "top_k": 3}),
+        ({"heads": 4, "kv_heads": 1, "window": 9, "slots": 7}, {"widths": (2, 3, 3)}),
+        ({"norm_before_residual": True, "attention_bias": True}, {"depth": 2, "top_k": 3}),
+        ({"kept": [1, 2, 5, 7, 10]}, {"depth": 3, "top_k": 2}),
+        ({"slots": 1}, {"top_k": 4}),
+        ({"slots": 6}, {"tree": "opt", "threshold": 0.05}),
+        ({}, {"tree": "chain"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
+def test_rounds_are_the_modules_plain_definition(tmp_path, rounds, settings, options, head_dim):
+    model = six_layers()
+    draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=head_dim, **settings))
+    spec = Speculator("onepass", target=model, draft=draft, **options)
+    results = spec.generate(PROMPTS, max_new_tokens=14)
+    assert tuple(r.token_ids for r in results) == plain_text(model)
+    checked = rounds[:8] + rounds[-8:]
+    for text, tree in checked:
+        assert_defined(model, draft, text, tree, settings.get("window"))
+    if "tree" not in options:
+        deepest = len(options.get("widths", ())) or options.get("depth", settings.get("slots", 4))
+        assert max(max(tree.depths) for _, tree in checked) == deepest
+    assert "kept" in settings or sum(r.accepted for r in results) > 0
+
+
+def plain_text(model) -> tuple[list[int], ...]:
+    return tuple(r.token_ids for r in Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=14))
+
+
+@pytest.mark.usefixtures("float32_weights")
+@pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
+def test_the_bigram_chooses_among_the_likely(tmp_path, rounds, head_dim, monkeypatch):
+    """Of a larger vocabulary; the rest keeps its share, so the likely get no more than theirs."""
+    model = six_layers(vocab=61)
+    draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=head_dim))
+    spec = Speculator("onepass", target=model, draft=draft, depth=3, top_k=3, nodes=12)
+    for candidates in (CANDIDATES, 7, 61, 100):
+        monkeypatch.setattr(onepass, "CANDIDATES", candidates)
+        rounds.clear()
+        spec.generate(PROMPTS[:2], max_new_tokens=6)
+        for text, tree in rounds[:4]:
+            assert_defined(model, draft, text, tree, candidates=candidates)
+
+
+def test_a_tree_wider_than_there_are_candidates(tmp_path, rounds, monkeypatch):
+    monkeypatch.setattr(onepass, "CANDIDATES", 5)
+    model = six_layers(vocab=61)
+    draft = OnePassDraft.load(random_onepass(tmp_path, model))
+    Speculator("onepass", target=model, draft=draft, widths=(2, 40, 9)).generate(PROMPTS[:1], max_new_tokens=6)
+    tree = rounds[0][1]
+    assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 10, 9]
+
+
+@pytest.mark.skipif(kernels() is None, reason="no kernels here")
+def test_rounded_weights_say_nearly_the_same(tmp_path, rounds):
+    """The kernels hold a draft's weights in eight bits."""
+    model = six_layers()
+    draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=16))
+    Speculator("onepass", target=model, draft=draft, depth=4, top_k=3, nodes=12).generate(PROMPTS, max_new_tokens=6)
+    for text, tree in rounds[:8]:
+        assert_defined(model, draft, text, tree, near=0.4)
+
+
+def test_one_forward_a_round(tmp_path):
+    """Whatever the depth, and however many texts."""
+    model = six_layers()
+    runner = TargetRunner(model)
+    drafter = OnePassDrafter(OnePassDraft.load(random_onepass(tmp_path, model)), widths=(2, 2, 2, 2))
+    store = runner.new_store(2, 40, drafter.feature_layers(runner))
+    drafter.bind(runner, store)
+    sequences = [Sequence(i, [1, 2, 3], 60) for i in range(2)]
+    forward(runner, [[1, 2, 3]] * 2, store, [0, 1], logits="none")
+    for s in sequences:
+        s.slot = s.index
+        store.commit(s.slot, range(3))
+        s.append(4)
+        drafter.observe(begun(s))
+    trees = drafter.propose(sequences)
+    assert drafter.forwards == 1 and [max(tree.depths) for tree in trees] == [4, 4]
+    assert trees[0] == trees[1]
+
+
+# --- what the engine may tell it ---
+
+
+class Decoding:
+    """A drafter, a store and a sequence, driven by hand."""
+
+    def __init__(self, model, draft, text: list[int], prompt: int) -> None:
+        self.model, self.draft = model, draft
+        self.runner = TargetRunner(model)
+        self.drafter = OnePassDrafter(draft, tree="dynamic", depth=3, top_k=3)
+        self.store = self.runner.new_store(1, len(text) + 40, self.drafter.feature_layers(self.runner))
+        self.drafter.bind(self.runner, self.store)
+        self.s = Sequence(0, text[:prompt], 60)
+        self.read(text[:prompt])
+        self.s.append(text[prompt])
+        self.drafter.observe(begun(self.s))
+        for token in text[prompt + 1 :]:
+            self.go_on(token)
+
+    def read(self, tokens):
+        forward(self.runner, [tokens], self.store, [0], logits="none")
+        self.store.commit(0, range(len(tokens)))
+
+    def go_on(self, token):
+        self.read([self.s.tokens[-1]])
+        self.s.append(token)
+
+    def check(self):
+        (tree,) = self.drafter.propose([self.s])
+        assert_defined(self.model, self.draft, self.s.tokens, tree, self.drafter.window)
+
+
+@pytest.fixture(params=[None, 8, 16], ids="window={}".format)
+def decoding(request, tmp_path, float32_weights):
+    model = six_layers()
+    draft = OnePassDraft.load(random_onepass(tmp_path, model, window=request.param, head_dim=16))
+    return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12)
+
+
+def test_many_rows_at_once(decoding, monkeypatch):
+    decoding.check()
+    monkeypatch.setattr(eagle3, "CHUNK", 5)
+    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
+        decoding.go_on(token)
+    decoding.check()
+
+
+@pytest.mark.usefixtures("float32_weights")
+def test_long_prompts_are_read_in_chunks(tmp_path, rounds, monkeypatch):
+    monkeypatch.setattr(eagle3, "CHUNK", 7)
+    model = six_layers()
+    for window in (None, 10):
+        rounds.clear()
+        draft = OnePassDraft.load(random_onepass(tmp_path, model, window=window))
+        Speculator("onepass", target=model, draft=draft, depth=2, top_k=2).generate([PROMPTS[2]], max_new_tokens=4)
+        assert_defined(model, draft, *rounds[0], window)
+
+
+@pytest.mark.parametrize("back", [1, 3, 9])
+def test_rewound_text(decoding, back):
+    """Tokens are taken back, some of which the drafter has read from inexact rows; others stand in their place."""
+    decoding.check()
+    store, s = decoding.store, decoding.s
+    exact, length = store.features.clone(), store.lengths[0]
+    store.lengths[0], store.unverified[0] = length - back, back
+    decoding.drafter.observe(replaced(s, length - back))
+    store.features[0, length - back :] = torch.randn_like(store.features[0, length - back :])
+    decoding.drafter.propose([s])
+    store.features.copy_(exact)
+    store.lengths[0], store.unverified[0] = length - back, 0
+    del s.output[-back:]
+    s.output[-1] = (s.output[-1] + 5) % 11
+    decoding.drafter.observe(taken_back(s))
+    decoding.check()
+    decoding.go_on(4)
+    decoding.check()
+
+
+def test_a_window_bounds_the_memory(tmp_path):
+    model = six_layers(context=1024)
+    draft = OnePassDraft.load(random_onepass(tmp_path, model, window=16))
+    for length in (20, 200):
+        cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
+        # slots, KV heads, window and the rows behind the text's, head size
+        assert cache.keys.shape == (1, 2, 16 + SPARE + 3, 12)
+
+
+# --- trees ---
+
+
+@pytest.fixture
+def draft(tmp_path):
+    return OnePassDraft.load(random_onepass(tmp_path, six_layers(), slots=3, window=16))
+
+
+def test_no_tree_is_deeper_than_the_rows(draft):
+    for options in ({}, {"tree": "opt"}, {"tree": "beam"}, {"tree": "chain"}, {"top_k": 2}, {"threshold": 0.1}):
+        drafter = OnePassDrafter(draft, **options)
+        assert drafter.tree.depth == 3
+    for wrong in ({"widths": (2,) * 4}, {"depth": 4}, {"depth": 4, "tree": "opt"}):
+        with pytest.raises(ValueError, match=r"4 levels is deeper than the 3 tokens .* of 3 levels at most"):
+            OnePassDrafter(draft, **wrong)
+    for wrong in ({"widths": ()}, {"nodes": 0}, {"depth": 0}, {"window": 3, "depth": 3}, {"tree": "magic"}):
+        with pytest.raises(ValueError, match=r"widths|nodes|depth|window|tree"):
+            OnePassDrafter(draft, **wrong)
+
+
+def test_a_planner_pays_for_the_forward_once(draft, monkeypatch):
+    drafter = OnePassDrafter(draft)
+    drafter.follow_budget()
+    assert drafter.tree.fit(LARGEST).depth == 3
+    found = []
+    monkeypatch.setattr(OnePassDrafter.__mro__[1], "propose", lambda self, sequences, budget: found.append(budget))
+    drafter.propose([], Budget(5, 0.6))
+    drafter.propose([])
+    assert found[0] == Budget(5, LEVEL * 0.6) and found[1] is None
+
+
+# --- folders ---
+
+
+def rewritten(folder, **over):
+    """Changes config.json; None takes a name out."""
+    config = json.loads((folder / "config.json").read_text()) | over
+    (folder / "config.json").write_text(json.dumps({k: x for k, x in config.items() if x is not None}))
+
+
+def test_a_folder_is_read_as_it_was_written(tmp_path):
+    model = six_layers()
+    first = OnePassDraft.load(random_onepass(tmp_path / "a", model, kept=[1, 2, 5], window=9))
+    first.save(tmp_path / "b")
+    again = OnePassDraft.load(tmp_path / "b")
+    assert (again.shape, again.window, again.layers, again.kind) == (first.shape, 9, LAYERS, "onepass")
+    assert all(torch.equal(again.weights[n], t) for n, t in first.weights.items())
+    assert Speculator(tmp_path / "b", target=model).method.name == "onepass"
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"slots": None}, "lacks slots: is it a one-pass draft"),
+        ({"rank": None}, "lacks rank"),
+        ({"slots": 0}, "no number that could be right for slots"),
+        ({"slots": 6}, r"slot_embedding \(3, 48\) where config.json asks for \(5, 48\)"),
+        ({"rank": 5}, "bigram_in"),
+        ({"drafter": "eagle3"}, "holds a draft for eagle3, not for onepass"),
+        ({"longdraft_format": None}, "was not written by longdraft"),
+        ({"feature_layers": None}, "lacks feature_layers"),
+    ],
+    ids=str,
+)
+def test_folders_that_are_refused(tmp_path, over, said):
+    rewritten(random_onepass(tmp_path, six_layers()), **over)
+    with pytest.raises(CheckpointError, match=said):
+        Speculator("onepass", target=six_layers(), draft=OnePassDraft.load(tmp_path)).generate([[1]], max_new_tokens=2)
+
+
+def test_missing_tensors_and_other_kinds(tmp_path):
+    model = six_layers()
+    folder = random_onepass(tmp_path / "a", model)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["slot_state"], tensors["bigram_out.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no one-pass draft .* missing: slot_state, bigram_out.weight"):
+        OnePassDraft.load(folder)
+    with pytest.raises(CheckpointError, match="a draft for eagle3, not for onepass"):
+        OnePassDraft.load(random_eagle3(tmp_path / "b", model))
+    with pytest.raises(CapabilityError, match="none comes with longdraft"):
+        Speculator("onepass", target=model)
