@@ -3,7 +3,7 @@
 // A row of W is numbers of eight bits and a scale, a row of x becomes numbers of thirteen bits and a scale. Two products
 // and their sum are one operation then, and unpacking a weight is one for two: a dozen rows take a quarter of the time.
 #include "rounded.h"
-#include "threads.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -48,22 +48,26 @@ struct Rows {
   const std::int16_t *x;  // (rows, size)
   const float *scales;    // (rows,)
   int64_t rows, size;     // size: of a row, whole vectors
+
+  template <int R, int O>
+  void tile(const Matrix &m, int64_t out, Group group) const;
 };
 
-// R rows of x from `row` on, times O rows of W from `out` on.
+// The group's R rows of x times O rows of W from `out` on.
 template <int R, int O>
-inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
+inline void Rows::tile(const Matrix &m, int64_t out, Group group) const {
+  const int64_t row = group.row;
   const std::int8_t *w = static_cast<const std::int8_t *>(m.w) + out * m.w_row;
-  const std::int16_t *x = in.x + row * in.size;
+  const std::int16_t *rows_of_x = x + row * size;
   ivec acc[R * O] = {};
-  for (int64_t i = 0; i < in.size; i += 2 * LANES) {
+  for (int64_t i = 0; i < size; i += 2 * LANES) {
     shorts b[O];
     UNROLLED for (int o = 0; o < O; o++) {
       b[o] = weights(w + o * m.w_row + i);
       __builtin_prefetch(w + (O + o) * m.w_row + i);
     }
     UNROLLED for (int r = 0; r < R; r++) {
-      const shorts a = *reinterpret_cast<const unaligned_shorts *>(x + r * in.size + i);
+      const shorts a = *reinterpret_cast<const unaligned_shorts *>(rows_of_x + r * size + i);
       UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = plus(acc[r * O + o], a, b[o]);
     }
   }
@@ -74,10 +78,10 @@ inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
   for (int i = 0; i < N; i += LANES) store(found + i, sums<LANES>(sum + i));
   for (int o = 0; o < O; o++) {
     float scale;
-    std::memcpy(&scale, w + o * m.w_row + in.size, sizeof scale);
+    std::memcpy(&scale, w + o * m.w_row + size, sizeof scale);
     for (int r = 0; r < R; r++) {
       float &y = m.y[(row + r) * m.outs + out + o];
-      y = (m.adds ? y : 0.0f) + (found[r * O + o] * (scale * in.scales[row + r]) + (m.bias ? m.bias[out + o] : 0.0f));
+      y = (m.adds ? y : 0.0f) + (found[r * O + o] * (scale * scales[row + r]) + (m.bias ? m.bias[out + o] : 0.0f));
     }
   }
 }
@@ -109,28 +113,6 @@ float round_row(const float *x, int64_t size, std::int16_t *to, int64_t padded) 
   return largest / MOST + sums<1>(&zeros)[0];
 }
 
-template <int R, int O>
-inline void tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out) {
-  if (rows == R) return tile<R, O>(in, m, row, out);
-  if constexpr (R > 1) tile_of<R - 1, O>(rows, in, m, row, out);
-}
-
-// Outputs [from, to) of all rows, R rows and O outputs at a time at most.
-template <int R, int O>
-void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  const int64_t groups = (in.rows + R - 1) / R, whole = from + (to - from) / O * O;
-  for (int64_t out = from; out < whole; out += O) {
-    for (int64_t g = 0, row = 0; g < groups; g++) {
-      const int64_t end = in.rows * (g + 1) / groups;
-      tile_of<R, O>(end - row, in, m, row, out);
-      row = end;
-    }
-  }
-  if constexpr (O > 1) {
-    if (whole < to) outputs<R, 1>(in, m, whole, to);
-  }
-}
-
 void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   if constexpr (TILE == 24) {
     if (in.rows <= 3) return outputs<3, 8>(in, m, from, to);
@@ -154,11 +136,6 @@ void rounded_linear(const float *x, int64_t rows, int64_t size, const Matrix *ma
   std::int16_t *numbers = reinterpret_cast<std::int16_t *>(scales + of_scales);
   for (int64_t r = 0; r < rows; r++) scales[r] = round_row(x + r * size, size, numbers + r * padded, padded);
   const Rows in{numbers, scales, rows, padded};
-  int64_t shares = 0;
-  for (int64_t i = 0; i < count; i++) shares += (matrices[i].outs + SHARE - 1) / SHARE;
-  share_out(threads, shares, [&](int64_t number) {
-    const Matrix *m = matrices;
-    for (; number >= (m->outs + SHARE - 1) / SHARE; m++) number -= (m->outs + SHARE - 1) / SHARE;
-    share(in, *m, number * SHARE, std::min(m->outs, (number + 1) * SHARE));
-  });
+  share_outputs<SHARE>(matrices, count, threads,
+                       [&](const Matrix &m, int64_t from, int64_t to) { share(in, m, from, to); });
 }
