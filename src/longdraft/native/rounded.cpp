@@ -36,7 +36,9 @@ inline shorts weights(const std::int8_t *p) {
 
 // Each lane of the sum plus the products of two numbers.
 inline ivec plus(ivec sum, shorts a, shorts b) {
-#if defined(__AVX512BW__)
+#if defined(__AVX512VNNI__)
+  return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
   return sum + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
   return sum + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -120,12 +122,12 @@ float round_row(const float *x, int64_t size, float limit, std::int16_t *to, int
   return largest / limit + sums<1>(&zeros)[0];
 }
 
-// Bands [from, to), in tiles that fill the registers.
+// Bands [from, to), in tiles that fill the registers. (Without AVX products need some, too.)
 void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   if constexpr (LANES == 16) {
     outputs<8, 3>(in, m, from, to);
   } else {
-    outputs<TILE / VECTORS, 1>(in, m, from, to);
+    outputs<LANES == 8 ? 6 : TILE / 6, 1>(in, m, from, to);
   }
 }
 

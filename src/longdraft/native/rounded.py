@@ -9,8 +9,8 @@ import torch
 
 from longdraft.native.stored import Stored
 
-# Rows of a band; what a row is filled up to a multiple of; the longest row; rows that are rounded at a time, for a head is
-# large, and so is what is computed on the way.
+# Rows of a band; what a row is filled up to a multiple of; the longest row; rows that are rounded at a time, for a head
+# is large, and so is what is computed on the way.
 _BAND, _UNIT, LONGEST, _TOGETHER = 16, 4, 16384, 4096
 
 
