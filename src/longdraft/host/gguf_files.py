@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from longdraft.errors import CapabilityError, CheckpointError, LongdraftError
+from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
 from longdraft.native import Stored, kernels
@@ -220,8 +220,7 @@ def read_gguf(
     except (LongdraftError, MemoryError):
         raise
     except Exception as error:  # whatever a bad file sets off: no list of types would be complete
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
-        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason}. {_REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
     if loaded is None:
         _needs("accelerate", path)
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
