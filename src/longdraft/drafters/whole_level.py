@@ -13,6 +13,7 @@ from torch import nn
 
 from longdraft.drafters.levels import Fed, Inputs
 from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import unpacked
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
@@ -35,11 +36,11 @@ def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
     """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
     if weights.shape[1] <= LONGEST:
         return rounded(weights)
-    return weights.floats() if isinstance(weights, Stored) else weights.contiguous()
+    return unpacked(weights) if isinstance(weights, Stored) else weights.contiguous()
 
 
 def products_of(layers: Mapping[str, nn.Linear], **others: torch.Tensor | Stored) -> dict[str, Weights]:
-    """What a :class:`~longdraft.native.draft.DraftBlock` multiplies with, rounded: linear layers, and other matrices."""
+    """A :class:`~longdraft.native.draft.DraftBlock`'s products, rounded: those of linear layers, and others."""
     found: dict[str, Weights] = {name: (light(x.weight), x.bias) for name, x in layers.items()}
     return found | {name: (light(w), None) for name, w in others.items()}
 

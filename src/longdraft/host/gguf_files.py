@@ -173,7 +173,7 @@ def _put_in(model: PreTrainedModel, found: dict[str, torch.Tensor | Stored], fil
                 setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
-        model.set_output_embeddings(stored.StoredLinear(embedding.table))
+        model.set_output_embeddings(stored.StoredLinear(embedding.matrix))
     elif tied:
         head.weight = embedding.weight
 
