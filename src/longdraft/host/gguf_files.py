@@ -62,6 +62,12 @@ class File:
         self.architecture = str(field.contents())
         self._tensors: list[ReaderTensor] = self._reader.tensors
 
+    @property
+    def file_type(self) -> int | None:
+        """What most of its weights are, as a number of gguf's ``LlamaFileType``; None: it does not say."""
+        field = self._reader.get_field("general.file_type")
+        return None if field is None else int(field.contents())
+
     def config(self) -> Any:
         """Of transformers."""
         reader = copy.copy(self._reader)
