@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from longdraft.native import build
 from longdraft.native.library import kernels_for
 from longdraft.native.rounded import rounded
+from tests.native.levels import LEVELS, kernels_of
 
 
 def test_weights_are_rounded_to_the_nearest():
@@ -26,14 +27,14 @@ def test_weights_are_rounded_to_the_nearest():
         rounded(torch.ones(1, 16385))
 
 
-@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 20), outs=st.integers(1, 60), size=st.integers(1, 200), seed=st.integers(0, 99))
 def test_products(level, rows, outs, size, seed):
     generator = torch.Generator().manual_seed(seed)
     x, w, bias = (torch.randn(shape, generator=generator) for shape in ((rows, size), (outs, size), (outs,)))
     x[0] *= 1e-30
-    w, kernels = rounded(w), kernels_for(level)
+    w, kernels = rounded(w), kernels_of(level)
     got = kernels.linear(x, [(w, bias), (w, None)])
     wanted = x.double() @ w.floats().double().T
     # Each number of x is off by half a step at most.
@@ -46,17 +47,17 @@ def test_products(level, rows, outs, size, seed):
 
 
 @pytest.mark.parametrize("size", [4128, 4132, 16384])  # numbers of thirteen bits up to the first one
-@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_long_rows_do_not_overflow(level, size):
     x, w = torch.full((1, size), 3.0), rounded(torch.full((2, size), -2.0))
-    got = kernels_for(level).linear(x, [(w, None)])[0]
+    got = kernels_of(level).linear(x, [(w, None)])[0]
     torch.testing.assert_close(got, torch.full((1, 2), -6.0 * size))
 
 
-@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_no_number_is_none_afterwards(level):
     x = torch.ones(3, 64)
     x[0, 3], x[1, 5] = float("inf"), float("nan")
-    got = kernels_for(level).linear(x, [(rounded(torch.ones(4, 64)), None)])[0]
+    got = kernels_of(level).linear(x, [(rounded(torch.ones(4, 64)), None)])[0]
     assert bool(got[:2].isnan().all())
     torch.testing.assert_close(got[2], torch.full((4,), 64.0))
