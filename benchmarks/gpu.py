@@ -44,7 +44,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import longdraft
 from longdraft import drafts
 from longdraft.bench import machine, report, tasks
-from longdraft.bench.run import Bench, Settings, grid, prepare
+from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.errors import LongdraftError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.runner import TargetRunner

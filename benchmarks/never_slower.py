@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longdraft.bench import results
-from longdraft.bench.run import REFERENCE, Measured
+from longdraft.bench.run import Measured
+from longdraft.bench.settings import REFERENCE
 
 
 def ratios(file: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,9 @@ from longdraft.bench import machine
 from longdraft.bench.contenders import Job, Kept, Ours
 from longdraft.bench.data import Sample, fitted, read
 from longdraft.bench.peers import PEERS
-from longdraft.bench.run import REFERENCE, Bench, Measured, Settings, grid, prepare
+from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.run import Bench, Measured
+from longdraft.bench.settings import REFERENCE, Settings
 from longdraft.host.runner import TargetRunner
 from longdraft.planning.costs import measure
 

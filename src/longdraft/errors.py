@@ -45,3 +45,8 @@ class CapabilityError(LongdraftError, RuntimeError):
 
 class ConfigError(LongdraftError, ValueError):
     """A training configuration has an unknown setting or a value that cannot be used."""
+
+
+def reason_of(error: Exception) -> str:
+    """What another library's error says, for a sentence of ours: its first line, without a full stop; else its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")

@@ -66,8 +66,8 @@ class FewRowsModule:
     One thread at a time may use the module.
 
     Args:
-        module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, and those with a ``stored``
-            (:class:`~longdraft.native.Stored`); others do not.
+        module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, and those with
+            ``kernel_weights`` (:class:`~longdraft.native.Stored`); others do not.
 
     Attributes:
         most: rows up to which our kernel serves, and torch's product beyond them; None: ours serves any number. The two
@@ -181,7 +181,7 @@ def _together(module: nn.Module, layers: list[nn.Module]) -> Iterator[list[nn.Mo
 def weights_of(layer: nn.Module) -> Weights | None:
     """What a linear layer multiplies with, for our kernels; None: it is none, or one that they do not serve."""
     weight: torch.Tensor | Stored
-    if isinstance(kept := getattr(layer, "stored", None), Stored):
+    if isinstance(kept := getattr(layer, "kernel_weights", None), Stored):
         weight = kept
     elif type(layer) is not nn.Linear:  # a subclass (quantised, adapted) computes something else
         return None

@@ -16,7 +16,9 @@ from longdraft.bench.data import Sample
 from longdraft.bench.llama_peer import LlamaCpp
 from longdraft.bench.openvino_peer import OpenVINO, OpenVINOLookup
 from longdraft.bench.peers import Sources
-from longdraft.bench.run import Bench, Settings, grid, prepare
+from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError, CheckpointError
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -12,7 +12,9 @@ from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.hf import AssistantModel, PromptLookup
 from longdraft.bench.peers import PEERS, Sources
-from longdraft.bench.run import Bench, Settings, grid, prepare
+from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError
 from longdraft.host.runner import TargetRunner
 from tests.drafters.test_small_lm_draft import KEPT, trained

@@ -10,8 +10,10 @@ from longdraft.bench import profile as profiling
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.profile import PARTS, held_bytes, profile
+from longdraft.bench.prompts import batches, prepare
 from longdraft.bench.results import line
-from longdraft.bench.run import Bench, Settings, batches, prepare
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.kv.prompt_cache import PromptCache
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -15,8 +15,8 @@ from longdraft.bench import needle, quality_report
 from longdraft.bench.data import Sample
 from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
 from longdraft.bench.needle import Search
+from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
-from longdraft.bench.run import Prompt
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.ngram import NGramDrafter

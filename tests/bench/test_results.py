@@ -10,8 +10,10 @@ import pytest
 from longdraft import LoadedModel
 from longdraft.bench import report
 from longdraft.bench.data import Sample
+from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.results import Results, header, read
-from longdraft.bench.run import Bench, Settings, grid, prepare
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
 from tests.drafts import small_lm
 from tests.tiny import tiny_model, tiny_tokenizer

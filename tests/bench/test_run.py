@@ -11,7 +11,9 @@ from longdraft import LoadedModel, Sampling
 from longdraft.bench import report
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.data import Sample
-from longdraft.bench.run import Bench, Settings, batches, grid, prepare
+from longdraft.bench.prompts import batches, grid, prepare
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.host.runner import TargetRunner
 from longdraft.planning import choice

@@ -147,7 +147,7 @@ def test_without_torchs_threads_one_does_the_work(monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("name", ["v2", "v3", "v4"])
+@pytest.mark.parametrize("name", ["v2", "v3", "v4", "v4-vnni"])
 def test_an_instruction_set_by_name(name, monkeypatch, anew):
     monkeypatch.setenv("LONGDRAFT_NATIVE", name)
     found = native.kernels()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from longdraft.native import build
 from longdraft.native.library import kernels_for
 from longdraft.native.rounded import rounded
+from tests.native.levels import LEVELS, kernels_of
 
 
 def test_weights_are_rounded_to_the_nearest():
@@ -17,42 +18,46 @@ def test_weights_are_rounded_to_the_nearest():
     w[7] = 0
     got = rounded(w)
     scales = w.abs().amax(1, keepdim=True) / 127
-    assert got.shape == (5000, 70) and got.data.shape == (5000, 96 + 4)
+    assert got.shape == (5000, 70) and got.data.shape == (313, 16 * (72 + 4))
     assert bool(((got.floats() - w).abs() <= 0.5001 * scales).all())
-    assert not bool(got.data[:, 70:96].any())
+    bands = got.data[:, : 16 * 72].reshape(313, 36, 16, 2)
+    assert torch.equal(bands[2, 17, 5, 1], (w[37, 35] / scales[37, 0]).round().to(torch.int8))
+    assert not bool(bands[:, 35:].any())
     with pytest.raises(ValueError, match="at most 16384"):
         rounded(torch.ones(1, 16385))
 
 
-@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 20), outs=st.integers(1, 60), size=st.integers(1, 200), seed=st.integers(0, 99))
 def test_products(level, rows, outs, size, seed):
     generator = torch.Generator().manual_seed(seed)
     x, w, bias = (torch.randn(shape, generator=generator) for shape in ((rows, size), (outs, size), (outs,)))
     x[0] *= 1e-30
-    w, kernels = rounded(w), kernels_for(level)
+    w, kernels = rounded(w), kernels_of(level)
     got = kernels.linear(x, [(w, bias), (w, None)])
     wanted = x.double() @ w.floats().double().T
     # Each number of x is off by half a step at most.
     bound = (0.5001 * x.abs().amax(1)[:, None] / 4095 * w.floats().abs().sum(1)).double() + 1e-5
     assert bool(((got[1] - wanted).abs() <= bound).all())
     assert bool(((got[0] - bias - wanted).abs() <= bound).all())
+    assert all(map(torch.equal, got, kernels_for(build.levels()[-1]).linear(x, [(w, bias), (w, None)])))
     alone = torch.cat([kernels.linear(row[None], [(w, bias)])[0] for row in x])
     assert torch.equal(got[0], alone)
 
 
-@pytest.mark.parametrize("level", build.levels())
-def test_the_longest_rows_do_not_overflow(level):
-    x, w = torch.full((1, 16384), 3.0), rounded(torch.full((2, 16384), -2.0))
-    got = kernels_for(level).linear(x, [(w, None)])[0]
-    torch.testing.assert_close(got, torch.full((1, 2), -6.0 * 16384))
+@pytest.mark.parametrize("size", [4128, 4132, 16384])  # numbers of thirteen bits up to the first one
+@pytest.mark.parametrize("level", LEVELS)
+def test_long_rows_do_not_overflow(level, size):
+    x, w = torch.full((1, size), 3.0), rounded(torch.full((2, size), -2.0))
+    got = kernels_of(level).linear(x, [(w, None)])[0]
+    torch.testing.assert_close(got, torch.full((1, 2), -6.0 * size))
 
 
-@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_no_number_is_none_afterwards(level):
     x = torch.ones(3, 64)
     x[0, 3], x[1, 5] = float("inf"), float("nan")
-    got = kernels_for(level).linear(x, [(rounded(torch.ones(4, 64)), None)])[0]
+    got = kernels_of(level).linear(x, [(rounded(torch.ones(4, 64)), None)])[0]
     assert bool(got[:2].isnan().all())
     torch.testing.assert_close(got[2], torch.full((4,), 64.0))

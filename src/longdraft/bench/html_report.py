@@ -14,7 +14,7 @@ from longdraft.bench.peers import PEERS
 from longdraft.bench.report_chapter import Chapter
 from longdraft.bench.report_parts import apart, parts
 from longdraft.bench.report_words import title
-from longdraft.bench.run import REFERENCE
+from longdraft.bench.settings import REFERENCE
 from longdraft.errors import CheckpointError
 
 DEFINITIONS = (

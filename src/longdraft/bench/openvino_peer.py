@@ -14,6 +14,7 @@ from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.gguf_peer import GGUFPeer
 from longdraft.errors import CheckpointError
+from longdraft.host import gguf_files
 
 PACKAGE = "openvino_genai"
 MISSING = (
@@ -122,10 +123,8 @@ def _settings(job: Job) -> dict[str, Any]:
 
 @cache
 def _weights(file: Path) -> str:
-    from gguf import GGUFReader
-
-    field = GGUFReader(file).get_field("general.file_type")
-    return precision.of_file_type("" if field is None else field.contents())
+    found = gguf_files.File(file).file_type
+    return precision.of_file_type("" if found is None else found)
 
 
 def _computing() -> str:

@@ -14,7 +14,7 @@ def of_model(model: nn.Module) -> str:
     counts: Counter[str] = Counter()
     seen: set[int] = set()
     for module in model.modules():
-        stored = getattr(module, "stored", None)
+        stored = getattr(module, "matrix", None)
         own = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
         if isinstance(stored, Stored):
             own.append((stored.data.data_ptr(), stored.format, stored.shape[0] * stored.shape[1]))

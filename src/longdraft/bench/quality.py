@@ -14,7 +14,8 @@ from typing import Any
 
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack, found
-from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS, Prompt
+from longdraft.bench.prompts import Prompt
+from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.ties import first_difference
 from longdraft.engine import Engine, eos_rule
 from longdraft.errors import CapabilityError, ContextError

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
-from longdraft.bench.run import REFERENCE, Disagreement, Measured
+from longdraft.bench.run import Disagreement, Measured
+from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import circumstances, count, figure, median_of, ratio, table
 
 DEFINITIONS = (

@@ -15,7 +15,7 @@ from longdraft.bench import report_words as words
 from longdraft.bench.charts import DARK, LIGHT, Chart, Look, Point
 from longdraft.bench.profile import PARTS
 from longdraft.bench.report_parts import Part, profiles
-from longdraft.bench.run import REFERENCE
+from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import figure
 from longdraft.kv.memory import human
 

@@ -9,7 +9,7 @@ from typing import Any
 from longdraft.bench.json_lines import mapping
 from longdraft.bench.peers import HF, PEERS
 from longdraft.bench.report_parts import Part
-from longdraft.bench.run import REFERENCE
+from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import count, median_of, ratio
 from longdraft.kv.memory import human
 

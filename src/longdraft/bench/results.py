@@ -15,7 +15,8 @@ from longdraft.bench import machine, report
 from longdraft.bench.contenders import Run
 from longdraft.bench.json_lines import JsonLines, contents, fingerprint, plain, signed
 from longdraft.bench.peers import PEERS
-from longdraft.bench.run import Bench, Disagreement, Group, Measured, Prompt
+from longdraft.bench.prompts import Group, Prompt
+from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.ties import Difference
 from longdraft.host.runner import TargetRunner
 

@@ -8,150 +8,25 @@ from one round to the next, so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from longdraft.bench import machine, peers
+from longdraft.bench import machine
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run
-from longdraft.bench.data import Sample, fitted
-from longdraft.bench.peers import PEERS, Sources
+from longdraft.bench.peers import PEERS
 from longdraft.bench.profile import profile
+from longdraft.bench.prompts import Prompt
+from longdraft.bench.settings import REFERENCE, Settings, method_name
 from longdraft.bench.ties import Difference, compare
-from longdraft.drafters import draft_folder
-from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.host.checkpoints import LoadedModel, Progress
 from longdraft.host.runner import TargetRunner
-from longdraft.kv import offload as offloading
 from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import METHODS, method_of
-from longdraft.planning import choice
-from longdraft.recipes import asked_for
 from longdraft.speculator import Speculator
-from longdraft.verify.sampling import Sampling
 
-REFERENCE = "ar"
 # Tokens of the very first run of each contender, not measured: it pays for what a process does only once.
 WAKE_PROMPT, WAKE_TOKENS = 64, 4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure.
-
-    Attributes:
-        methods: names of methods and peers.
-        max_tokens: new tokens at most, a prompt.
-        contexts: tokens that a prompt has at most, each measured; None leaves them as they are.
-        batches: prompts decoded together, each measured.
-        repeats: timed rounds.
-        raw: prompts as plain text, without the chat template.
-        ignore_eos: decode on to ``max_tokens``.
-        cold: every method reads the prompts once itself, which gives its time to first token. Without it the first of
-            ours reads them for all of ours.
-        draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
-        own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
-            One of them may be its ``plan``.
-        plan: how our methods size their trees; see :class:`~longdraft.speculator.Speculator`.
-        offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
-        sources: where peers have their own weights from.
-        profile: look into some rounds of our methods, after the timed ones.
-    """
-
-    methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
-    max_tokens: int = 64
-    contexts: tuple[int | None, ...] = (None,)
-    batches: tuple[int, ...] = (1,)
-    repeats: int = 3
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    raw: bool = False
-    ignore_eos: bool = False
-    cold: bool = True
-    draft_options: Mapping[str, Any] = field(default_factory=dict)
-    own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    plan: str | None = None
-    offload: str | Path | None = None
-    sources: Sources = field(default_factory=Sources)
-    profile: bool = False
-
-    def __post_init__(self) -> None:
-        given = {
-            "max-tokens": (self.max_tokens,), "repeats": (self.repeats,), "batch": self.batches,
-            "context": tuple(c for c in self.contexts if c is not None),
-        }  # fmt: skip
-        for name, values in given.items():
-            if values and min(values) < 1:
-                raise ValueError(f"{name} must be at least 1, got {min(values)}")
-        if not self.contexts or not self.batches:
-            raise ValueError("context and batch must name one value at least")
-        for name in self.methods:
-            if method_name(name) not in METHODS and name not in PEERS:
-                raise UnknownMethodError(
-                    f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
-                )
-            if name not in PEERS:
-                asked_for(method_name(name), self.options(name))  # a wrong option, or a draft that cannot be read
-            choice.checked(self.plan_of(name))
-        offloading.parse(self.offload)
-        peers.check(self.methods, self.sources, max(self.batches))
-        if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
-            needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
-            raise ValueError(
-                f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({needing})"
-            )
-
-    def options(self, name: str) -> Mapping[str, Any]:
-        """The options of a contender of ours."""
-        return {**self._shared(name), **{k: x for k, x in self.own_options.get(name, {}).items() if k != "plan"}}
-
-    def plan_of(self, name: str) -> str | None:
-        """How a contender of ours sizes its trees."""
-        plan: str | None = self.own_options.get(name, {}).get("plan", self.plan)
-        return plan
-
-    def takes_draft(self, name: str) -> bool:
-        """Whether the draft options are for this contender."""
-        return name not in PEERS and METHODS[method_name(name)].takes_draft
-
-    def _shared(self, name: str) -> Mapping[str, Any]:
-        """The draft options. A draft folder goes to the methods that can take its kind, if there are any."""
-        if not self.takes_draft(name):
-            return {}
-        draft = self.draft_options.get("draft")
-        if isinstance(draft, str | Path) and draft_folder.is_draft_folder(draft):
-            kind = method_of(draft).draft_kind
-            readers = [
-                n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in (kind, None)
-            ]
-            if readers and name not in readers:
-                return {k: x for k, x in self.draft_options.items() if k != "draft"}
-        return self.draft_options
-
-    @property
-    def contenders(self) -> tuple[str, ...]:
-        """The names once each, ``ar`` first: everything is measured against it."""
-        return tuple(dict.fromkeys((REFERENCE, *self.methods)))
-
-
-def method_name(contender: str) -> str:
-    """``specpv`` of ``specpv:budget=512``."""
-    return contender.partition(":")[0]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A sample as the model reads it. ``context``: what it was cut for."""
-
-    sample: Sample
-    tokens: tuple[int, ...]
-    context: int | None = None
-
-
-Group = tuple[Prompt, ...]
-"""Prompts that are decoded together."""
 
 
 @dataclass(frozen=True)
@@ -197,57 +72,6 @@ class Measured:
         """Median over the rounds."""
         found = [r.tokens_per_second for r in self.rounds[name]]
         return median(x for x in found if x is not None) if any(found) else None
-
-
-def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) -> list[Prompt]:
-    """Encodes every sample for every context before anything is measured.
-
-    Raises:
-        ContextError: for a prompt that with its budget exceeds the model's context, naming file and line.
-    """
-    limit = TargetRunner(loaded.model).context_length
-    prompts = []
-    for sample in samples:
-        for context in settings.contexts:
-            tokens = fitted(sample, loaded.tokenizer, context, settings.raw)
-            if len(tokens) + settings.max_tokens > limit:
-                raise ContextError(
-                    f"{sample.origin} has {len(tokens)} tokens; with {settings.max_tokens} new ones that is more than "
-                    f"the model's context of {limit}. Cut the documents with --context {limit - settings.max_tokens}."
-                )
-            prompts.append(Prompt(sample, tuple(tokens), context))
-    return prompts
-
-
-def batches(prompts: Sequence[Prompt], size: int) -> tuple[list[Group], int]:
-    """Batches of exactly ``size``, none across datasets or contexts, and how many prompts were left over.
-
-    Raises:
-        PromptError: when no dataset fills a batch.
-    """
-    groups: dict[tuple[str, int | None], list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault((prompt.sample.dataset, prompt.context), []).append(prompt)
-    full = [tuple(group[i : i + size]) for group in groups.values() for i in range(0, len(group) - size + 1, size)]
-    if not full:
-        raise PromptError(f"No dataset has {size} samples, so there is no batch of {size}. Lower --batch.")
-    return full, len(prompts) - size * len(full)
-
-
-def grid(prompts: Sequence[Prompt], settings: Settings) -> tuple[list[Group], dict[int, int]]:
-    """Every batch that is to be measured, dataset by dataset, then by context; and by batch how many were left over.
-
-    Raises:
-        PromptError: when no dataset fills a batch.
-    """
-    found: list[Group] = []
-    left: dict[int, int] = {}
-    for size in dict.fromkeys(settings.batches):
-        full, left[size] = batches(prompts, size)
-        found += full
-    place = {cell: i for i, cell in enumerate(dict.fromkeys((p.sample.dataset, p.context) for p in prompts))}
-    # The sort is stable: batches of a cell stay in their order.
-    return sorted(found, key=lambda g: place[g[0].sample.dataset, g[0].context]), left
 
 
 class Bench:

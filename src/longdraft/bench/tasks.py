@@ -11,7 +11,7 @@ from typing import Any
 
 from longdraft.bench import data
 from longdraft.bench.data import Sample
-from longdraft.errors import CapabilityError, PromptError
+from longdraft.errors import CapabilityError, PromptError, reason_of
 from longdraft.host.checkpoints import quiet
 
 # LongBench's repository holds one archive; its rows are read from there, without the script that lies beside it.
@@ -156,7 +156,7 @@ def _file_rows(path: Path, limit: int | None) -> list[tuple[dict[str, Any], str]
             stream = load(_READERS[path.suffix], data_files=str(path), split="train", streaming=True)
             found = [(dict(row), f"{path}:{i}") for i, row in enumerate(islice(stream, limit), 1)]
     except Exception as error:  # whatever a bad file sets off in one of several readers
-        raise PromptError(f"{path} cannot be read as {path.suffix[1:]}: {_reason(error)}.") from error
+        raise PromptError(f"{path} cannot be read as {path.suffix[1:]}: {reason_of(error)}.") from error
     if not found:
         raise PromptError(f"{path} has no rows.")
     return found
@@ -171,8 +171,8 @@ def _hub_rows(name: str, limit: int | None) -> list[tuple[dict[str, Any], str]]:
             return [(dict(row), f"{name}:{i}") for i, row in enumerate(islice(stream, limit), 1)]
     except Exception as error:  # no network, no such data set, an archive that is laid out otherwise now
         raise CapabilityError(
-            f"{name} cannot be read from the Hugging Face hub ({_reason(error)}). Where the hub is out of reach, fetch "
-            f"its file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
+            f"{name} cannot be read from the Hugging Face hub ({reason_of(error)}). Where the hub is out of reach, "
+            f"fetch its file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
         ) from error
 
 
@@ -185,7 +185,3 @@ def _library() -> Any:
             "need nothing: --data FILE.jsonl, or --data gov_report=FILE.jsonl."
         ) from None
     return load_dataset
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")

@@ -14,8 +14,10 @@ from rich.text import Text
 from longdraft import drafts
 from longdraft.bench import report, tasks
 from longdraft.bench.peers import PEERS, Sources
+from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
-from longdraft.bench.run import Bench, Group, Measured, Settings, grid, method_name, prepare
+from longdraft.bench.run import Bench, Measured
+from longdraft.bench.settings import Settings, method_name
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from longdraft.bench import data, needle, quality_report
+from longdraft.bench.prompts import prepare
 from longdraft.bench.quality import METHOD, Quality, Settings, rouge_l
-from longdraft.bench.run import Settings as Prompts
-from longdraft.bench.run import prepare
+from longdraft.bench.settings import Settings as Prompts
 from longdraft.cli import console, options
 from longdraft.cli.progress import Runs
 

@@ -21,6 +21,7 @@ from longdraft.few_rows import FewRowsModule
 from longdraft.host.rotary import Rotary
 from longdraft.host.runner import TargetRunner
 from longdraft.native import Kernels
+from longdraft.native.draft import DraftBlock
 
 Own = TypeVar("Own", bound="Eagle3Draft")
 
@@ -202,7 +203,7 @@ def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
         **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj, "head": block.lm_head},
     }
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-    return WholeLevel(found, norms, products_of(layers), *sizes, shape.norm_before_residual)
+    return WholeLevel(found, DraftBlock(norms, products_of(layers), *sizes, shape.norm_before_residual))
 
 
 def _listed(layers: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@ from longdraft.few_rows import FewRowsLinear, FewRowsModule
 from longdraft.host.parts import SharedParts
 from longdraft.host.runner import TargetRunner
 from longdraft.native import Kernels
+from longdraft.native.draft import DraftBlock
 from longdraft.native.stored import Stored
 
 KIND = "longspec"
@@ -98,7 +99,7 @@ def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) ->
         **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj},
     }
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-    return WholeLevel(found, norms, products_of(layers) | {"head": (head, None)}, *sizes)
+    return WholeLevel(found, DraftBlock(norms, products_of(layers, head=head), *sizes))
 
 
 def check_rotary(runner: TargetRunner) -> None:

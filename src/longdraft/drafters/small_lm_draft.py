@@ -21,6 +21,7 @@ from longdraft.errors import CheckpointError
 from longdraft.host import companions, small_models
 from longdraft.host.checkpoints import load_weights
 from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import unpacked
 from longdraft.native import Stored
 
 KIND = "small-lm"
@@ -88,7 +89,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
 
     def make(self, runner: TargetRunner) -> BoundLM:
         head, ids = self.head(runner)
-        floats = head.floats() if isinstance(head, Stored) else head
+        floats = unpacked(head) if isinstance(head, Stored) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
         return BoundLM(TargetRunner(model), ids, self.trained_length)

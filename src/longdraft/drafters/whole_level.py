@@ -13,17 +13,17 @@ from torch import nn
 
 from longdraft.drafters.levels import Fed, Inputs
 from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import unpacked
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.rounded import LONGEST, Rounded, rounded
 from longdraft.native.stored import Stored
+from longdraft.native.structures import Weights
 from longdraft.views.window import Window
 
 # Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many of each sequence's are seen.
 Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
-# A matrix (out, in) and its bias.
-Product = tuple[torch.Tensor | Stored, torch.Tensor | None]
 
 
 def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
@@ -36,12 +36,13 @@ def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
     """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
     if weights.shape[1] <= LONGEST:
         return rounded(weights)
-    return weights.floats() if isinstance(weights, Stored) else weights.contiguous()
+    return unpacked(weights) if isinstance(weights, Stored) else weights.contiguous()
 
 
-def products_of(layers: Mapping[str, nn.Linear]) -> dict[str, Product]:
-    """Weights and biases of linear layers."""
-    return {name: (x.weight, x.bias) for name, x in layers.items()}
+def products_of(layers: Mapping[str, nn.Linear], **others: torch.Tensor | Stored) -> dict[str, Weights]:
+    """A :class:`~longdraft.native.draft.DraftBlock`'s products, rounded: those of linear layers, and others."""
+    found: dict[str, Weights] = {name: (light(x.weight), x.bias) for name, x in layers.items()}
+    return found | {name: (light(w), None) for name, w in others.items()}
 
 
 class WholeLevel:
@@ -49,24 +50,11 @@ class WholeLevel:
 
     Args:
         found: the kernels.
-        norms, products: of the draft, as :class:`~longdraft.native.draft.DraftBlock` takes them.
-        heads, kv_heads, d, eps, normed_residual: likewise.
+        block: of products that :func:`products_of` made.
     """
 
-    def __init__(
-        self,
-        found: Kernels,
-        norms: Mapping[str, torch.Tensor],
-        products: Mapping[str, Product],
-        heads: int,
-        kv_heads: int,
-        d: int,
-        eps: float,
-        normed_residual: bool = False,
-    ) -> None:
-        self._kernels = found
-        held = {name: (light(w), bias) for name, (w, bias) in products.items()}
-        self._block = DraftBlock(norms, held, heads, kv_heads, d, eps, normed_residual)
+    def __init__(self, found: Kernels, block: DraftBlock) -> None:
+        self._kernels, self._block = found, block
 
     def __call__(
         self, fed: Fed, rows: Inputs, window: Window, text: Text | None, best: int

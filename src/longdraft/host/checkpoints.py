@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from longdraft.errors import CapabilityError, CheckpointError, LongdraftError
+from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
 
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
@@ -111,7 +111,7 @@ def _read(
         except (LongdraftError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a bad file sets off: no list of types would be complete
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+            reason = reason_of(error)
             if isinstance(error, pickle.UnpicklingError):  # whose own text advises to unpickle it all the same
                 reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
             raise CheckpointError(f"{failure}: {reason}. {remedy}") from error

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from longdraft.errors import CheckpointError
+from longdraft.errors import CheckpointError, reason_of
 from longdraft.host import hosting, stored
 from longdraft.host.checkpoints import quiet
 from longdraft.host.embedded import EMBEDDED_ID, packaged_file
@@ -52,9 +52,9 @@ def describe(name: str) -> Described:
                 hosting.context_length(model),
             )
         except Exception as error:  # whatever a bad file sets off: no list of types would be complete
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
             raise CheckpointError(
-                f"{name} is not the folder or hub id of a causal language model that transformers can read: {reason}."
+                f"{name} is not the folder or hub id of a causal language model that transformers can read: "
+                f"{reason_of(error)}."
             ) from error
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from longdraft.errors import CapabilityError, CheckpointError, LongdraftError
+from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
 from longdraft.native import Stored, kernels
@@ -61,6 +61,12 @@ class File:
             raise ValueError("it names no architecture")
         self.architecture = str(field.contents())
         self._tensors: list[ReaderTensor] = self._reader.tensors
+
+    @property
+    def file_type(self) -> int | None:
+        """What most of its weights are, as a number of gguf's ``LlamaFileType``; None: it does not say."""
+        field = self._reader.get_field("general.file_type")
+        return None if field is None else int(field.contents())
 
     def config(self) -> Any:
         """Of transformers."""
@@ -173,7 +179,7 @@ def _put_in(model: PreTrainedModel, found: dict[str, torch.Tensor | Stored], fil
                 setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
-        model.set_output_embeddings(stored.StoredLinear(embedding.table))
+        model.set_output_embeddings(stored.StoredLinear(embedding.matrix))
     elif tied:
         head.weight = embedding.weight
 
@@ -220,8 +226,7 @@ def read_gguf(
     except (LongdraftError, MemoryError):
         raise
     except Exception as error:  # whatever a bad file sets off: no list of types would be complete
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
-        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason}. {_REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
     if loaded is None:
         _needs("accelerate", path)
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))

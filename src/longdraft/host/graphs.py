@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longdraft.attention.block import Block
+from longdraft.errors import reason_of
 from longdraft.kv.store import KVStore
 
 logger = logging.getLogger("longdraft")
@@ -154,7 +155,7 @@ class Graphs:
             try:
                 found = _Recorded(self._recorder, store, rows, block, compute)
             except Exception as error:  # whatever a model, a driver or a library may not like about it
-                logger.warning("CUDA graphs are off for this model (%s): it runs without.", _reason(error))
+                logger.warning("CUDA graphs are off for this model (%s): it runs without.", reason_of(error))
                 self._recorder = None
                 self._known.clear()
                 return None
@@ -218,7 +219,3 @@ class _Recorded:
             {layer: h[:, :size].clone() for layer, h in hidden.items()},
             {layer: q[:, :, :size].clone() for layer, q in queries.items()},
         )
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")

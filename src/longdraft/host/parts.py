@@ -73,7 +73,7 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
 
 def _weights(head: nn.Module) -> torch.Tensor | Stored:
     if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
-        return head.stored
+        return head.matrix
     weight = head.weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach()

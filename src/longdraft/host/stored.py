@@ -29,87 +29,79 @@ _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
 
 
-class StoredLinear(nn.Module):
-    """``nn.Linear`` of stored weights, frozen.
+class StoredWeights(nn.Module):
+    """A module whose weights are a stored matrix, frozen.
 
     Args:
-        stored: (out, in). bias: (out,) float.
+        matrix: (out, in) of a layer, (tokens, size) of an embedding.
 
     Attributes:
-        weight: (out, in) float32, unpacked whenever it is asked for.
+        weight: float32, unpacked whenever it is asked for.
     """
 
     data: torch.Tensor
 
-    def __init__(self, stored: Stored, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, matrix: Stored) -> None:
         super().__init__()
-        self.out_features, self.in_features = stored.shape
-        self.format = stored.format
-        self.register_buffer("data", stored.data, persistent=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.format = matrix.format
+        self.register_buffer("data", matrix.data, persistent=False)
 
     @property
-    def stored(self) -> Stored:
+    def matrix(self) -> Stored:
         return Stored(self.data, self.format)
 
     @property
     def weight(self) -> torch.Tensor:
-        return unpacked(self.stored)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in) -> (..., out), in x's dtype."""
-        own = _kernels_for(x)
-        if own is not None and x.numel() <= MOST * x.shape[-1]:
-            return own.linear(x, [(self.stored, self.bias)])[0]
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
+        return unpacked(self.matrix)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
+        return f"{self.matrix.shape}, format={self.format}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
 
-class StoredEmbedding(nn.Module):
-    """``nn.Embedding`` of stored weights, frozen.
+class StoredLinear(StoredWeights):
+    """``nn.Linear`` of stored weights.
 
     Args:
-        stored: (tokens, size).
-
-    Attributes:
-        weight: (tokens, size) float32, unpacked whenever it is asked for.
+        matrix: (out, in). bias: (out,) float.
     """
 
-    data: torch.Tensor
+    def __init__(self, matrix: Stored, bias: torch.Tensor | None = None) -> None:
+        super().__init__(matrix)
+        self.out_features, self.in_features = matrix.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def kernel_weights(self) -> Stored:
+        """By this name :func:`longdraft.few_rows.weights_of` knows a linear layer."""
+        return self.matrix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in) -> (..., out), in x's dtype."""
+        own = _kernels_for(x)
+        if own is not None and x.numel() <= MOST * x.shape[-1]:
+            return own.linear(x, [(self.matrix, self.bias)])[0]
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class StoredEmbedding(StoredWeights):
+    """``nn.Embedding`` of stored weights."""
+
     like: torch.Tensor
 
-    def __init__(self, stored: Stored) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = stored.shape
-        self.format = stored.format
-        self.register_buffer("data", stored.data, persistent=False)
+    def __init__(self, matrix: Stored) -> None:
+        super().__init__(matrix)
+        self.num_embeddings, self.embedding_dim = matrix.shape
         # Of the dtype that the model was cast to, which is what comes out.
         self.register_buffer("like", torch.empty(0), persistent=False)
 
-    @property
-    def table(self) -> Stored:
-        return Stored(self.data, self.format)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return unpacked(self.table)
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., size)."""
-        rows = unpacked(self.table.rows(ids.flatten()))
+        rows = unpacked(self.matrix.rows(ids.flatten()))
         return rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.weight
 
 
 def unpacked(stored: Stored) -> torch.Tensor:
@@ -120,34 +112,30 @@ def unpacked(stored: Stored) -> torch.Tensor:
 
 def has_weights(module: nn.Module) -> bool:
     """Whether a module has weights of its own."""
-    return isinstance(module, StoredLinear | StoredEmbedding) or any(True for _ in module.parameters(recurse=False))
+    return isinstance(module, StoredWeights) or any(True for _ in module.parameters(recurse=False))
 
 
 def weight_place(module: nn.Module) -> torch.Tensor:
     """The tensor in memory that a layer's or an embedding's weights are: to see where it lies, not what it says."""
-    found = module.data if isinstance(module, StoredLinear | StoredEmbedding) else module.weight
+    found = module.data if isinstance(module, StoredWeights) else module.weight
     assert isinstance(found, torch.Tensor)
     return found
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
     """(out, in) of a layer, (tokens, size) of an embedding."""
-    if isinstance(module, StoredLinear | StoredEmbedding):
-        return _matrix(module).shape
+    if isinstance(module, StoredWeights):
+        return module.matrix.shape
     rows, size = weight_place(module).shape
     return rows, size
 
 
-def _matrix(module: StoredLinear | StoredEmbedding) -> Stored:
-    return module.stored if isinstance(module, StoredLinear) else module.table
-
-
 def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
     """Some of a module's first weights, evenly spread, the same however they are stored."""
-    if not isinstance(module, StoredLinear | StoredEmbedding):
+    if not isinstance(module, StoredWeights):
         flat = next(module.parameters(recurse=False)).detach().flatten()
         return flat[:: max(1, flat.numel() // most)]
-    matrix = _matrix(module)
+    matrix = module.matrix
     rows, size = matrix.shape
     places = torch.arange(0, rows * size, max(1, rows * size // most), device=module.data.device)
     return unpacked(matrix.rows(places // size))[torch.arange(len(places)), places % size]
@@ -195,7 +183,7 @@ def mark(model: PreTrainedModel, file: Path | None = None) -> PreTrainedModel:
 
 def is_stored(model: nn.Module) -> bool:
     """Whether some of its weights stay as they are stored."""
-    return any(isinstance(m, StoredLinear | StoredEmbedding) for m in model.modules())
+    return any(isinstance(m, StoredWeights) for m in model.modules())
 
 
 def check_unchanged(model: nn.Module) -> None:

@@ -25,7 +25,9 @@ logger = logging.getLogger("longdraft")
 
 _HERE = Path(__file__).parent
 SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp", "draft.cpp", "rounded.cpp")
-_HEADERS = ("kernels.h", "vectors.h", "stored.h", "threads.h", "blocks.h", "packed.h", "parts.h", "rounded.h")
+_HEADERS = (
+    *("kernels.h", "vectors.h", "stored.h", "threads.h", "tiles.h", "blocks.h", "packed.h", "parts.h", "rounded.h"),
+)
 # No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h). A tile
 # fills the registers: were loads moved up before these are assigned, as GCC does on aarch64, it would no longer fit.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
@@ -34,6 +36,7 @@ _SECONDS = 120
 # Machines, their instruction sets from the widest on, and the flags by which /proc/cpuinfo says that one has them.
 LEVELS = {
     "x86_64": {
+        "x86-64-v4-vnni": "avx512_vnni",  # products of a draft's whole numbers
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
         "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
@@ -42,6 +45,8 @@ LEVELS = {
 }
 # Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
 ON_REQUEST = ("x86-64-v2",)
+# How compilers call those that they have no name for.
+_TARGETS = {"x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni")}
 # Where a wheel carries what was compiled for it.
 CARRIED = "compiled"
 
@@ -134,7 +139,7 @@ def _name(level: str) -> str:
 def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
     def compile_one(name: str) -> str:
         made = str(place / f"{name}.o")
-        _run([*compiler, *_FLAGS, f"-march={level}", "-c", str(sources / name), "-o", made])
+        _run([*compiler, *_FLAGS, *_TARGETS.get(level, (f"-march={level}",)), "-c", str(sources / name), "-o", made])
         return made
 
     with ThreadPoolExecutor() as pool:

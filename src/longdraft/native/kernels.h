@@ -10,7 +10,7 @@ struct Matrix {
   const void *w;       // (outs, size), as `format` says
   const float *bias;   // (outs,) or null
   float *y;            // (rows, outs)
-  std::int64_t w_row;  // bytes from one row of w to the next
+  std::int64_t w_row;  // bytes from one row of w (of rounded ones: one band) to the next
   std::int64_t outs;
   std::int64_t adds;    // whether y is added to, not overwritten
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;

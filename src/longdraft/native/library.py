@@ -301,7 +301,7 @@ class _NotForThis(OSError):
 
 
 def _level() -> str:
-    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v2, v3, v4)."""
+    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v2, v3, v4, v4-vnni)."""
     try:
         found = levels()
     except OSError as error:

@@ -6,7 +6,7 @@
 #include "kernels.h"
 #include "rounded.h"
 #include "stored.h"
-#include "threads.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -15,19 +15,16 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t SHARE = 24;  // outputs that a thread takes at a time: whole tiles of every shape
+constexpr int64_t SHARE = 24;    // outputs that a thread takes at a time: whole tiles of every shape
 constexpr int64_t AHEAD = 4096;  // bytes by which stored weights are fetched before they are wanted
-constexpr int64_t FEW = 8;     // rows up to which stored weights are unpacked in registers, for each group of rows anew
+constexpr int64_t FEW = 8;       // rows up to which stored weights are unpacked in registers, for each group of rows anew
 
 struct Rows {
   const float *x;  // (rows, size)
-  int64_t rows, x_row, size;
-};
+  int64_t rows, size;
 
-// What is fetched while a tile is computed: of the tile after it, from `from` on `step` floats of each row for every LANES
-// floats computed.
-struct Fetch {
-  int64_t from, step;
+  template <int R, int O>
+  void tile(const Matrix &m, int64_t out, Group group) const;
 };
 
 // The sums of N vectors, one after the other.
@@ -52,40 +49,41 @@ template <int R, int O>
   }
 }
 
-// R rows of x from `row` on, times O rows of W from `out` on.
+// The group's R rows of x times O rows of W from `out` on. While they are computed, each group fetches its part of the next
+// tile.
 template <int R, int O>
-inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
-  const float *x = in.x + row * in.x_row, *w = static_cast<const float *>(m.w) + out * (m.w_row / 4);
-  const int64_t w_row = m.w_row / 4;
-  const float *next = w + O * w_row + fetch.from;
+inline void Rows::tile(const Matrix &m, int64_t out, Group group) const {
+  const int64_t w_row = m.w_row / 4, step = std::max<int64_t>(1, LANES / group.groups);
+  const float *rows_of_x = x + group.row * size, *w = static_cast<const float *>(m.w) + out * w_row;
+  const float *next = w + O * w_row + size * group.number / group.groups;
   vec acc[R * O] = {};
   int64_t i = 0;
-  for (; i + LANES <= in.size; i += LANES, next += fetch.step) {
+  for (; i + LANES <= size; i += LANES, next += step) {
     vec b[O];
     UNROLLED for (int o = 0; o < O; o++) {
       b[o] = load(w + o * w_row + i);
       __builtin_prefetch(next + o * w_row);
     }
     UNROLLED for (int r = 0; r < R; r++) {
-      const vec a = load(x + r * in.x_row + i);
+      const vec a = load(rows_of_x + r * size + i);
       UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
     }
   }
-  if (const int64_t rest = in.size - i; rest > 0) {
+  if (const int64_t rest = size - i; rest > 0) {
     UNROLLED for (int r = 0; r < R; r++) {
-      const vec a = load_some(x + r * in.x_row + i, rest);
+      const vec a = load_some(rows_of_x + r * size + i, rest);
       UNROLLED for (int o = 0; o < O; o++) {
         acc[r * O + o] = fused(a, load_some(w + o * w_row + i, rest), acc[r * O + o]);
       }
     }
   }
-  finish<R, O>(acc, m, row, out);
+  finish<R, O>(acc, m, group.row, out);
 }
 
 // The same of stored weights: in the same order, so to the same bits as of the floats that they stand for.
 template <typename F, int R, int O>
 inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
-  const float *x = in.x + row * in.x_row;
+  const float *x = in.x + row * in.size;
   const byte *w = static_cast<const byte *>(m.w) + out * m.w_row;
   const byte *next = w + AHEAD;
   vec acc[R * O] = {};
@@ -99,37 +97,13 @@ inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t ou
         vec b[O];
         UNROLLED for (int o = 0; o < O; o++) b[o] = F::part(w + o * m.w_row, piece, part, scales[o]);
         UNROLLED for (int r = 0; r < R; r++) {
-          const vec a = load(x + r * in.x_row + part * LANES);
+          const vec a = load(x + r * in.size + part * LANES);
           UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
         }
       }
     }
   }
   finish<R, O>(acc, m, row, out);
-}
-template <int R, int O>
-inline void tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out, Fetch fetch) {
-  if (rows == R) return tile<R, O>(in, m, row, out, fetch);
-  if constexpr (R > 1) tile_of<R - 1, O>(rows, in, m, row, out, fetch);
-}
-
-// Outputs [from, to) of all rows, R rows and O outputs at a time at most: a few rows of W meet all rows of x, then the
-// next few. Each group of rows fetches its share of the next tile.
-template <int R, int O>
-void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  const int64_t groups = (in.rows + R - 1) / R;
-  const int64_t whole = from + (to - from) / O * O;
-  for (int64_t out = from; out < whole; out += O) {
-    for (int64_t g = 0, row = 0; g < groups; g++) {
-      const int64_t end = in.rows * (g + 1) / groups;
-      const Fetch fetch{in.size * g / groups, std::max<int64_t>(1, LANES / groups)};
-      tile_of<R, O>(end - row, in, m, row, out, fetch);
-      row = end;
-    }
-  }
-  if constexpr (O > 1) {
-    if (whole < to) outputs<R, 1>(in, m, whole, to);
-  }
 }
 
 // R rows or fewer, LEAST at least.
@@ -208,16 +182,10 @@ void longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size,
 
 void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
   if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads);
-  const Rows in{x, rows, size, size};
-  int64_t shares = 0;
-  for (int64_t i = 0; i < count; i++) shares += (matrices[i].outs + SHARE - 1) / SHARE;
-  share_out(threads, shares, [&](int64_t s) {
-    int64_t number = s;
-    const Matrix *m = matrices;
-    for (; number >= (m->outs + SHARE - 1) / SHARE; m++) number -= (m->outs + SHARE - 1) / SHARE;
-    const int64_t from = number * SHARE, to = std::min(m->outs, from + SHARE);
-    if (!m->format) return share(in, *m, from, to);
-    with_format(m->format, [&](auto f) { stored_share<decltype(f)>(in, *m, from, to); });
+  const Rows in{x, rows, size};
+  share_outputs<SHARE>(matrices, count, threads, [&](const Matrix &m, int64_t from, int64_t to) {
+    if (!m.format) return share(in, m, from, to);
+    with_format(m.format, [&](auto f) { stored_share<decltype(f)>(in, m, from, to); });
   });
 }
 

@@ -1,9 +1,10 @@
 // y = x W^T + b with both rounded to whole numbers: for drafts, which need not be exact.
 //
 // A row of W is numbers of eight bits and a scale, a row of x becomes numbers of thirteen bits and a scale. Two products
-// and their sum are one operation then, and unpacking a weight is one for two: a dozen rows take a quarter of the time.
+// and their sum are one operation then, and unpacking a weight is one for two. The outputs of a band are lanes beside one
+// another, so no sum has to be gathered from lanes; and sums are whole numbers, the same for every instruction set.
 #include "rounded.h"
-#include "threads.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -13,11 +14,10 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t SHARE = 24;   // outputs that a thread takes at a time: whole tiles of every shape
-constexpr float MOST = 4095.0f;  // of a number of x: sums of 16,384 products still fit 32 bits, in vectors of four lanes
+constexpr int64_t SHARE = 48;              // outputs that a thread takes at a time: whole tiles of every shape
+constexpr int64_t VECTORS = BAND / LANES;  // of sums, for a band's outputs
 
 typedef std::int16_t shorts __attribute__((vector_size(4 * LANES)));
-typedef std::int16_t unaligned_shorts __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 // 2 x LANES weights. (Compilers convert such vectors one number at a time.)
 inline shorts weights(const std::int8_t *p) {
@@ -25,6 +25,8 @@ inline shorts weights(const std::int8_t *p) {
   return (shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 #elif defined(__AVX2__)
   return (shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+#elif defined(__aarch64__)
+  return (shorts)vmovl_s8(vld1_s8(p));
 #else
   shorts x;
   for (int i = 0; i < 2 * LANES; i++) x[i] = p[i];
@@ -34,10 +36,15 @@ inline shorts weights(const std::int8_t *p) {
 
 // Each lane of the sum plus the products of two numbers.
 inline ivec plus(ivec sum, shorts a, shorts b) {
-#if defined(__AVX512BW__)
+#if defined(__AVX512VNNI__)
+  return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
   return sum + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
   return sum + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__aarch64__)
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  return sum + (ivec)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 #else
   for (int i = 0; i < LANES; i++) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
   return sum;
@@ -47,43 +54,49 @@ inline ivec plus(ivec sum, shorts a, shorts b) {
 struct Rows {
   const std::int16_t *x;  // (rows, size)
   const float *scales;    // (rows,)
-  int64_t rows, size;     // size: of a row, whole vectors
+  int64_t rows, size;     // size: of a row, filled up with zeros
+
+  template <int R, int O>
+  void tile(const Matrix &m, int64_t band, Group group) const;
 };
 
-// R rows of x from `row` on, times O rows of W from `out` on.
+// The group's R rows of x times O bands of W from `band` on.
 template <int R, int O>
-inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
-  const std::int8_t *w = static_cast<const std::int8_t *>(m.w) + out * m.w_row;
-  const std::int16_t *x = in.x + row * in.size;
-  ivec acc[R * O] = {};
-  for (int64_t i = 0; i < in.size; i += 2 * LANES) {
-    shorts b[O];
-    UNROLLED for (int o = 0; o < O; o++) {
-      b[o] = weights(w + o * m.w_row + i);
-      __builtin_prefetch(w + (O + o) * m.w_row + i);
-    }
+inline void Rows::tile(const Matrix &m, int64_t band, Group group) const {
+  constexpr int N = O * VECTORS;
+  const std::int8_t *w = static_cast<const std::int8_t *>(m.w) + band * m.w_row;
+  const std::int16_t *numbers = x + group.row * size;
+  ivec acc[R * N] = {};
+  // Two inputs at a time. (Were it four, compilers would regroup sums and run out of registers.)
+  for (int64_t i = 0; i < size; i += 2, w += 2 * BAND) {
+    shorts b[N];
+    UNROLLED for (int o = 0; o < O; o++) __builtin_prefetch(w + (O + o) * m.w_row);
+    UNROLLED for (int v = 0; v < N; v++) b[v] = weights(w + v / VECTORS * m.w_row + v % VECTORS * 2 * LANES);
     UNROLLED for (int r = 0; r < R; r++) {
-      const shorts a = *reinterpret_cast<const unaligned_shorts *>(x + r * in.size + i);
-      UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = plus(acc[r * O + o], a, b[o]);
+      std::int32_t pair;
+      std::memcpy(&pair, numbers + r * size + i, sizeof pair);
+      const shorts a = (shorts)(ivec{} + pair);
+      UNROLLED for (int v = 0; v < N; v++) acc[r * N + v] = plus(acc[r * N + v], a, b[v]);
     }
   }
-  constexpr int N = R * O, WHOLE = (N + LANES - 1) / LANES * LANES;
-  vec sum[WHOLE] = {};
-  UNROLLED for (int i = 0; i < N; i++) sum[i] = __builtin_convertvector(acc[i], vec);
-  float found[WHOLE];
-  for (int i = 0; i < N; i += LANES) store(found + i, sums<LANES>(sum + i));
-  for (int o = 0; o < O; o++) {
-    float scale;
-    std::memcpy(&scale, w + o * m.w_row + in.size, sizeof scale);
-    for (int r = 0; r < R; r++) {
-      float &y = m.y[(row + r) * m.outs + out + o];
-      y = (m.adds ? y : 0.0f) + (found[r * O + o] * (scale * in.scales[row + r]) + (m.bias ? m.bias[out + o] : 0.0f));
+  UNROLLED for (int v = 0; v < N; v++) {
+    const int64_t out = band * BAND + v * LANES, here = std::min<int64_t>(LANES, m.outs - out);
+    if (here <= 0) return;
+    const auto read = [=](const float *p) { return here == LANES ? load(p) : load_some(p, here); };
+    const vec scale = load(reinterpret_cast<const float *>(w + v / VECTORS * m.w_row) + v % VECTORS * LANES);
+    const vec bias = m.bias ? read(m.bias + out) : vec{};
+    UNROLLED for (int r = 0; r < R; r++) {
+      float *y = m.y + (group.row + r) * m.outs + out;
+      vec found = __builtin_convertvector(acc[r * N + v], vec) * (scale * scales[group.row + r]) + bias;
+      if (m.adds) found = read(y) + found;
+      here == LANES ? store(y, found) : store_some(y, found, here);
     }
   }
 }
 
-// Rounds a row of x; returns its scale. Where one number is none, the row has none: its scale is NaN.
-float round_row(const float *x, int64_t size, std::int16_t *to, int64_t padded) {
+// Rounds a row of x to numbers of at most `limit`; returns its scale. Where one number is none, the row has none: its
+// scale is NaN.
+float round_row(const float *x, int64_t size, float limit, std::int16_t *to, int64_t padded) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
   vec most = {}, zeros = {};
   const auto look = [&](vec a) {
@@ -93,7 +106,7 @@ float round_row(const float *x, int64_t size, std::int16_t *to, int64_t padded) 
   int64_t whole = 0;
   for (; whole + LANES <= size; whole += LANES) look(load(x + whole));
   if (whole < size) look(load_some(x + whole, size - whole));
-  const float largest = across<Larger, 1>(&most)[0], factor = MOST / largest;
+  const float largest = across<Larger, 1>(&most)[0], factor = limit / largest;
   if (!std::isfinite(factor)) {  // nothing, or next to it; or too much
     std::fill_n(to, padded, std::int16_t{0});
     return sums<1>(&zeros)[0];
@@ -106,41 +119,15 @@ float round_row(const float *x, int64_t size, std::int16_t *to, int64_t padded) 
     to[i] = static_cast<std::int16_t>(bits - zero);
   }
   std::fill(to + size, to + padded, std::int16_t{0});
-  return largest / MOST + sums<1>(&zeros)[0];
+  return largest / limit + sums<1>(&zeros)[0];
 }
 
-template <int R, int O>
-inline void tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out) {
-  if (rows == R) return tile<R, O>(in, m, row, out);
-  if constexpr (R > 1) tile_of<R - 1, O>(rows, in, m, row, out);
-}
-
-// Outputs [from, to) of all rows, R rows and O outputs at a time at most.
-template <int R, int O>
-void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  const int64_t groups = (in.rows + R - 1) / R, whole = from + (to - from) / O * O;
-  for (int64_t out = from; out < whole; out += O) {
-    for (int64_t g = 0, row = 0; g < groups; g++) {
-      const int64_t end = in.rows * (g + 1) / groups;
-      tile_of<R, O>(end - row, in, m, row, out);
-      row = end;
-    }
-  }
-  if constexpr (O > 1) {
-    if (whole < to) outputs<R, 1>(in, m, whole, to);
-  }
-}
-
+// Bands [from, to), in tiles that fill the registers. (Without AVX products need some, too.)
 void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  if constexpr (TILE == 24) {
-    if (in.rows <= 3) return outputs<3, 8>(in, m, from, to);
-    if (in.rows <= 4) return outputs<4, 6>(in, m, from, to);
-    if (in.rows <= 6 || (in.rows > 8 && in.rows <= 12)) return outputs<6, 4>(in, m, from, to);
-    return outputs<8, 3>(in, m, from, to);
+  if constexpr (LANES == 16) {
+    outputs<8, 3>(in, m, from, to);
   } else {
-    if (in.rows <= 2) return outputs<2, 6>(in, m, from, to);
-    if (in.rows <= 4) return outputs<4, 3>(in, m, from, to);
-    return outputs<6, 2>(in, m, from, to);
+    outputs<LANES == 8 ? 6 : TILE / 6, 1>(in, m, from, to);
   }
 }
 
@@ -149,16 +136,14 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
 void rounded_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
   static thread_local Scratch scratch;
   const int64_t padded = (size + ROUNDED_UNIT - 1) / ROUNDED_UNIT * ROUNDED_UNIT;
+  // Of numbers of x: thirteen bits, or as many as leave room for the sum of a row's products.
+  const float limit = static_cast<float>(std::min<int64_t>(4095, 0x7fffffff / (127 * padded)));
   const int64_t of_scales = Scratch::whole_lines(rows);
-  float *scales = scratch.of(of_scales + rows * padded / 2 + 16);
+  float *scales = scratch.of(of_scales + rows * padded / 2);
   std::int16_t *numbers = reinterpret_cast<std::int16_t *>(scales + of_scales);
-  for (int64_t r = 0; r < rows; r++) scales[r] = round_row(x + r * size, size, numbers + r * padded, padded);
+  for (int64_t r = 0; r < rows; r++) scales[r] = round_row(x + r * size, size, limit, numbers + r * padded, padded);
   const Rows in{numbers, scales, rows, padded};
-  int64_t shares = 0;
-  for (int64_t i = 0; i < count; i++) shares += (matrices[i].outs + SHARE - 1) / SHARE;
-  share_out(threads, shares, [&](int64_t number) {
-    const Matrix *m = matrices;
-    for (; number >= (m->outs + SHARE - 1) / SHARE; m++) number -= (m->outs + SHARE - 1) / SHARE;
-    share(in, *m, number * SHARE, std::min(m->outs, (number + 1) * SHARE));
+  share_outputs<SHARE>(matrices, count, threads, [&](const Matrix &m, int64_t from, int64_t to) {
+    share(in, m, from / BAND, (to + BAND - 1) / BAND);
   });
 }

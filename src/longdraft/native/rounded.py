@@ -9,9 +9,9 @@ import torch
 
 from longdraft.native.stored import Stored
 
-# Numbers that a row is filled up to a multiple of; the longest row, for whose sums there is room; rows that are rounded
-# at a time, for a head is large, and so is what is computed on the way.
-_UNIT, LONGEST, _TOGETHER = 32, 16384, 4096
+# Rows of a band; what a row is filled up to a multiple of; the longest row; rows that are rounded at a time, for a head
+# is large, and so is what is computed on the way.
+_BAND, _UNIT, LONGEST, _TOGETHER = 16, 4, 16384, 4096
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Rounded:
     """A matrix (out, in) of whole numbers from -127 to 127, and a scale a row.
 
     Attributes:
-        data: (out, bytes of a row) int8: the numbers, zeros up to a multiple of 32, and the scale's four bytes.
+        data: (bands of 16 rows, bytes of a band) int8: of every two columns the rows' numbers, a row's two beside one
+            another, zeros up to a multiple of 4 columns; and the rows' scales, four bytes each. See rounded.h.
         shape: (out, in).
     """
 
@@ -30,7 +31,10 @@ class Rounded:
 
     def floats(self) -> torch.Tensor:
         """(out, in) float32: what the numbers stand for."""
-        return self.data[:, : self.shape[1]].float() * self.data[:, -4:].contiguous().view(torch.float32)
+        outs, size = self.shape
+        numbers = self.data[:, : -4 * _BAND].unflatten(1, (-1, _BAND, 2)).transpose(1, 2).flatten(2).flatten(0, 1)
+        scales = self.data[:, -4 * _BAND :].contiguous().view(torch.float32).view(-1, 1)
+        return numbers[:outs, :size].float() * scales[:outs]
 
 
 def rounded(weights: torch.Tensor | Stored) -> Rounded:
@@ -42,11 +46,15 @@ def rounded(weights: torch.Tensor | Stored) -> Rounded:
     outs, size = weights.shape
     if size > LONGEST:
         raise ValueError(f"rows of at most {LONGEST} weights are rounded, got {size}")
-    data = torch.zeros(outs, (size + _UNIT - 1) // _UNIT * _UNIT + 4, dtype=torch.int8)
-    for rows, into in zip(_pieces(weights), data.split(_TOGETHER), strict=True):
-        scales = rows.float().abs().amax(1, keepdim=True) / 127
-        into[:, :size] = (rows / torch.where(scales > 0, scales, 1)).round()
-        into[:, -4:] = scales.view(torch.int8)
+    filled = (size + _UNIT - 1) // _UNIT * _UNIT
+    data = torch.empty((outs + _BAND - 1) // _BAND, (filled + 4) * _BAND, dtype=torch.int8)
+    for rows, bands in zip(_pieces(weights), data.split(_TOGETHER // _BAND), strict=True):
+        numbers, scales = torch.zeros(len(bands) * _BAND, filled), torch.zeros(len(bands) * _BAND, 1)
+        scales[: len(rows)] = rows.float().abs().amax(1, keepdim=True) / 127
+        numbers[: len(rows), :size] = rows
+        numbers = (numbers / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
+        bands[:, : -4 * _BAND] = numbers.view(len(bands), _BAND, -1, 2).transpose(1, 2).flatten(1)
+        bands[:, -4 * _BAND :] = scales.view(torch.int8).view(len(bands), -1)
     return Rounded(data, (outs, size))
 
 

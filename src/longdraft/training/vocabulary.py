@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from longdraft.host.stored import unpacked
 from longdraft.native import Stored
 from longdraft.training.documents import Document
 
@@ -48,4 +49,4 @@ def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Ten
     if kept is not None:
         kept = kept.to(head.device)
         head = head.rows(kept) if isinstance(head, Stored) else head[kept]
-    return head.floats() if isinstance(head, Stored) else head
+    return unpacked(head) if isinstance(head, Stored) else head

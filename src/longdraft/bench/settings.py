@@ -1,0 +1,124 @@
+"""What a benchmark measures: contenders, their options, lengths and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longdraft.bench import peers
+from longdraft.bench.peers import PEERS, Sources
+from longdraft.drafters import draft_folder
+from longdraft.errors import UnknownMethodError
+from longdraft.kv import offload as offloading
+from longdraft.methods import METHODS, method_of
+from longdraft.planning import choice
+from longdraft.recipes import asked_for
+from longdraft.verify.sampling import Sampling
+
+REFERENCE = "ar"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        methods: names of methods and peers.
+        max_tokens: new tokens at most, a prompt.
+        contexts: tokens that a prompt has at most, each measured; None leaves them as they are.
+        batches: prompts decoded together, each measured.
+        repeats: timed rounds.
+        raw: prompts as plain text, without the chat template.
+        ignore_eos: decode on to ``max_tokens``.
+        cold: every method reads the prompts once itself, which gives its time to first token. Without it the first of
+            ours reads them for all of ours.
+        draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
+        own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
+            One of them may be its ``plan``.
+        plan: how our methods size their trees; see :class:`~longdraft.speculator.Speculator`.
+        offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
+        sources: where peers have their own weights from.
+        profile: look into some rounds of our methods, after the timed ones.
+    """
+
+    methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
+    max_tokens: int = 64
+    contexts: tuple[int | None, ...] = (None,)
+    batches: tuple[int, ...] = (1,)
+    repeats: int = 3
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    raw: bool = False
+    ignore_eos: bool = False
+    cold: bool = True
+    draft_options: Mapping[str, Any] = field(default_factory=dict)
+    own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plan: str | None = None
+    offload: str | Path | None = None
+    sources: Sources = field(default_factory=Sources)
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        given = {
+            "max-tokens": (self.max_tokens,), "repeats": (self.repeats,), "batch": self.batches,
+            "context": tuple(c for c in self.contexts if c is not None),
+        }  # fmt: skip
+        for name, values in given.items():
+            if values and min(values) < 1:
+                raise ValueError(f"{name} must be at least 1, got {min(values)}")
+        if not self.contexts or not self.batches:
+            raise ValueError("context and batch must name one value at least")
+        for name in self.methods:
+            if method_name(name) not in METHODS and name not in PEERS:
+                raise UnknownMethodError(
+                    f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
+                )
+            if name not in PEERS:
+                asked_for(method_name(name), self.options(name))  # a wrong option, or a draft that cannot be read
+            choice.checked(self.plan_of(name))
+        offloading.parse(self.offload)
+        peers.check(self.methods, self.sources, max(self.batches))
+        if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
+            needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
+            raise ValueError(
+                f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({needing})"
+            )
+
+    def options(self, name: str) -> Mapping[str, Any]:
+        """The options of a contender of ours."""
+        return {**self._shared(name), **{k: x for k, x in self.own_options.get(name, {}).items() if k != "plan"}}
+
+    def plan_of(self, name: str) -> str | None:
+        """How a contender of ours sizes its trees."""
+        plan: str | None = self.own_options.get(name, {}).get("plan", self.plan)
+        return plan
+
+    def takes_draft(self, name: str) -> bool:
+        """Whether the draft options are for this contender."""
+        return name not in PEERS and METHODS[method_name(name)].takes_draft
+
+    def _shared(self, name: str) -> Mapping[str, Any]:
+        """The draft options. A draft folder goes to the methods that can take its kind, if there are any."""
+        if not self.takes_draft(name):
+            return {}
+        draft = self.draft_options.get("draft")
+        if isinstance(draft, str | Path) and draft_folder.is_draft_folder(draft):
+            kind = method_of(draft).draft_kind
+            readers = [
+                n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in (kind, None)
+            ]
+            if readers and name not in readers:
+                return {k: x for k, x in self.draft_options.items() if k != "draft"}
+        return self.draft_options
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """The names once each, ``ar`` first: everything is measured against it."""
+        return tuple(dict.fromkeys((REFERENCE, *self.methods)))
+
+
+def method_name(contender: str) -> str:
+    """``specpv`` of ``specpv:budget=512``."""
+    return contender.partition(":")[0]
