@@ -15,7 +15,7 @@ from longdraft import drafts as shipped
 from longdraft.bench import acceptance_report, charts
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
 from longdraft.bench.data import Sample
-from longdraft.bench.run import Settings
+from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError
 from longdraft.host.checkpoints import stretch_rope
 from longdraft.host.runner import TargetRunner

@@ -24,7 +24,7 @@ from longdraft.bench.contenders import Job, Kept, Ours
 from longdraft.bench.data import Sample, fitted
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
-from longdraft.bench.run import Settings, method_name
+from longdraft.bench.settings import Settings, method_name
 from longdraft.drafters.kinds import KINDS
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.host.checkpoints import LoadedModel, Progress

@@ -13,7 +13,7 @@ from rich.text import Text as Line
 from longdraft.bench import acceptance_report, charts, tasks
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Short, Work, by_default
 from longdraft.bench.peers import PEERS
-from longdraft.bench.run import Settings
+from longdraft.bench.settings import Settings
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Shares
