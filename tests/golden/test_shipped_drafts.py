@@ -48,6 +48,7 @@ class Golden(NamedTuple):
 GOLDEN = {
     "ar": Golden(1.0),
     "prompt-lookup": Golden(1.30),
+    "suffix": Golden(1.30, {"earlier": 1000}),
     "longspec": Golden(1.27, {}, {"widths": (4, 4, 4), "nodes": 8}),
     "eagle3": Golden(1.43, {}, {"depth": 4, "top_k": 4, "nodes": 8}),
     "small-lm": Golden(1.72, {}, {"depth": 3, "top_k": 3, "nodes": 8}),
