@@ -102,7 +102,7 @@ def test_trust_is_learned_without_verifying():
         assert proposal(drafter, s).drafted == 3
         s.append([2, 3, 4, 1][i % 4])
         drafter.observe(verified(s, TokenTree((s.tokens[-2],), (-1,)), 0))
-    assert trust.chance(0.9) > 0.91
+    assert trust.shift > 0 and trust.chance(0.8) > 0.8
 
 
 # --- the drafter ---
