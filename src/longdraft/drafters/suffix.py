@@ -166,7 +166,7 @@ class SuffixDrafter(Drafter):
     Attributes:
         max_draft: longest continuation, in tokens.
         max_nodes: most drafted nodes of a tree.
-        branches: most leaves of a tree; 1 gives a chain, None as many as there are nodes.
+        branches: most leaves of a tree; 1 gives a chain.
         min_n, max_n: match lengths, in tokens; longer matches count as max_n.
         earlier: the latest so many tokens of earlier requests are looked up too; or where they are kept, for several
             drafters. 0: a request sees its own text alone.
@@ -176,7 +176,7 @@ class SuffixDrafter(Drafter):
 
     max_draft: int = 15
     max_nodes: int = 15
-    branches: int | None = None
+    branches: int = 15
     min_n: int = 1
     max_n: int = 64
     earlier: int | Earlier = 0
@@ -185,7 +185,7 @@ class SuffixDrafter(Drafter):
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
             raise ValueError(f"need 1 <= min_n <= max_n, got {self.min_n} and {self.max_n}")
-        if self.max_draft < 1 or self.max_nodes < 1 or (self.branches is not None and self.branches < 1):
+        if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
             raise ValueError("max_draft, max_nodes and branches must be at least 1")
         if not isinstance(self.earlier, Earlier) and self.earlier != 0:
             self.earlier = Earlier(self.earlier)

@@ -88,9 +88,9 @@ class Earlier:
     def add(self, text: Sequence[int]) -> None:
         """Keeps a text, for as long as there is room."""
         kept = [*text[-(self.most - 1) :], END]
-        self._sizes.append(len(kept))
-        while sum(self._sizes) > self.most:
+        while len(self.suffixes.tokens) + len(kept) > self.most:
             self.suffixes.drop(self._sizes.popleft())
+        self._sizes.append(len(kept))
         for token in kept:
             self.suffixes.append(token)
 
