@@ -32,7 +32,7 @@ from statistics import fmean
 from typing import Any
 
 from longdraft.drafters.base import Drafter, NoDrafter
-from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.events import Event
 from longdraft.planning.costs import Costs, CostTable
@@ -180,7 +180,7 @@ def advanced(s: Sequence, tree: TokenTree, output: list[int]) -> Event:
 
 def hindsight(text: Recording, machine: Machine) -> float:
     """Seconds of the best choices, from the last position back to the first."""
-    s, lookup = Sequence(0, text.prompt, len(text.output)), NGramDrafter()
+    s, lookup = Sequence(0, text.prompt, len(text.output)), SuffixDrafter()
     s.append(text.output[0])
     lookup.observe(Event(s, TokenTree((0,), (-1,)), emitted=(text.output[0],), mode="prefill"))
     right: list[tuple[int, int]] = []  # at each position, tokens that the lookup has right, and the draft
@@ -218,10 +218,10 @@ class Always(Planner):
 
 Make = Callable[[list[Recording]], Drafter]
 CONTENDERS: dict[str, tuple[Make, type[Planner]]] = {
-    "prompt-lookup": (lambda texts: NGramDrafter(), Planner),
+    "prompt-lookup": (lambda texts: SuffixDrafter(), Planner),
     "draft": (Replayed, Planner),
-    "both": (lambda texts: UnitedDrafter(NGramDrafter(), Replayed(texts)), Always),
-    "default": (lambda texts: UnitedDrafter(NGramDrafter(), Replayed(texts)), Planner),
+    "both": (lambda texts: UnitedDrafter(SuffixDrafter(), Replayed(texts)), Always),
+    "default": (lambda texts: UnitedDrafter(SuffixDrafter(), Replayed(texts)), Planner),
 }
 
 
@@ -240,7 +240,7 @@ class Comparison:
     def of(self, texts: list[Recording]) -> dict[str, float]:
         """The ratios, geometric means over seeds."""
         plain = replay(texts, NoDrafter(), None, self._machine(0, 0.0))
-        fixed = replay(texts, NGramDrafter(), None, self._machine(0, 0.0))
+        fixed = replay(texts, SuffixDrafter(), None, self._machine(0, 0.0))
         found = {"prompt-lookup fixed": plain / fixed}
         for name in CONTENDERS:
             found[name] = mean(plain / self._seconds(texts, name, seed) for seed in range(self._seeds))

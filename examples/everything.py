@@ -10,14 +10,14 @@ three, and asks the small model only where the lookups are not sure.
 
 from longdraft import compose
 from longdraft.drafters.heads_reuse import ReuseDrafter
-from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
 
 
 def drafter(draft):
     model = SmallLMDrafter(draft, view="retrieval")  # an OPT-Tree on a view of its own KV
-    return UnitedDrafter(NGramDrafter(), UnitedDrafter(ReuseDrafter(), model))
+    return UnitedDrafter(SuffixDrafter(), UnitedDrafter(ReuseDrafter(), model))
 
 
 compose("everything", drafter, draft="small-lm", summary="lookups, phrases of the output and SpecExtend in one tree")

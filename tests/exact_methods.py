@@ -16,8 +16,8 @@ from tests.tiny import tiny_model
 
 SMALL_VIEW: dict[str, Any] = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
 EXACT = (
-    "ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "specextend", "specextend-eagle3", "self",
-    "magicdec", "triforce", "nested", "heads", "tokenswift", "specpv-exact",
+    "ar", "prompt-lookup", "suffix", "longspec", "eagle3", "onepass", "small-lm", "specextend", "specextend-eagle3",
+    "self", "magicdec", "triforce", "nested", "heads", "tokenswift", "specpv-exact",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class Specs:
         }
         free: dict[str, dict[str, Any]] = {
             "prompt-lookup": {"min_n": 1},
+            "suffix": {"earlier": 200},
             "self": {"depth": 2, **SMALL_VIEW},
             "nested": {"drafter": "prompt-lookup", "min_n": 1},
             "magicdec": {"drafter": "self", "depth": 2},

@@ -12,8 +12,8 @@ from longdraft import Speculator, compose
 from longdraft.cli.main import main
 from longdraft.drafters.heads_reuse import ReuseDrafter
 from longdraft.drafters.nested import NestedDrafter
-from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
@@ -35,7 +35,7 @@ def methods_as_before():
 
 
 def lookups(n: int = 3):
-    return UnitedDrafter(NGramDrafter(), ReuseDrafter(n))
+    return UnitedDrafter(SuffixDrafter(), ReuseDrafter(n))
 
 
 def view() -> View:
@@ -43,7 +43,7 @@ def view() -> View:
 
 
 def three_levels():
-    streaming = NestedDrafter(NGramDrafter(), SelfDrafter("streaming", budget=24), depth=3)
+    streaming = NestedDrafter(SuffixDrafter(), SelfDrafter("streaming", budget=24), depth=3)
     return NestedDrafter(streaming, SelfDrafter("chunks", budget=64), depth=6)
 
 

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from longdraft import Speculator, compose, register
 from longdraft.cli.main import main
 from longdraft.drafters.kinds import KINDS, Kind
-from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.errors import CheckpointError
 from longdraft.host.loading import load
@@ -88,7 +88,7 @@ def test_trained_saved_loaded_and_decoded_with(place, tmp_path):
 def test_composed_with_lookups(place):
     folder, example, _ = place
     runpy.run_path(str(EXAMPLE))
-    compose("both", lambda draft: UnitedDrafter(NGramDrafter(), example["RecurrentDrafter"](draft)), draft="recurrent")
+    compose("both", lambda draft: UnitedDrafter(SuffixDrafter(), example["RecurrentDrafter"](draft)), draft="recurrent")
     model = load(str(folder / "target")).model
     found = Speculator("both", target=model, draft=folder / "run" / "last").generate(PROMPTS, max_new_tokens=30)
     want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=30)
@@ -130,9 +130,9 @@ def test_what_is_refused(place, tmp_path):
 
 def test_what_cannot_be_registered():
     with pytest.raises(ValueError, match="is a method of longdraft"):
-        register(Kind("longspec", str, lambda draft: NGramDrafter(), "mine"))
+        register(Kind("longspec", str, lambda draft: SuffixDrafter(), "mine"))
     with pytest.raises(ValueError, match="takes no `draft`"):
-        register(Kind("mine", str, NGramDrafter, "mine"))
+        register(Kind("mine", str, SuffixDrafter, "mine"))
 
 
 def test_on_the_command_line(place, capsys):

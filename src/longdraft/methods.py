@@ -15,9 +15,9 @@ from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.kinds import KINDS, Kind, kind_of
 from longdraft.drafters.magicdec import magicdec_self, magicdec_small_lm
 from longdraft.drafters.nested import nested, triforce
-from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import tokenswift
 from longdraft.errors import UnknownMethodError
 from longdraft.verify.schedule import Schedule
@@ -74,7 +74,7 @@ class Method:
     def drafter_options(self) -> dict[str, inspect.Parameter]:
         """Those that its drafter takes."""
         own = _parameters(self.drafter) if self.drafter is not None else {}
-        return own | {"lookup": _LOOKUP} if self.needs_draft else own
+        return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if self.needs_draft else own
 
     @property
     def schedule_options(self) -> dict[str, inspect.Parameter]:
@@ -119,8 +119,9 @@ def _specpv(
 
 
 _DRAFTER = inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, default=None)
-# Of every trained draft: whether it is joined by n-gram lookup.
+# Of every trained draft: whether it is joined by suffix lookup, and how many tokens of earlier requests that sees.
 _LOOKUP = inspect.Parameter("lookup", inspect.Parameter.KEYWORD_ONLY, default=False)
+_EARLIER = inspect.Parameter("earlier", inspect.Parameter.KEYWORD_ONLY, default=0)
 _MAGICDEC = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"
 _TRIFORCE = "Sun et al. 2024, TriForce, arXiv:2404.11912"
 _SPECPV = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
@@ -141,7 +142,15 @@ METHODS = {
             False,
             "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
             "drafts what followed the same words before, in prompt or output",
-            NGramDrafter,
+            SuffixDrafter,
+        ),
+        Method(
+            "suffix",
+            True,
+            False,
+            "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
+            "the same drafter by the name of its paper: earlier=N looks N tokens of earlier requests up too",
+            SuffixDrafter,
         ),
         *map(of_kind, sorted(KINDS.values(), key=lambda kind: (kind.name not in DEFAULTS, DRAFTING.index(kind.name)))),
         Method(

@@ -10,7 +10,8 @@ from typing import Any
 from longdraft import drafts
 from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.kinds import KINDS, kind_of
-from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.drafters.suffixes import Earlier
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.host.runner import TargetRunner
@@ -35,11 +36,15 @@ class Recipe:
         """A fresh drafter, for one run."""
         assert self.drafting.drafter is not None
         options = self._of(self.drafting.drafter_options)
-        lookup = options.pop("lookup", False)
-        if not isinstance(lookup, bool):
-            raise ValueError(f"lookup must be True or False, got {lookup!r}")
+        lookup, earlier = False, 0
+        if self.drafting.needs_draft:
+            lookup, earlier = options.pop("lookup", lookup), options.pop("earlier", earlier)
+            if not isinstance(lookup, bool):
+                raise ValueError(f"lookup must be True or False, got {lookup!r}")
+            if earlier and not lookup:
+                raise ValueError("earlier is for lookups: give lookup=true too, or leave it out")
         made = self.drafting.drafter(**options)
-        made = UnitedDrafter(NGramDrafter(), made) if lookup else made
+        made = UnitedDrafter(SuffixDrafter(earlier=earlier), made) if lookup else made
         return made if self.method.wraps is None else self.method.wraps(made, **self._of(self.method.wrap_options))
 
     def schedule(self) -> Schedule:
@@ -120,6 +125,8 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
             draft = KINDS[drafting.draft_kind or ""].load(_needed(drafting, runner))
         draft.bound(runner)  # a draft for another target is refused now
         options = {**options, "draft": draft}
+    if options.get("earlier"):  # kept for all runs with this target
+        options = {**options, "earlier": Earlier(options["earlier"])}
     return _checked(named, drafting, options)  # and so is a wrong value
 
 

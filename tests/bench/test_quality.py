@@ -19,7 +19,7 @@ from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
 from longdraft.cli import options
 from longdraft.cli.main import main
-from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine import Engine
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.host.chat import chat_prompt
@@ -76,7 +76,7 @@ def drifts(model, view, kind=RecordedSpecPV):
     listener, cache = Listener(TargetRunner(model)), PromptCache()
     schedule = kind(view, listener)
     s = Sequence(0, list(PROMPT), 40, sampler=Sampler(True, Sampling().processors()))
-    steps = decoded(Engine(listener, NGramDrafter(), schedule, cache), [s])
+    steps = decoded(Engine(listener, SuffixDrafter(), schedule, cache), [s])
     found = drift(listener, cache, PROMPT, s.output, schedule.computed)
     assert len(found) == len(s.output) - 1  # every token but the prefill's, once
     return found, {step.mode for step in steps}

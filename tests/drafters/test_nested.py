@@ -9,11 +9,11 @@ from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters import self_drafter
 from longdraft.drafters.base import NoDrafter
 from longdraft.drafters.nested import NestedDrafter
-from longdraft.drafters.ngram import NGramDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine import Engine
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
@@ -77,7 +77,7 @@ def test_fewer_forwards_of_the_level_where_its_drafter_is_good():
 def test_three_levels_and_a_small_model_as_one(tmp_path):
     model = three_layers()
     draft = SmallLMDraft.load(small_lm(tmp_path))
-    lookup = NestedDrafter(NGramDrafter(), SparseLMDrafter(draft, budget=24, window=4), 3)
+    lookup = NestedDrafter(SuffixDrafter(), SparseLMDrafter(draft, budget=24, window=4), 3)
     streaming = NestedDrafter(lookup, SelfDrafter("streaming", budget=24), 4)
     drafter = NestedDrafter(streaming, SelfDrafter("chunks", **VIEW | {"budget": 40}), 6)
     sequences = run(drafter, model, PROMPTS, 24)
@@ -103,7 +103,7 @@ def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
             level._bound = type(own)(own.runner, torch.arange(11), own.trained_length)
 
         level.bind = trimmed
-        sequences = run(NestedDrafter(NGramDrafter(), level), model, PROMPTS, 20, sampling=sampling)
+        sequences = run(NestedDrafter(SuffixDrafter(), level), model, PROMPTS, 20, sampling=sampling)
         want = [plain(model, [p], 20, sampling=sampling, seed=i)[0].token_ids for i, p in enumerate(PROMPTS)]
         assert [s.output for s in sequences] == want
 
@@ -112,7 +112,7 @@ def test_nothing_of_a_level_is_left_in_the_full_store(monkeypatch):
     """The KV after a run is that of one forward over the text, and no row counts as shown."""
     model = three_layers()
     cache = PromptCache()
-    drafter = NestedDrafter(NGramDrafter(), SelfDrafter("chunks", **VIEW))
+    drafter = NestedDrafter(SuffixDrafter(), SelfDrafter("chunks", **VIEW))
     committed = []
     keep = TrueCache.keep
 
@@ -181,14 +181,14 @@ def test_what_a_level_emits_follows_the_level(monkeypatch, sampling):
     # The target's own is another one, or this would say nothing.
     theirs = law(model, prompt, list(range(21)), sampling)
     assert chi_square.p_value(counts, theirs * counts.sum((1, 2), keepdim=True)) < 1e-6
-    for inner in (NGramDrafter(min_n=1), SelfDrafter("streaming", 2, 0, 2)):
+    for inner in (SuffixDrafter(min_n=1), SelfDrafter("streaming", 2, 0, 2)):
         assert first_proposals(model, inner, prompt, 100, sampling) == found[:100]
 
 
 def test_a_level_draws_with_the_draws_to_come():
     """Where it sees what the target sees, all that it drew is drawn."""
     model = three_layers()
-    drafter = NestedDrafter(NGramDrafter(), SelfDrafter(budget=400), 5)
+    drafter = NestedDrafter(SuffixDrafter(), SelfDrafter(budget=400), 5)
     (s,) = run(drafter, model, [PROMPTS[0]], 37, sampling=DRAWN_HARD)
     assert s.rounds == 6 and s.accepted == 30
 
@@ -196,19 +196,19 @@ def test_a_level_draws_with_the_draws_to_come():
 def test_nestings_that_make_no_sense(tmp_path):
     model = three_layers()
     level = SelfDrafter("chunks", **VIEW)
-    with pytest.raises(ValueError, match="NGramDrafter cannot verify what another one drafts"):
-        NestedDrafter(level, NGramDrafter())
+    with pytest.raises(ValueError, match="SuffixDrafter cannot verify what another one drafts"):
+        NestedDrafter(level, SuffixDrafter())
     with pytest.raises(ValueError, match="SmallLMDrafter cannot verify"):
-        NestedDrafter(NGramDrafter(), SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path))))
+        NestedDrafter(SuffixDrafter(), SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path))))
     with pytest.raises(ValueError, match="acceptance=residual has no meaning under a level"):
         NestedDrafter(SelfDrafter(acceptance="residual"), level)
     with pytest.raises(ValueError, match="acceptance=residual"):
         Speculator("nested", target=model, draft=tmp_path, acceptance="residual", **LEVEL)
-    for under in (SelfDrafter(budget=64), NestedDrafter(NGramDrafter(), SelfDrafter(budget=64))):
+    for under in (SelfDrafter(budget=64), NestedDrafter(SuffixDrafter(), SelfDrafter(budget=64))):
         with pytest.raises(ValueError, match="give it a budget above 64 rows, not 24"):
             NestedDrafter(under, level)
     with pytest.raises(ValueError, match="depth must be a whole number of at least 1"):
-        NestedDrafter(NGramDrafter(), level, 0)
+        NestedDrafter(SuffixDrafter(), level, 0)
 
 
 @pytest.mark.parametrize(

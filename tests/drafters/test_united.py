@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Sampling, Speculator
-from longdraft.drafters.ngram import NGramDrafter, Record
 from longdraft.engine import Engine
 from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
 from longdraft.trees.builders import chain, merged, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, random_eagle3, small_lm
-from tests.events import begun, decoded, verified
+from tests.events import decoded
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
@@ -98,38 +96,3 @@ def test_how_far_a_text_follows_a_tree(branches, text):
 
 def test_a_chain_without_probabilities_says_none():
     assert chain(1, [2, 3]).first_chance == 0.0
-
-
-# --- record ---
-
-
-def test_record_is_learned_without_verifying():
-    """Nothing of what is proposed is in the trees that are verified, and still it is known to have been right."""
-    s = Sequence(0, [1, 2, 3, 4] * 4, 60)
-    s.append(1)
-    drafter = NGramDrafter(max_draft=3)
-    drafter.observe(begun(s))
-    before = drafter._record.chance(5, True)
-    for i in range(12):
-        (tree,) = drafter.propose([s], Budget(4, 0.1))
-        assert tree.drafted == 3
-        s.append([2, 3, 4, 1][i % 4])
-        drafter.observe(verified(s, TokenTree(tree.tokens[:1], (-1,)), 0))
-    assert drafter._record.chance(5, True) > before
-    assert drafter._record.chance(2, True) == pytest.approx(2 / 3)  # nothing was seen of shorter matches
-
-
-def test_wrong_matches_are_believed_less():
-    record = Record()
-    for _ in range(12):
-        record.saw(2, [2, 3, 1], [4, 5])
-    assert record.chance(2, True) < 0.4 and record.chance(3, True) == pytest.approx(0.75)
-
-
-def test_what_was_right_long_ago_fades():
-    record = Record()
-    for _ in range(200):
-        record.saw(2, [1], [1])
-    for _ in range(60):
-        record.saw(2, [1], [0])
-    assert record.chance(2, True) < 0.2

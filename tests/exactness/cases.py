@@ -66,6 +66,8 @@ METHODS = {
 # Options that draft otherwise; they meet a ragged batch, greedy and drawn.
 VARIANTS = {
     "prompt-lookup chain": Case("prompt-lookup", None, {"branches": 1, "min_n": 1}),
+    # What a request meets of others depends on when it came.
+    "suffix earlier": Case("suffix", None, {"earlier": 100}, alike=False),
     "longspec defaults": Case("longspec", "longspec"),
     "longspec cut": Case("longspec", "longspec", {"widths": (4, 5, 3), "nodes": 7}),
     "longspec chain": Case("longspec", "longspec", {"widths": (1, 1, 1)}),
@@ -73,6 +75,7 @@ VARIANTS = {
     "longspec opt": Case("longspec", "longspec", {"tree": "opt", "threshold": 0.1, "depth": 5}),
     "longspec dynamic": Case("longspec", "longspec", {"tree": "dynamic", "depth": 4, "top_k": 3}),
     "longspec lookup": Case("longspec", "longspec", {"widths": (2, 2), "lookup": True}),
+    "longspec lookup earlier": Case("longspec", "longspec", {"lookup": True, "earlier": 100}, alike=False),
     "longspec retrieval opt": Case(
         "longspec", "longspec",
         {"retrieval": True, **RETRIEVAL, "adaptive": True, "every": 5, "tree": "opt", "depth": 3},

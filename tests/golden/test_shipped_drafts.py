@@ -47,7 +47,8 @@ class Golden(NamedTuple):
 
 GOLDEN = {
     "ar": Golden(1.0),
-    "prompt-lookup": Golden(1.30),
+    "prompt-lookup": Golden(1.70),
+    "suffix": Golden(1.65, {"earlier": 1000}),
     "longspec": Golden(1.27, {}, {"widths": (4, 4, 4), "nodes": 8}),
     "eagle3": Golden(1.43, {}, {"depth": 4, "top_k": 4, "nodes": 8}),
     "small-lm": Golden(1.72, {}, {"depth": 3, "top_k": 3, "nodes": 8}),
@@ -56,7 +57,7 @@ GOLDEN = {
     "self": Golden(1.83, VIEW, {"depth": 3}),
     "magicdec": Golden(1.83, VIEW, {"depth": 3}),
     "triforce": Golden(2.35, {"streamed": 64, **CHUNKS}, {"depth": 3}),
-    "nested": Golden(2.93, {"drafter": "prompt-lookup", **LEVEL}),
+    "nested": Golden(3.3, {"drafter": "prompt-lookup", **LEVEL}),
     "heads": Golden(1.07, {}, {"widths": (2, 1, 1)}),
     "tokenswift": Golden(1.54, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
     "specpv": Golden(1.22, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),

@@ -10,7 +10,7 @@ from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.drafters.ngram import NGramDrafter
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine import Engine, eos_rule
 from longdraft.host.runner import Taps, TargetRunner
 from longdraft.sequence import Sequence
@@ -63,7 +63,7 @@ def outputs(sequences) -> list[list[int]]:
 def drafter(kind: str, model, folder) -> Drafter:
     if kind == "longspec":
         return LongSpecDrafter(LongSpecDraft.load(random_draft(folder, model)), widths=(3, 4, 2))
-    return NGramDrafter() if kind == "ngram" else NoDrafter()
+    return SuffixDrafter() if kind == "ngram" else NoDrafter()
 
 
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "longspec"), ("llama", "ngram"), ("qwen3", "none")])
@@ -157,7 +157,7 @@ def test_refreshes_come_when_more_than_the_margin_waits(tmp_path):
 def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
     for schedule in (SpecPV(sizes()), ExactSpecPV(sizes())):
-        got, _, engine = run(model, schedule, NGramDrafter(), [PROMPTS[0]], 13)
+        got, _, engine = run(model, schedule, SuffixDrafter(), [PROMPTS[0]], 13)
         store = engine.cache.store
         n = store.lengths[0]
         assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1

@@ -1,6 +1,6 @@
 """Several drafters at once: their proposals in one tree.
 
-An n-gram lookup knows what the text repeats, a trained draft what the model would say; each is right where the other is
+A suffix lookup knows what the text repeats, a trained draft what the model would say; each is right where the other is
 not. What both propose is verified once, and a planner keeps the nodes that are worth their rows, whoever proposed them.
 """
 

@@ -109,9 +109,9 @@ class TokenTree:
 
     @property
     def first_chance(self) -> float:
-        """Probability of the likeliest first token, as the drafter says; 0.0 where it says none."""
-        first = [self.log_probs[i] for i in self._children[0].values()] if self.log_probs else []
-        return exp(max(first)) if first else 0.0
+        """Probability that the next token is one of the first ones, as the drafter says; 0.0 where it says none."""
+        first = self._children[0].values() if self.log_probs else ()
+        return min(1.0, sum(exp(self.log_probs[i]) for i in first))
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to ``node``, both included."""

@@ -1,0 +1,249 @@
+"""Suffix lookup: what followed the longest matches of the text's end, as a tree with probabilities.
+
+Prompt lookup (Saxena 2023) takes the latest match; SuffixDecoding (arXiv:2411.04975) counts what followed, over the
+output, the prompt and earlier requests, and grows a tree by it. So does this, with counts of all match lengths mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import exp, log, log2
+
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.suffixes import END, Earlier, Matches, Suffixes
+from longdraft.events import Event
+from longdraft.kv.prompt_cache import common_prefix
+from longdraft.sequence import Sequence
+from longdraft.trees.budget import Budget
+from longdraft.trees.tree import TokenTree
+
+# Matches that the unknown counts as: greedy text repeats more of what stands before it than sampled text.
+UNKNOWN = {True: 1.0, False: 3.0}
+# The least probability of a path where nothing plans (SuffixDecoding: 0.1), and where a planner knows what a node must
+# promise: there it bounds the work.
+LEAST, LEAST_PLANNED = 0.2, 0.01
+
+
+def mixed(matches: SequenceOf[tuple[int, int]], unknown: float) -> dict[int, float]:
+    """Probabilities of the next token, from what followed earlier matches.
+
+    From shorter to longer matches, each length's shares f pull the estimate p of the shorter ones towards them::
+
+        p <- f + (p - f) ((1 + shorter) / (1 + length)) ^ log2(1 + N / unknown)
+
+    N: how many matches there are of at least that length. A single match of n tokens is right with n / (n + 1), where
+    one counts as the unknown does; many that agree are believed sooner, and longer matches before frequent ones.
+
+    Args:
+        matches: (length, the token that followed), longest first.
+        unknown: matches that a token which never followed counts as.
+    """
+    counts: dict[int, int] = {}
+    chances: dict[int, float] = {}
+    left = 1.0  # what longer matches leave to shorter ones
+    for i, (length, token) in enumerate(matches, 1):
+        counts[token] = counts.get(token, 0) + 1
+        shorter = matches[i][0] if i < len(matches) else 0
+        if shorter < length:
+            kept = left * ((1 + shorter) / (1 + length)) ** log2(1 + i / unknown)
+            for known, times in counts.items():
+                chances[known] = chances.get(known, 0.0) + (left - kept) * times / i
+            left = kept
+    return chances
+
+
+class Trust:
+    """What such probabilities have lately been worth: log-odds, corrected by a line that is learned online.
+
+    What came instead is seen whether or not a proposal was verified, so nothing has to be tried to be known.
+    """
+
+    # How fast the line follows: its shift, and a tenth of that its slope. Both are as good at half and at twice this.
+    RATE = 0.05
+
+    def __init__(self) -> None:
+        self.shift, self.slope = 0.0, 1.0
+
+    def chance(self, said: float) -> float:
+        return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(said)))
+
+    def saw(self, said: float, right: bool) -> None:
+        """A proposed token, and whether it came."""
+        step = self.RATE * (right - self.chance(said))
+        self.shift += step
+        self.slope += 0.1 * step * _log_odds(said)
+
+
+def _log_odds(p: float) -> float:
+    p = min(max(p, 1e-4), 1 - 1e-4)
+    return log(p / (1 - p))
+
+
+class _Node:
+    """A path behind the text's end: the matches that go on along it, and what follows there.
+
+    Args:
+        matches: length, the tokens that the match lies in, and the place of the next one there; longest first.
+        path: tokens from the text's end on. A match that runs into the text's end is periodic, and goes on in them.
+
+    Attributes:
+        said: probability of each next token, before it is corrected.
+    """
+
+    def __init__(self, matches: SequenceOf[tuple[int, list[int], int]], path: list[int], unknown: float) -> None:
+        self.path = path
+        self._unknown = unknown
+        self._matches = [
+            (token, *match)
+            for match in matches
+            if (token := match[1][match[2]] if match[2] < len(match[1]) else path[match[2] - len(match[1])]) != END
+        ]
+        self.said = mixed([(length, token) for token, length, _, _ in self._matches], unknown)
+        self.children: dict[int, _Node] = {}
+
+    def follow(self, token: int) -> _Node:
+        """The node behind a token."""
+        going = [(length + 1, tokens, at + 1) for known, length, tokens, at in self._matches if known == token]
+        self.children[token] = _Node(going, [*self.path, token], self._unknown)
+        return self.children[token]
+
+
+class _Text:
+    """What a sequence's end matches: in its own text, and in earlier ones.
+
+    Attributes:
+        trust: of its own, for a text is drafted alike whoever is decoded beside it.
+        proposed: the root of the last round's paths.
+    """
+
+    def __init__(self, prompt: list[int], longest: int, earlier: Earlier | None) -> None:
+        self._longest, self._earlier = longest, earlier
+        self._own = Suffixes()
+        self._begin()
+        self.trust = Trust()
+        self.proposed: _Node | None = None
+        # Matches begin at the end: nobody asks for those of a prompt's inside.
+        for token in prompt[:-longest]:
+            self._own.append(token)
+
+    def _begin(self) -> None:
+        stores = (self._own, *([self._earlier.suffixes] if self._earlier is not None else []))
+        self._matches = [Matches(store, self._longest) for store in stores]
+
+    def take_back(self, s: Sequence) -> None:
+        """Tokens turned out wrong: those that the sequence has not. Matches are followed anew from some way before."""
+        own, prompt = self._own, len(s.prompt)
+        right = prompt + common_prefix(own.tokens[prompt:], s.output)
+        while len(own.tokens) > max(0, right - self._longest):
+            own.pop()
+        self._begin()
+
+    def read(self, s: Sequence) -> list[int]:
+        """Follows the text to where it is now; what is new of it."""
+        read, prompt = len(self._own.tokens), len(s.prompt)
+        new = s.output[read - prompt :] if read >= prompt else s.tokens[read:]
+        for token in new:
+            for matches in self._matches:
+                matches.advance(token)
+            self._own.append(token)
+        return new
+
+    def root(self, least: int, unknown: float) -> _Node:
+        found = [match for matches in self._matches for match in matches.found(least)]
+        # Of equally long ones the own text's before earlier ones, and the latest of each first.
+        found.sort(key=lambda match: (-match[0], match[1] is not self._own.tokens, -match[2]))
+        self.proposed = _Node(found, [], unknown)
+        return self.proposed
+
+
+@dataclass
+class SuffixDrafter(Drafter):
+    """Drafts what followed matches of the text's end, in prompt and output, and if asked in earlier requests.
+
+    Attributes:
+        max_draft: longest continuation, in tokens.
+        max_nodes: most drafted nodes of a tree.
+        branches: most leaves of a tree; 1 gives a chain.
+        min_n, max_n: match lengths, in tokens; longer matches count as max_n.
+        earlier: the latest so many tokens of earlier requests are looked up too; or where they are kept, for several
+            drafters. 0: a request sees its own text alone.
+    """
+
+    free = True
+
+    max_draft: int = 15
+    max_nodes: int = 15
+    branches: int = 15
+    min_n: int = 1
+    max_n: int = 64
+    earlier: int | Earlier = 0
+    _texts: dict[int, _Text] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n:
+            raise ValueError(f"need 1 <= min_n <= max_n, got {self.min_n} and {self.max_n}")
+        if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
+            raise ValueError("max_draft, max_nodes and branches must be at least 1")
+        if not isinstance(self.earlier, Earlier) and self.earlier != 0:
+            self.earlier = Earlier(self.earlier)
+
+    @property
+    def _store(self) -> Earlier | None:
+        return self.earlier if isinstance(self.earlier, Earlier) else None
+
+    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+        return [self._propose(s, LEAST if budget is None else LEAST_PLANNED) for s in sequences]
+
+    def _propose(self, s: Sequence, least: float) -> TokenTree:
+        """The likeliest paths first, until there are as many nodes as may be, or none is likely enough."""
+        tokens, parents, log_probs = [s.output[-1]], [-1], [0.0]
+        text, depth, order = self._texts[s.index], min(self.max_draft, s.remaining - 1), count()
+        heap: list[tuple[float, int, int, int, float, _Node]] = []
+
+        def offer(place: int, score: float, node: _Node) -> None:
+            for token, said in node.said.items():
+                chance = log(text.trust.chance(said))
+                heappush(heap, (-score - chance, next(order), place, token, chance, node))
+
+        offer(0, 0.0, text.root(self.min_n, UNKNOWN[s.greedy]))
+        inner: set[int] = set()
+        leaves = 1
+        while heap and depth > 0 and len(tokens) <= self.max_nodes and heap[0][0] <= -log(least):
+            score, _, parent, token, chance, node = heappop(heap)
+            if parent in inner:
+                if leaves == self.branches:
+                    continue
+                leaves += 1
+            inner.add(parent)
+            tokens.append(token)
+            parents.append(parent)
+            log_probs.append(chance)
+            if len(node.path) + 1 < depth:
+                offer(len(tokens) - 1, -score, node.follow(token))
+        return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs))
+
+    def observe(self, event: Event) -> None:
+        """Takes in what was emitted, and learns what the last round's probabilities were worth."""
+        s = event.sequence
+        if event.begins:
+            self._texts[s.index] = _Text(s.prompt, self.max_n, self._store)
+        text = self._texts[s.index]
+        if event.taken_back:
+            text.take_back(s)
+        came, node = text.read(s), None if event.taken_back else text.proposed
+        text.proposed = None
+        for token in came:
+            if node is None:
+                break
+            for known, said in node.said.items():
+                text.trust.saw(said, known == token)
+            node = node.children.get(token)
+
+    def release(self, sequence: Sequence) -> None:
+        """Its text is an earlier one from now on: the output, behind so much of the prompt as matches are long."""
+        known = self._texts.pop(sequence.index, None)
+        if known is not None and self._store is not None:
+            self._store.add(sequence.prompt[-self.max_n :] + sequence.output)

@@ -1,0 +1,136 @@
+"""Where the end of a text stood before: in the text itself, or in a bounded store of earlier texts.
+
+Each token knows where it stood last, so the occurrences of a token are a chain, latest first. A match is followed from
+token to token: the positions where the text's end stood before are those of one token earlier that go on alike, and the
+latest occurrences of the new token. So a token costs the same however long the text is and however long its matches
+are, and texts can be taken off either end: tokens that turned out wrong, and the oldest request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+# Matches that are followed: of each token as many of the latest occurrences are looked at, and no more than twice as
+# many are kept.
+MOST = 16
+# A match at least so long is kept where one token differs: what follows a changed word is often what followed before.
+RESUMED = 4
+# Ends a text in a store; no token.
+END = -1
+
+
+class Suffixes:
+    """Tokens, and where each stood before: some twenty bytes a token.
+
+    Position p is behind the p-th token; tokens that were dropped count.
+
+    Attributes:
+        tokens: those that are kept. dropped: how many there were before them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.dropped = 0
+        # For each kept token, the position behind its occurrence before; for each token id, behind its last one.
+        self._before = array("q")
+        self._last: dict[int, int] = {}
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._before.append(self._last.get(token, 0))
+        self._last[token] = self.dropped + len(self.tokens)
+
+    def pop(self) -> None:
+        """Takes back the last token."""
+        token, before = self.tokens.pop(), self._before.pop()
+        if before > self.dropped:
+            self._last[token] = before
+        else:
+            del self._last[token]
+
+    def drop(self, count: int) -> None:
+        """Forgets the first tokens that are kept."""
+        for position, token in enumerate(self.tokens[:count], self.dropped + 1):
+            if self._last[token] == position:
+                del self._last[token]
+        del self.tokens[:count], self._before[:count]
+        self.dropped += count
+
+    def occurrences(self, token: int, most: int) -> list[int]:
+        """The positions behind a token's occurrences, the latest first."""
+        found: list[int] = []
+        position = self._last.get(token, 0)
+        while position > self.dropped and len(found) < most:
+            found.append(position)
+            position = self._before[position - self.dropped - 1]
+        return found
+
+
+class Earlier:
+    """The latest texts of earlier requests. Whoever is given it sees what was said in them.
+
+    Args:
+        tokens: kept at most; the oldest text goes first, as a whole, and of a longer text only its end is kept.
+
+    Raises:
+        ValueError: no number of tokens.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        if type(tokens) is not int or tokens < 2:
+            raise ValueError(f"earlier is a number of tokens, at least 2 (0: none are kept), got {tokens!r}")
+        self.most = tokens
+        self.suffixes = Suffixes()
+        self._sizes: deque[int] = deque()
+
+    def add(self, text: Sequence[int]) -> None:
+        """Keeps a text, for as long as there is room."""
+        kept = [*text[-(self.most - 1) :], END]
+        while len(self.suffixes.tokens) + len(kept) > self.most:
+            self.suffixes.drop(self._sizes.popleft())
+        self._sizes.append(len(kept))
+        for token in kept:
+            self.suffixes.append(token)
+
+
+class Matches:
+    """Where the end of a growing text stood in a store, and how many tokens match there.
+
+    Args:
+        suffixes: the store; where it is the text itself, a token is followed before it is appended.
+        longest: matches count as no longer than this, in tokens. most: see :data:`MOST`.
+        resumed: see :data:`RESUMED`; None: a match ends where a token differs.
+
+    Attributes:
+        lengths: position -> matching tokens before it. A resumed match counts as one of one token, and grows again.
+    """
+
+    def __init__(self, suffixes: Suffixes, longest: int, most: int = MOST, resumed: int | None = RESUMED) -> None:
+        self.suffixes, self._longest, self._most, self._resumed = suffixes, longest, most, resumed
+        self.lengths: dict[int, int] = {}
+
+    def advance(self, token: int) -> None:
+        """Follows the text by a token."""
+        tokens, dropped = self.suffixes.tokens, self.suffixes.dropped
+        going: dict[int, int] = {}
+        for position, length in self.lengths.items():
+            if position <= dropped:
+                continue
+            following = tokens[position - dropped]
+            if following == token:
+                going[position + 1] = min(length + 1, self._longest)
+            elif self._resumed is not None and length >= self._resumed and following != END:
+                going[position + 1] = 1
+        for position in self.suffixes.occurrences(token, self._most):
+            going.setdefault(position, 1)
+        if len(going) > 2 * self._most:
+            best = sorted(going.items(), key=lambda item: (item[1], item[0]), reverse=True)
+            going = dict(best[: self._most])
+        self.lengths = going
+
+    def found(self, least: int) -> list[tuple[int, list[int], int]]:
+        """The matches of at least so many tokens: length, the tokens that are kept, and the place of the next one."""
+        tokens, dropped = self.suffixes.tokens, self.suffixes.dropped
+        return [(n, tokens, p - dropped) for p, n in self.lengths.items() if n >= least and p > dropped]

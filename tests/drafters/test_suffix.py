@@ -1,0 +1,303 @@
+"""Suffix lookup: its probabilities against the formula, and the drafter's manners."""
+
+from __future__ import annotations
+
+from math import exp, log2
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft import Speculator
+from longdraft.drafters.base import NoDrafter
+from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
+from longdraft.drafters.suffixes import Earlier
+from longdraft.recipes import recipe
+from longdraft.sequence import Sequence
+from longdraft.trees.budget import Budget
+from longdraft.trees.builders import chain
+from longdraft.trees.tree import TokenTree
+from tests.drafts import random_draft
+from tests.events import begun, taken_back, verified
+from tests.tiny import tiny_model
+
+PLANNED = Budget(15, 0.0)
+small_texts = st.lists(st.integers(0, 2), max_size=40)
+found = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1).map(lambda m: sorted(m, reverse=True))
+
+
+def sequence(prompt: list[int], output: list[int], max_new_tokens: int = 100, index: int = 0) -> Sequence:
+    s = Sequence(index, prompt, max_new_tokens)
+    for token in output:
+        s.append(token)
+    return s
+
+
+def proposal(drafter: SuffixDrafter, s: Sequence, budget: Budget | None = PLANNED) -> TokenTree:
+    (tree,) = drafter.propose([s], budget)
+    return tree
+
+
+def started(drafter: SuffixDrafter, *args: object, **options: object) -> Sequence:
+    s = sequence(*args, **options)  # type: ignore[arg-type]
+    drafter.observe(begun(s))
+    return s
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[i] for i in tree.path(n)) for n in range(tree.size)}
+
+
+# --- probabilities ---
+
+
+def reference(matches: list[tuple[int, int]], unknown: float) -> dict[int, float]:
+    """The formula as it stands, from shorter to longer matches."""
+    chances = {token: 0.0 for _, token in matches}
+    shorter = 0
+    for length in sorted({n for n, _ in matches}):
+        known = [token for n, token in matches if n >= length]
+        kept = ((1 + shorter) / (1 + length)) ** log2(1 + len(known) / unknown)
+        for token in chances:
+            share = known.count(token) / len(known)
+            chances[token] = share + (chances[token] - share) * kept
+        shorter = length
+    return chances
+
+
+@given(found, st.sampled_from([0.5, 1.0, 3.0]))
+def test_probabilities_follow_the_formula(matches, unknown):
+    said = mixed(matches, unknown)
+    assert said == pytest.approx(reference(matches, unknown))
+    assert all(0 < p < 1 for p in said.values()) and sum(said.values()) < 1
+
+
+def test_a_single_match_is_right_with_n_of_n_plus_one():
+    assert mixed([(4, 7)], 1.0) == pytest.approx({7: 4 / 5})
+
+
+def test_more_matches_and_longer_ones_are_believed_more():
+    assert mixed([(2, 7), (2, 7)], 1.0)[7] > mixed([(2, 7)], 1.0)[7]
+    said = mixed([(6, 5), (2, 7), (2, 7), (2, 7)], 1.0)
+    assert said[5] > said[7] > 0
+
+
+def test_trust_learns_what_probabilities_are_worth():
+    trust = Trust()
+    assert trust.chance(0.8) == pytest.approx(0.8)
+    for i in range(400):
+        trust.saw(0.8, i % 2 == 0)
+    assert trust.chance(0.8) == pytest.approx(0.5, abs=0.1)
+    for _ in range(200):
+        trust.saw(0.8, True)
+    assert trust.chance(0.8) > 0.85
+
+
+def test_trust_is_learned_without_verifying():
+    """Nothing of what is proposed is in the trees that are verified, and still it is known to have been right."""
+    drafter = SuffixDrafter(max_draft=3, branches=1)
+    s = started(drafter, [1, 2, 3, 4] * 4, [1], 60)
+    trust = drafter._texts[0].trust
+    for i in range(12):
+        assert proposal(drafter, s).drafted == 3
+        s.append([2, 3, 4, 1][i % 4])
+        drafter.observe(verified(s, TokenTree((s.tokens[-2],), (-1,)), 0))
+    assert trust.shift > 0 and trust.chance(0.8) > 0.8
+
+
+# --- the drafter ---
+
+
+def test_a_repeating_text_is_drafted_from_its_last_token_on():
+    drafter = SuffixDrafter(branches=1)
+    s = started(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [3])
+    tree = proposal(drafter, s)
+    assert tree.tokens[:5] == (3, 4, 5, 6, 7) and tree.is_chain
+    assert exp(tree.log_probs[1]) == pytest.approx(3 / 4)
+
+
+def test_a_match_that_runs_into_the_end_is_read_on_periodically():
+    drafter = SuffixDrafter(branches=1)
+    s = started(drafter, [1, 2, 3, 1, 2], [3])
+    assert proposal(drafter, s).tokens[:9] == (3, 1, 2, 3, 1, 2, 3, 1, 2)
+
+
+def test_nothing_is_drafted_where_nothing_matches():
+    drafter = SuffixDrafter()
+    assert proposal(drafter, started(drafter, [1, 2, 3, 4], [5])) == TokenTree((5,), (-1,), (0.0,))
+
+
+def test_a_match_shorter_than_the_least_is_no_match():
+    drafter = SuffixDrafter(min_n=2)
+    assert proposal(drafter, started(drafter, [1, 2, 3], [1])).drafted == 0
+
+
+@pytest.mark.parametrize(("room", "drafted"), [(2, 0), (3, 1), (5, 3)])
+def test_no_more_is_drafted_than_may_still_be_emitted(room, drafted):
+    # A draft of k tokens emits up to k + 1.
+    drafter = SuffixDrafter(branches=1)
+    assert proposal(drafter, started(drafter, [1, 2, 3, 4, 5, 6, 1, 2], [3], room)).drafted == drafted
+
+
+@given(small_texts, st.sampled_from([1, 2, 4, 15]), st.integers(1, 9), st.integers(1, 9), st.booleans())
+def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes, planned):
+    drafter = SuffixDrafter(max_draft, max_nodes, branches)
+    tree = proposal(drafter, started(drafter, [1, *text], [2]), PLANNED if planned else None)
+    assert tree.tokens[0] == 2 and tree.drafted <= max_nodes and max(tree.depths) <= max_draft
+    leaves = set(range(tree.size)) - set(tree.parents)
+    assert len(leaves) <= branches
+    assert len(paths(tree)) == tree.size and all(p <= 0 for p in tree.log_probs)
+    if not planned:
+        assert all(exp(p) >= LEAST * 0.999 for p in tree.path_log_probs)
+
+
+@given(small_texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
+def test_a_text_that_grows_is_drafted_as_one_read_at_once(prompt, rounds):
+    grown, at_once = SuffixDrafter(max_n=6), SuffixDrafter(max_n=6)
+    s = started(grown, [0, *prompt], [1])
+    for emitted in rounds:
+        for token in emitted:
+            s.append(token)
+        grown.observe(verified(s, TokenTree((1,), (-1,)), 0))
+    now = started(at_once, [0, *prompt], s.output)
+    # Matches of a prompt's inside are not followed; all that can still matter are.
+    assert paths(proposal(grown, s)) == paths(proposal(at_once, now))
+
+
+short_texts = st.lists(st.integers(0, 2), max_size=20)
+
+
+@given(short_texts, short_texts, st.integers(0, 20), short_texts)
+def test_tokens_taken_back_are_not_looked_up(prompt, output, count, then):
+    """As if they had never been there, whatever came instead."""
+    drafter, fresh = SuffixDrafter(), SuffixDrafter()
+    s = started(drafter, [0, *prompt], [1, *output])
+    kept = [1, *output][: max(1, 1 + len(output) - count)]
+    s.output = kept + then
+    drafter.observe(taken_back(s, count))
+    now = started(fresh, [0, *prompt], s.output)
+    assert drafter._texts[0]._own.tokens == s.tokens
+    assert proposal(drafter, s) == proposal(fresh, now)
+
+
+def test_several_continuations_give_a_tree_that_shares_what_they_share():
+    drafter = SuffixDrafter(max_draft=2)
+    s = started(drafter, [1, 2, 5, 6, 1, 2, 5, 7, 1], [2])
+    tree = proposal(drafter, s)
+    assert paths(tree) >= {(2, 5, 7), (2, 5, 6)} and tree.tokens.count(5) == 1
+
+
+def test_one_branch_is_a_chain_of_the_likeliest():
+    drafter = SuffixDrafter(max_draft=3, branches=1)
+    tree = proposal(drafter, started(drafter, [1, 2, 5, 6, 1, 2, 5, 7, 1], [2]))
+    assert tree.tokens == (2, 5, 7, 1) and tree.parents == chain(2, [5, 7, 1]).parents
+
+
+def test_the_longest_match_comes_before_a_later_shorter_one():
+    #       1 2 3 -> 4          3 -> 5 (later)   the end: 1 2 3
+    drafter = SuffixDrafter(max_draft=1)
+    tree = proposal(drafter, started(drafter, [1, 2, 3, 4, 0, 3, 5, 1, 2], [3]))
+    assert tree.tokens == (3, 4, 5) and tree.log_probs[1] > tree.log_probs[2]
+
+
+def test_the_latest_of_equally_long_matches_comes_first():
+    drafter = SuffixDrafter(max_draft=1)
+    assert proposal(drafter, started(drafter, [1, 2, 7, 1, 2, 8, 1], [2])).tokens == (2, 8, 7)
+
+
+def test_output_is_found_as_well_as_the_prompt():
+    drafter = SuffixDrafter()
+    s = started(drafter, [0], [4, 5, 6])
+    assert proposal(drafter, s).drafted == 0
+    for token in (4, 5):
+        s.append(token)
+    drafter.observe(verified(s, TokenTree((6,), (-1,)), 0))
+    assert proposal(drafter, s).tokens[:3] == (5, 6, 4)
+
+
+def test_sequences_do_not_see_each_others_text():
+    drafter = SuffixDrafter()
+    one, two = started(drafter, [1, 2, 3, 1], [2]), started(drafter, [4, 5, 6, 1], [2], index=1)
+    trees = drafter.propose([one, two], PLANNED)
+    assert trees[0].drafted > 0 and trees[1].drafted == 0
+    drafter.release(one)
+    assert proposal(drafter, two).drafted == 0
+    assert proposal(drafter, started(drafter, [4, 1], [2], index=2)).drafted == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_n": 0}, {"min_n": 4, "max_n": 3}, {"max_draft": 0}, {"branches": 0}, {"max_nodes": 0}, {"earlier": 1}],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options):
+    with pytest.raises(ValueError, match=r"at least 1|at least 2|min_n <= max_n"):
+        SuffixDrafter(**options)
+
+
+def test_no_drafter_drafts_nothing():
+    s = sequence([1, 2], [3, 4])
+    assert NoDrafter().propose([s]) == [TokenTree((4,), (-1,))]
+
+
+# --- earlier requests ---
+
+
+def test_earlier_requests_are_looked_up_when_asked_for():
+    drafter = SuffixDrafter(branches=1, earlier=100)
+    s = started(drafter, [1, 2], [3, 4, 5])
+    assert proposal(drafter, s).drafted == 0
+    drafter.release(s)
+    later = started(drafter, [9, 1, 2], [3], index=1)
+    assert proposal(drafter, later).tokens == (3, 4, 5)
+
+
+def test_the_own_text_comes_before_earlier_ones():
+    drafter = SuffixDrafter(max_draft=1, earlier=100)
+    drafter.release(started(drafter, [1], [2, 3]))
+    assert proposal(drafter, started(drafter, [1, 2, 4, 1], [2], index=1)).tokens == (2, 4, 3)
+
+
+@given(st.integers(2, 60), st.lists(small_texts, max_size=8))
+def test_what_is_kept_is_bounded(most, outputs):
+    drafter = SuffixDrafter(earlier=most)
+    for i, output in enumerate(outputs):
+        drafter.release(started(drafter, [5, 6], [1, *output], index=i))
+    assert isinstance(drafter.earlier, Earlier) and len(drafter.earlier.suffixes.tokens) <= most
+
+
+@pytest.mark.parametrize("method", ["suffix", "prompt-lookup"])
+def test_a_speculator_shares_texts_only_when_asked(method):
+    model = tiny_model()
+    prompt, accepted = [3, 1, 4, 1, 5, 9, 2, 6], {}
+    for name, options in {"own": {}, "earlier": {"earlier": 1000}}.items():
+        spec = Speculator(method, target=model, plan="fixed", **options)
+        first, second = (spec.generate([prompt], max_new_tokens=40, eos_token_ids=[])[0] for _ in range(2))
+        assert first.token_ids == second.token_ids
+        accepted[name] = first.accepted, second.accepted
+    own, earlier = accepted["own"], accepted["earlier"]
+    assert own[0] == own[1] == earlier[0]
+    assert earlier[1] > own[1] and earlier[1] >= 30
+
+
+def test_speculators_share_nothing():
+    model = tiny_model()
+    stores = [
+        recipe(spec._named, spec.options, spec.runner()).drafter().earlier
+        for spec in (Speculator("suffix", target=model, earlier=50) for _ in range(2))
+    ]
+    assert stores[0] is not stores[1]
+
+
+def test_lookups_beside_a_draft_see_earlier_requests_too(tmp_path):
+    model = tiny_model(layers=4, hidden=32, heads=4)
+    draft = random_draft(tmp_path, model)
+    spec = Speculator("longspec", target=model, draft=draft, lookup=True, earlier=500)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    results = [spec.generate([prompt], max_new_tokens=24, eos_token_ids=[])[0] for _ in range(2)]
+    plain = Speculator("ar", target=model).generate([prompt], max_new_tokens=24, eos_token_ids=[])[0]
+    assert [r.token_ids for r in results] == [plain.token_ids] * 2
+    store = spec._recipe(spec.runner()).drafter().unpaid.earlier
+    assert len(store.suffixes.tokens) == 2 * (8 + 24 + 1)
+    with pytest.raises(ValueError, match="lookup=true"):
+        Speculator("longspec", target=model, draft=draft, earlier=500)

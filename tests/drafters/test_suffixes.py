@@ -1,0 +1,175 @@
+"""The index of suffixes against searches through the text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.drafters.suffixes import END, MOST, Earlier, Matches, Suffixes
+
+ALL = 10**6
+small_texts = st.lists(st.integers(0, 2), max_size=40)
+
+
+def index_of(text: list[int]) -> Suffixes:
+    suffixes = Suffixes()
+    for token in text:
+        suffixes.append(token)
+    return suffixes
+
+
+def state(suffixes: Suffixes) -> tuple[object, ...]:
+    """All that it keeps, positions counted from what it has not dropped."""
+    latest = {token: [p - suffixes.dropped for p in suffixes.occurrences(token, ALL)] for token in suffixes._last}
+    return suffixes.tokens, len(suffixes._before), latest
+
+
+def followed(text: list[int], most: int = ALL, longest: int = ALL, resumed: int | None = None) -> Matches:
+    """Matches of a text's end in the text itself."""
+    suffixes = Suffixes()
+    matches = Matches(suffixes, longest, most, resumed)
+    for token in text:
+        matches.advance(token)
+        suffixes.append(token)
+    return matches
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    """How many tokens two texts end alike."""
+    n = 0
+    while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
+        n += 1
+    return n
+
+
+def search(text: list[int], store: list[int], before: int) -> dict[int, int]:
+    """By looking everywhere: each position up to ``before`` where the text's end stands in the store, how far back."""
+    found = {p: shared(store[:p], text) for p in range(1, before + 1)}
+    return {p: n for p, n in found.items() if n}
+
+
+# --- the index ---
+
+
+@given(small_texts, st.integers(0, 2), st.integers(1, 9))
+def test_occurrences_are_the_latest_ones(text, token, most):
+    found = [i + 1 for i, x in enumerate(text) if x == token][::-1]
+    assert index_of(text).occurrences(token, most) == found[:most]
+
+
+@given(small_texts, st.integers(0, 40), small_texts)
+def test_tokens_taken_back_were_never_there(text, count, then):
+    suffixes = index_of(text)
+    kept = max(0, len(text) - count)
+    while len(suffixes.tokens) > kept:
+        suffixes.pop()
+    for token in then:
+        suffixes.append(token)
+    assert state(suffixes) == state(index_of(text[:kept] + then))
+
+
+@given(small_texts, st.integers(0, 40), small_texts, st.integers(0, 40))
+def test_dropped_tokens_are_gone(text, count, then, taken_back):
+    suffixes = index_of(text)
+    suffixes.drop(min(count, len(text)))
+    for token in then:
+        suffixes.append(token)
+    left = text[count:] + then
+    for _ in range(min(taken_back, len(left))):
+        suffixes.pop()
+        left.pop()
+    assert state(suffixes) == state(index_of(left))
+
+
+# --- matches ---
+
+
+@given(small_texts)
+def test_all_matches_are_found_with_their_lengths(text):
+    assert followed(text).lengths == search(text, text, len(text) - 1)
+
+
+@given(small_texts, st.integers(1, 6))
+def test_a_match_counts_as_no_longer_than_the_longest(text, longest):
+    expected = {p: min(n, longest) for p, n in search(text, text, len(text) - 1).items()}
+    assert followed(text, longest=longest).lengths == expected
+
+
+@given(small_texts, st.integers(1, 4))
+def test_with_a_bound_fewer_and_shorter_matches_are_found_and_always_the_latest(text, most):
+    found = followed(text, most).lengths
+    everything = search(text, text, len(text) - 1)
+    assert len(found) <= 2 * most and all(n <= everything[p] for p, n in found.items())
+    assert not everything or max(everything) in found
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=6), small_texts)
+def test_matches_in_a_store_do_not_go_across_its_texts(texts, text):
+    earlier = Earlier(1000)
+    for each in texts:
+        earlier.add(each)
+    matches = Matches(earlier.suffixes, ALL, ALL, None)
+    for token in text:
+        matches.advance(token)
+    store = [token for each in texts for token in (*each, END)]
+    assert earlier.suffixes.tokens == store
+    assert matches.lengths == search(text, store, len(store))
+
+
+def test_a_long_match_goes_on_behind_a_token_that_differs():
+    text = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4]
+    matches = followed([*text, 9], resumed=4)
+    assert matches.lengths == {5: 1}
+    assert followed([*text, 9, 6], resumed=4).lengths == {6: 2}
+    assert followed([*text, 9], resumed=5).lengths == {}
+
+
+def test_a_text_is_not_resumed_behind_its_end():
+    earlier = Earlier(100)
+    for text in ([1, 2, 3, 4], [5, 6]):
+        earlier.add(text)
+    matches = Matches(earlier.suffixes, 8)
+    for token in (1, 2, 3, 4, 9):
+        matches.advance(token)
+    assert matches.lengths == {}
+
+
+# --- earlier texts ---
+
+
+@given(st.integers(2, 30), st.lists(st.lists(st.integers(0, 3), max_size=20), max_size=12))
+def test_the_oldest_texts_go_first_and_leave_nothing(most, texts):
+    earlier = Earlier(most)
+    for text in texts:
+        earlier.add(text)
+        assert len(earlier.suffixes.tokens) <= most
+    kept: list[int] = []
+    for text in reversed(texts):
+        ended = [*text[-(most - 1) :], END]
+        if len(kept) + len(ended) > most:
+            break
+        kept = ended + kept
+    assert state(earlier.suffixes) == state(index_of(kept))
+
+
+def test_a_match_in_a_text_that_went_is_none():
+    earlier = Earlier(8)
+    earlier.add([1, 2, 3])
+    matches = Matches(earlier.suffixes, 8)
+    matches.advance(1)
+    assert [earlier.suffixes.tokens[at] for _, _, at in matches.found(1)] == [2]
+    earlier.add([5, 6, 7, 8])
+    assert matches.found(1) == []
+    matches.advance(2)
+    assert matches.lengths == {}
+
+
+@pytest.mark.parametrize("tokens", [-1, 1, 2.5, True, "many"])
+def test_no_number_of_tokens(tokens):
+    with pytest.raises(ValueError, match="earlier is a number of tokens"):
+        Earlier(tokens)
+
+
+def test_a_token_costs_the_same_in_a_text_that_repeats_for_ever():
+    assert len(followed([1] * 5000, MOST, 64, 4).lengths) <= 2 * MOST
