@@ -11,10 +11,10 @@ import torch
 from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
-from longdraft.drafters.whole_level import light, serves
+from longdraft.drafters.whole_level import serves
 from longdraft.few_rows import FewRowsLinear
 from longdraft.host.runner import TargetRunner
-from longdraft.native.rounded import Rounded
+from longdraft.native.rounded import Rounded, light
 from longdraft.native.stored import Stored
 
 KIND = "heads"

@@ -92,7 +92,9 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         floats = unpacked(head) if isinstance(head, Stored) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
-        return BoundLM(TargetRunner(model), ids, self.trained_length)
+        hosted = TargetRunner(model)
+        hosted.twin.fused.round()
+        return BoundLM(hosted, ids, self.trained_length)
 
 
 class PublishedLM(SmallLMDraft):

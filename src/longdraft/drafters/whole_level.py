@@ -13,11 +13,10 @@ from torch import nn
 
 from longdraft.drafters.levels import Fed, Inputs
 from longdraft.host.runner import TargetRunner
-from longdraft.host.stored import unpacked
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
-from longdraft.native.rounded import LONGEST, Rounded, rounded
+from longdraft.native.rounded import light
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Weights
 from longdraft.views.window import Window
@@ -30,13 +29,6 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
     """The kernels, where they compute drafts of a target; None: torch does it."""
     plain = runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
-
-
-def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
-    """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
-    if weights.shape[1] <= LONGEST:
-        return rounded(weights)
-    return unpacked(weights) if isinstance(weights, Stored) else weights.contiguous()
 
 
 def products_of(layers: Mapping[str, nn.Linear], **others: torch.Tensor | Stored) -> dict[str, Weights]:

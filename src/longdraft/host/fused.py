@@ -23,7 +23,8 @@ from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
-from longdraft.native.structures import Norm
+from longdraft.native.rounded import Rounded, light
+from longdraft.native.structures import Norm, Weights
 
 logger = logging.getLogger("longdraft")
 
@@ -67,6 +68,12 @@ class FusedLayers:
         for index, (layer, fast) in enumerate(zip(theirs, fused, strict=True)):
             vars(layer)["forward"] = _Forward(own, fast, index, layer.forward)
 
+    def round(self) -> None:
+        """Holds the weights in eight bits from now on, where the whole model is one call: for a draft, which may be
+        wrong at will. Prompts are read with the weights as they are."""
+        if self.stack is not None:
+            self.stack = self.stack.changed(_lighter)
+
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""
         # Other kinds of stores move layers in and out as attention asks for them.
@@ -105,6 +112,11 @@ class FusedLayers:
         except (TypeError, RuntimeError, AttributeError, LongdraftError) as error:
             logger.info("Layers are called one by one: %s", error)
         return False
+
+
+def _lighter(weights: Weights) -> Weights:
+    matrix, bias = weights
+    return matrix if isinstance(matrix, Rounded) else light(matrix), bias
 
 
 class _Forward:

@@ -58,6 +58,13 @@ def rounded(weights: torch.Tensor | Stored) -> Rounded:
     return Rounded(data, (outs, size))
 
 
+def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
+    """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
+    if weights.shape[1] <= LONGEST:
+        return rounded(weights)
+    return weights.floats() if isinstance(weights, Stored) else weights.contiguous()
+
+
 def _pieces(weights: torch.Tensor | Stored) -> Iterator[torch.Tensor]:
     if isinstance(weights, torch.Tensor):
         yield from weights.detach().split(_TOGETHER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -97,6 +97,9 @@ class DecoderLayer:
         products: q, k, v, o, gate, up and down projection.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
         scale: of the scores.
+
+    Attributes:
+        products: as they were given.
     """
 
     def __init__(
@@ -109,11 +112,16 @@ class DecoderLayer:
         scale: float,
     ) -> None:
         self.heads, self.d = heads, d
-        self._norms, self._products = norms, products  # kept alive: the structure points into them
+        self._norms, self.products = norms, products  # kept alive: the structure points into them
+        self._sizes = heads, kv_heads, d, scale
         self.struct = _Layer(
             *(None if n is None else n[0].data_ptr() for n in norms), *(0.0 if n is None else n[1] for n in norms),
             scale, *map(Matrix.of, products), norms[0][0].shape[0], heads, kv_heads, d, products[4][0].shape[0],
         )  # fmt: skip
+
+    def changed(self, change: Callable[[Weights], Weights]) -> DecoderLayer:
+        """The layer with other weights."""
+        return DecoderLayer(self._norms, [change(product) for product in self.products], *self._sizes)
 
 
 class DecoderStack:
@@ -127,9 +135,14 @@ class DecoderStack:
         self.layers = layers
         self.vocabulary = 0 if head is None else head[0].shape[0]
         places = (Pointer * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
-        self._alive = (norm, head, places)
+        self._norm, self._head, self._places = norm, head, places
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         self.struct = _Stack(places, len(layers), weight, eps, Matrix() if head is None else Matrix.of(head))
+
+    def changed(self, change: Callable[[Weights], Weights]) -> DecoderStack:
+        """The layers and the head with other weights."""
+        head = None if self._head is None else change(self._head)
+        return DecoderStack([layer.changed(change) for layer in self.layers], self._norm, head)
 
 
 class Rows:
