@@ -75,7 +75,8 @@ def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
     assert bound.runner.vocab_size == len(kept or range(61)) and bound.runner.context_length == 64
     with torch.no_grad():
         expected = inner(torch.tensor([[5, 60, 7, 1]])).logits[0]
-    torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), expected, rtol=1e-3, atol=1e-4)
+    # In eight bits, where kernels serve.
+    assert (logits(bound, [5, 60, 7, 1]) - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
