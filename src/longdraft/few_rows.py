@@ -30,8 +30,9 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @cache
 def _most_halves() -> int:
     """Rows of bfloat16 or float16 up to which our kernel wins here."""
-    can = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return MOST_HALVES if can else MOST
+    # Not public: older torch may lack them.
+    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return MOST_HALVES if any(ask is not None and ask() for ask in asked) else MOST
 
 
 class FewRowsLinear:

@@ -55,7 +55,6 @@ def train_onepass(
     config: OnePassConfig, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
     """Trains a one-pass draft, as :mod:`longdraft.training.session` says."""
-
     if config.init is not None and draft_folder.kind(config.init) == KIND:
         config = _further(config, config.init)
 
