@@ -125,19 +125,23 @@ def assert_defined(model, draft, text, tree, window=None, limit=40, seen=None):
         assert tree.log_probs[node] == pytest.approx(float(expected[parent][token]), abs=3e-4)
 
 
-@pytest.fixture
-def rounds(monkeypatch):
+def recorded_rounds(monkeypatch, drafter):
     """Every tree that is proposed, with the text before it."""
     found: list[tuple[list[int], object]] = []
-    propose = Eagle3Drafter.propose
+    propose = drafter.propose
 
     def recorded(self, sequences, budget=None):
         trees = propose(self, sequences, budget)
         found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
         return trees
 
-    monkeypatch.setattr(Eagle3Drafter, "propose", recorded)
+    monkeypatch.setattr(drafter, "propose", recorded)
     return found
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    return recorded_rounds(monkeypatch, Eagle3Drafter)
 
 
 # Shorter than the windows, just as long, several times as long: together, so in one ragged batch.

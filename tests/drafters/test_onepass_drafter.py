@@ -20,7 +20,7 @@ from longdraft.native import kernels
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import LARGEST, Budget
 from longdraft.views.window import SPARE
-from tests.drafters.test_eagle3_drafter import PROMPTS, rms, rope, six_layers
+from tests.drafters.test_eagle3_drafter import PROMPTS, recorded_rounds, rms, rope, six_layers
 from tests.drafts import random_eagle3, random_onepass
 from tests.events import begun, replaced, taken_back
 from tests.forwards import forward
@@ -94,17 +94,7 @@ def assert_defined(model, draft, text, tree, window=None, candidates=CANDIDATES,
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """Every tree that is proposed, with the text before it."""
-    found: list[tuple[list[int], object]] = []
-    propose = OnePassDrafter.propose
-
-    def recorded(self, sequences, budget=None):
-        trees = propose(self, sequences, budget)
-        found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
-        return trees
-
-    monkeypatch.setattr(OnePassDrafter, "propose", recorded)
-    return found
+    return recorded_rounds(monkeypatch, OnePassDrafter)
 
 
 @pytest.mark.usefixtures("float32_weights")

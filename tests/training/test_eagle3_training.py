@@ -96,6 +96,24 @@ def plain_loss(trainee: Eagle3Trainee, document: Features, steps: int) -> tuple[
     return loss, logits
 
 
+def assert_says(trainee, document, loss, logits):
+    """Loss, gradients and ranks of a document are those of what was drafted by hand: (step, row) -> logits."""
+    block = trainee.block
+    out = trainee([document], [1])
+    torch.testing.assert_close(out.loss, loss, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(out.loss, list(block.parameters()))
+    for one, other in zip(found, torch.autograd.grad(loss, list(block.parameters())), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+    n = 0
+    for i in range(trainee.steps):
+        for row in range(document.start - 1 + i, len(document.tokens) - 2):
+            z, token = logits[i, row], int(trainee._to_draft[document.tokens[row + 2]])
+            assert int(out.depths[n]) == i + 1
+            assert int(out.ranks[n]) == (len(z) if token < 0 else int((z > z[token]).sum()))
+            n += 1
+    assert n == len(out.ranks)
+
+
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("rope", ["plain", "yarn"])
 @pytest.mark.parametrize(("kept", "distill", "before"), [(None, 1.0, False), (list(range(0, 61, 2)), 0.6, True)])
@@ -105,19 +123,7 @@ def test_the_training_forward_is_drafting(runner, documents, window, rope, kept,
     trainee = Eagle3Trainee(block, runner.parts, Rotary(8, ROPES[rope]), ids, STEPS, DECAY, window, distill)
     for document in documents[1:5]:
         loss, logits = plain_loss(trainee, document, STEPS)
-        out = trainee([document], [1])
-        torch.testing.assert_close(out.loss, loss, rtol=1e-4, atol=1e-4)
-        found = torch.autograd.grad(out.loss, list(block.parameters()))
-        for one, other in zip(found, torch.autograd.grad(loss, list(block.parameters())), strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
-        n = 0
-        for i in range(STEPS):
-            for row in range(document.start - 1 + i, len(document.tokens) - 2):
-                z, token = logits[i, row], int(trainee._to_draft[document.tokens[row + 2]])
-                assert int(out.depths[n]) == i + 1
-                assert int(out.ranks[n]) == (len(z) if token < 0 else int((z > z[token]).sum()))
-                n += 1
-        assert n == len(out.ranks)
+        assert_says(trainee, document, loss, logits)
 
 
 def test_a_pack_is_its_documents_one_by_one(runner, documents):

@@ -28,7 +28,7 @@ from tests.drafts import random_draft
 from tests.tiny import tiny_model
 from tests.training.helpers import masked_attention
 from tests.training.test_eagle3_run import same
-from tests.training.test_eagle3_training import LAYERS, documents, random_eagle3, runner  # noqa: F401
+from tests.training.test_eagle3_training import LAYERS, assert_says, documents, random_eagle3, runner  # noqa: F401
 
 SLOTS, DECAY, ROPE = 4, 0.7, yarn(1000.0)
 
@@ -103,19 +103,7 @@ def test_the_training_forward_is_drafting(runner, documents, window, kept, disti
     trainee = OnePassTrainee(block, runner.parts, Rotary(8, ROPE), ids, SLOTS, DECAY, window, distill)
     for document in documents[1:4]:
         loss, logits = plain_loss(trainee, document)
-        out = trainee([document], [1])
-        torch.testing.assert_close(out.loss, loss, rtol=1e-4, atol=1e-4)
-        found = torch.autograd.grad(out.loss, list(block.parameters()))
-        for one, other in zip(found, torch.autograd.grad(loss, list(block.parameters())), strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
-        n = 0
-        for i in range(SLOTS):
-            for row in range(document.start - 1 + i, len(document.tokens) - 2):
-                z, token = logits[i, row], int(trainee._to_draft[document.tokens[row + 2]])
-                assert int(out.depths[n]) == i + 1
-                assert int(out.ranks[n]) == (len(z) if token < 0 else int((z > z[token]).sum()))
-                n += 1
-        assert n == len(out.ranks)
+        assert_says(trainee, document, loss, logits)
 
 
 def test_a_pack_is_its_documents_one_by_one(runner, documents):  # noqa: F811
