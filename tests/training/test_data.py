@@ -85,7 +85,7 @@ def test_the_end_of_what_is_too_long():
     cut = [d for d in everything if d.start > 1]
     assert sorted((d.start, d.tokens) for d in cut) == sorted((32 - (10 + 40 - i - 20), p.tokens[-20:])
                                                               for i, p in enumerate(prompts))  # fmt: skip
-    assert Document(list(range(110, 130)), 1) in everything
+    assert Document(list(range(110, 130)), 1, None, 20) in everything
     # One passage, different ends of the prompt: all on one side, as where nothing is cut.
     same = [Document([*range(60), i, *range(30)], 61) for i in range(12)]
     for seed in range(5):
@@ -114,8 +114,11 @@ def test_passages_and_answers_with_kept_features():
     split = collect(many)
     sides = [{d.tokens[0] for d in side} for side in (split.learned, split.held_out)]
     assert all(sides) and not sides[0] & sides[1]
-    # With the end kept, features of other positions would be read.
-    assert {d.kept for d in collect(found, held_out=0.0, keep_end=True).learned} == {None}
+    # With the end kept, features are those behind what was cut off.
+    ends = collect(found, held_out=0.0, keep_end=True).learned
+    assert [(d.tokens, d.start, d.kept, d.cut) for d in ends] == [
+        (d.tokens[20:], 1, d.kept, 20) for d in sorted(found, key=lambda d: d.tokens[20])
+    ]
 
 
 def test_rows_say_where_their_features_lie(tmp_path):

@@ -76,6 +76,15 @@ def test_they_are_what_a_reader_reads(made, layers):
         assert (ours.top_ids == wanted.top_ids).float().mean() > 0.99
 
 
+def test_a_text_whose_beginning_was_cut_off(made):
+    """What is learned of it is what the target said, who saw all of it."""
+    whole = next(d for d in made.documents if d.start > 3)
+    cut = Document(whole.tokens[3:], whole.start - 3, whole.kept, 3)
+    of_all, ours = (source(made, FeatureReader(made.runner, 4, torch.float32, None), [d])[0] for d in (whole, cut))
+    assert ours.tokens.tolist() == cut.tokens and ours.start == cut.start and not ours.rows
+    assert torch.equal(ours.top_ids, of_all.top_ids) and torch.equal(ours.top_log_probs, of_all.top_log_probs)
+
+
 def test_they_come_in_the_dtype_that_the_draft_reads(made):
     assert source(made, FeatureReader(made.runner, 4, torch.bfloat16))[0].keys.dtype == torch.bfloat16
 

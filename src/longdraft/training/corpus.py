@@ -60,7 +60,7 @@ def collect(
             pieces = [Document(t) for at in cuts if len(t := document.tokens[at : at + max_length]) > 1]
         elif len(document.tokens) > max_length and keep_end:
             cut = len(document.tokens) - max_length
-            pieces = [Document(document.tokens[cut:], max(1, document.start - cut))]
+            pieces = [Document(document.tokens[cut:], max(1, document.start - cut), document.kept, cut)]
         elif len(document.tokens) > max_length:
             pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
             if not pieces:

@@ -28,11 +28,13 @@ class Document:
         start: the first token that is learned; those before it (a chat's prompt) are context alone.
         kept: where its features lie, if ``longdraft train data`` has written them: folder, passage, answer (-1: the
             passage itself).
+        cut: tokens that were left out at its beginning. Features that were kept are the target's, who saw them.
     """
 
     tokens: list[int]
     start: int = 1
     kept: tuple[str, int, int] | None = None
+    cut: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):

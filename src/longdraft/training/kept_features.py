@@ -103,8 +103,12 @@ class KeptSource:
         return len(self.documents)
 
     def __getitem__(self, i: int) -> Features:
-        """Raises CheckpointError where a file is missing, damaged or of other text."""
+        """Raises CheckpointError where a file is missing, damaged or of other text.
+
+        A document whose beginning was cut off stands at positions from 0 on: nothing but its text can be read then.
+        """
         document = self.documents[i]
+        assert not (document.cut and self.names), "what the draft reads stands at other positions"
         assert document.kept is not None
         folder, number, place = document.kept
         with _opened(_file(Path(folder), number)) as file:
@@ -122,7 +126,7 @@ class KeptSource:
             rows: torch.Tensor = file.get_tensor(f"passage.{name}")
             if answer is not None:
                 rows = torch.cat([rows, file.get_slice(f"answers.{name}")[answer]])
-            return rows[:length]
+            return rows[document.cut : document.cut + length]
 
         tokens = text("tokens").long()
         if tokens.tolist() != document.tokens:
