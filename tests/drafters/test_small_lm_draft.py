@@ -10,11 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.levels import feed_level
 from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.host import small_models
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
+from longdraft.native import kernels
+from longdraft.trees.level import Level
 from tests.forwards import forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -85,6 +88,44 @@ def test_it_takes_the_targets_dtype(folder, dtype):
     assert {p.dtype for p in bound.runner.model.parameters()} == {dtype}
     assert bound.runner.model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert logits(bound, [1, 2, 3]).isfinite().all()
+
+
+@pytest.mark.skipif(kernels() is None, reason="no kernels here")
+@pytest.mark.parametrize("make", [lambda runner: runner.new_store(3, 40), lambda runner: packed_store(runner)])
+def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
+    """Two sequences: chains behind what was read, a level of each one's tree, and a level behind it."""
+    bound = TrainedLM.load(folder).bound(TargetRunner(tiny_model()))
+    whole, runner, slots = bound.whole, bound.runner, [2, 0]
+    stores = [make(runner) for _ in range(2)]
+    for store in stores:
+        for slot, text in zip(slots, ([1, 2, 3, 4, 5, 6], [7, 8]), strict=True):
+            runner.forward(store.block([slot], [text]), store, logits="none")
+            store.commit(slot, range(len(text)))
+
+    def compare(found, logits):
+        wanted = torch.log_softmax(logits, -1).topk(3, dim=-1)
+        torch.testing.assert_close(found[0], wanted.values, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found[1], wanted.indices)
+
+    assert whole.takes(stores[1], 8) and not whole.takes(stores[1], 10_000)
+    chains = [[3, 9], [5, 1]]
+    hosted = runner.forward(stores[0].block(slots, chains), stores[0], logits="last").logits
+    compare(whole.chains(stores[1], slots, chains, 3), hosted)
+    for store in stores:
+        for slot in slots:
+            store.commit(slot, range(2))
+    first = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
+    second = torch.cat([first[:, [2, 0]], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)], dim=2)
+    for depth, (tokens, seen) in enumerate((([[4, 5, 6], [7, 8, 9]], first), ([[1, 2], [3, 10]], second)), start=1):
+        level = Level((0, 1), depth, torch.tensor(tokens), torch.zeros(0))
+        hosted = feed_level(runner, stores[0], slots, [7, 3], level, seen)
+        compare(whole.nodes(stores[1], slots, level.tokens, [7 + depth, 3 + depth], seen, 3), hosted)
+    with pytest.raises(ValueError, match="exceed the capacity"):
+        whole.nodes(stores[1], slots, torch.ones(2, 40, dtype=torch.long), [8, 4], torch.ones(2, 40, 40).bool(), 3)
+
+
+def packed_store(runner):
+    return runner.new_store(3, 40, resident=True, dtype=torch.bfloat16)
 
 
 def published(folder, model, tokenizer=None):

@@ -31,7 +31,7 @@ from longdraft.kv.prompt_cache import common_prefix
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
-from longdraft.trees.level import Level
+from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
@@ -156,8 +156,8 @@ class SmallLMDrafter(RetrievingDrafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        expand = _Round(self, self._bound.runner, sequences).expand
-        return self.grow(sequences, expand, self._bound.ids, self._bound.runner.device, budget)
+        drafted, device = _Round(self, self._bound, sequences), self._bound.runner.device
+        return self.grow(sequences, drafted.expand, self._bound.ids, device, budget, drafted.likeliest)
 
     def release(self, sequence: Sequence) -> None:
         self._cut(sequence.slot, 0)
@@ -235,34 +235,61 @@ def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieva
 class _Round:
     """One round of a batch, whose forwards take all sequences together."""
 
-    def __init__(self, drafter: SmallLMDrafter, runner: TargetRunner, sequences: list[Sequence]) -> None:
-        self._drafter, self._runner, self._sequences = drafter, runner, sequences
+    def __init__(self, drafter: SmallLMDrafter, bound: BoundLM, sequences: list[Sequence]) -> None:
+        self._drafter, self._bound, self._sequences = drafter, bound, sequences
         self._store = drafter.cache.store
         self._ancestors = Ancestors()
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
         self._drafter.forwards += 1
-        slots = [self._sequences[row].slot for row in level.rows]
-        return self._roots(level, slots) if level.depth == 0 else self._nodes(level, slots)
+        slots = self._slots(level)
+        if level.depth > 0:
+            return feed_level(
+                self._bound.runner, self._store, slots, self._roots(slots), level, self._ancestors.add(level)
+            )
+        return self._enter(slots, self._new(level))
 
-    def _roots(self, level: Level, slots: list[int]) -> torch.Tensor:
-        """Feeds the tokens that the draft has not seen; the roots are the last of them."""
-        chains = [self._drafter.new_tokens(self._sequences[row]) for row in level.rows]
+    def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
+        whole, slots = self._bound.whole, self._slots(level)
+        if whole is None or not whole.takes(self._store, level.tokens.numel()):
+            return likeliest(self.expand(level), count)
+        self._drafter.forwards += 1
+        if level.depth > 0:
+            positions = [root + level.depth for root in self._roots(slots)]
+            return whole.nodes(self._store, slots, level.tokens, positions, self._ancestors.add(level), count)
+        chains = self._new(level)
+        if len({*map(len, chains)}) > 1 or not whole.takes(self._store, sum(map(len, chains))):
+            return likeliest(self._enter(slots, chains), count)
+        found = whole.chains(self._store, slots, chains, count)
+        self._fed(slots, chains)
+        return found
+
+    def _enter(self, slots: list[int], chains: list[list[int]]) -> torch.Tensor:
+        """Feeds new tokens, of which the roots are the last: logits (B', 1, draft vocabulary) behind them."""
         ragged = len({*map(len, chains)}) > 1
         block = self._store.block(slots, chains)
-        out = self._runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
+        out = self._bound.runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
         assert out.logits is not None
-        for slot, chain in zip(slots, chains, strict=True):
-            self._drafter.fed(slot, chain)
+        self._fed(slots, chains)
         if not ragged:
             return out.logits
         return torch.stack([out.logits[i, len(chain) - 1] for i, chain in enumerate(chains)])[:, None]
 
-    def _nodes(self, level: Level, slots: list[int]) -> torch.Tensor:
-        """Feeds one level of the tree, behind the levels before; a node's position is its root's + its depth."""
-        bases = [self._store.lengths[slot] - 1 for slot in slots]
-        return feed_level(self._runner, self._store, slots, bases, level, self._ancestors.add(level))
+    def _slots(self, level: Level) -> list[int]:
+        return [self._sequences[row].slot for row in level.rows]
+
+    def _new(self, level: Level) -> list[list[int]]:
+        return [self._drafter.new_tokens(self._sequences[row]) for row in level.rows]
+
+    def _fed(self, slots: list[int], chains: list[list[int]]) -> None:
+        for slot, chain in zip(slots, chains, strict=True):
+            self._drafter.fed(slot, chain)
+
+    def _roots(self, slots: list[int]) -> list[int]:
+        """Positions of the roots; a node's is its root's + its depth."""
+        return [self._store.lengths[slot] - 1 for slot in slots]
 
 
 register(

@@ -17,6 +17,7 @@ from torch import nn
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft import Draft, TrainedDraft
 from longdraft.drafters.draft_folder import DraftFolder
+from longdraft.drafters.whole_lm import WholeLM
 from longdraft.errors import CheckpointError
 from longdraft.host import companions, small_models
 from longdraft.host.checkpoints import load_weights
@@ -35,11 +36,13 @@ class BoundLM:
         runner: the model, hosted. It reads ids of the target; its logits are over the draft's vocabulary.
         ids: (draft vocabulary,) target id of each draft id, on the device; None where they are the same.
         trained_length: tokens of the longest text it was trained on.
+        whole: its forwards of few rows, each in one call; None where there are none.
     """
 
     runner: TargetRunner
     ids: torch.Tensor | None
     trained_length: int
+    whole: WholeLM | None = None
 
 
 class SmallLMDraft(Draft[BoundLM]):
@@ -94,7 +97,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
         hosted = TargetRunner(model)
         hosted.twin.fused.round()
-        return BoundLM(hosted, ids, self.trained_length)
+        return BoundLM(hosted, ids, self.trained_length, WholeLM.of(hosted))
 
 
 class PublishedLM(SmallLMDraft):

@@ -4,8 +4,6 @@
 #include "packed.h"
 #include "parts.h"
 
-#include <limits>
-
 using std::int64_t;
 
 namespace {
@@ -43,34 +41,6 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
       for (int64_t h = 0; h < l.heads; h++) std::copy_n(found + (h * size + t) * d, d, q + t * inner + h * d);
     }
   }
-}
-
-// The `best` largest of a row's logits, the largest first: log-probabilities, and where they stand. NaN is no number to
-// choose, and where there is one, no log-probability is a number.
-void likeliest(const float *logits, int64_t size, int64_t best, float *log_probs, int64_t *tokens) {
-  constexpr float LEAST = -std::numeric_limits<float>::infinity();
-  float least = LEAST;
-  int64_t count = 0;
-  for (int64_t j = 0; j < size; j++) {
-    if (count == best && !(logits[j] > least)) continue;
-    const float x = logits[j] == logits[j] ? logits[j] : LEAST;
-    int64_t i = count < best ? count++ : best - 1;
-    for (; i > 0 && log_probs[i - 1] < x; i--) {
-      log_probs[i] = log_probs[i - 1];
-      tokens[i] = tokens[i - 1];
-    }
-    log_probs[i] = x;
-    tokens[i] = j;
-    least = log_probs[count - 1];
-  }
-  const float high = log_probs[0];
-  vec sum = {};
-  int64_t j = 0;
-  for (; j + LANES <= size; j += LANES) sum += exponential(load(logits + j) - high);
-  float total = sums<1>(&sum)[0];
-  for (; j < size; j++) total += std::exp(logits[j] - high);
-  const float all = high + std::log(total);
-  for (int64_t i = 0; i < best; i++) log_probs[i] -= all;
 }
 
 void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValues *text, int64_t best, float *out,
@@ -140,9 +110,7 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
   const Matrix head = into(l.head, best ? said : logits, false);
   longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, threads);
   if (!best) return;
-  share_out(threads, going, [=](int64_t r) {
-    likeliest(head.y + r * head.outs, head.outs, best, log_probs + r * best, tokens + r * best);
-  });
+  likeliest(head.y, going, head.outs, best, log_probs, tokens, threads);
 }
 
 }  // namespace

@@ -115,11 +115,12 @@ void longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_
                          const float *high, const float *total, int threads);
 
 // x (B, T, hidden) becomes the layers' output; their keys and values are written where `batch` says. For each layer,
-// queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. logits: null, or (B, T, vocabulary),
-// of the last of a sequence's T rows alone where `last`.
+// queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. Of each row, or of the last of
+// a sequence's T rows alone where `last`: logits (rows, vocabulary), or null; and the `best` largest log-probabilities, the
+// largest first, with the places of their tokens in the head, unless best is 0.
 void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
-                     float *const *hidden, float *logits, int last, int threads);
-
+                     float *const *hidden, int last, float *logits, std::int64_t best, float *log_probs,
+                     std::int64_t *tokens, int threads);
 // out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest
 // log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.

@@ -83,21 +83,23 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
 }  // namespace
 
 void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
-                     float *const *hidden, float *logits, int last, int threads) {
+                     float *const *hidden, int last, float *logits, int64_t best, float *log_probs, int64_t *tokens,
+                     int threads) {
   const int64_t size = stack->layers[0]->hidden, count = batch->sequences * batch->size;
   Team::with(threads, [=] {
     for (int64_t i = 0; i < stack->count; i++) {
       compute(*stack->layers[i], *batch, of_layer(*kv, i), x, queries[i], threads);
       if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
     }
-    if (!logits) return;
+    if (!logits && !best) return;
     const int64_t step = last ? batch->size : 1, rows = count / step;
     static thread_local Scratch scratch;
-    float *normed = scratch.of(rows * size);
+    float *normed = scratch.of(Scratch::whole_lines(rows * size) + (logits ? 0 : rows * stack->head.outs));
     for (int64_t r = 0; r < rows; r++) {
       rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size);
     }
-    const Matrix head = into(stack->head, logits, false);
+    const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
     longdraft_linear(normed, rows, size, &head, 1, threads);
+    if (best) likeliest(head.y, rows, head.outs, best, log_probs, tokens, threads);
   });
 }

@@ -59,7 +59,7 @@ class Kernels:
         self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
         # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
         self._on.argtypes = [*kv[:2], Pointer, Pointer, *(Long,) * 4, ctypes.c_float, *(Pointer,) * 3, ctypes.c_int]
-        self._stack.argtypes = [Pointer] * 7 + [ctypes.c_int] * 2
+        self._stack.argtypes = [*[Pointer] * 6, ctypes.c_int, Pointer, Long, Pointer, Pointer, ctypes.c_int]
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
         """x (..., in) times several matrices (out, in), with their biases, in one go -> each (..., out)."""
@@ -166,6 +166,7 @@ class Kernels:
         queries: Collection[int] = (),
         hidden: Collection[int] = (),
         logits: Literal["all", "last", "none"] = "none",
+        best: int = 0,
     ) -> StackOutput:
         """Decoder layers; writes the rows' keys and values.
 
@@ -174,13 +175,17 @@ class Kernels:
             x: (B, T, hidden), which becomes the last layer's output.
             queries, hidden: indices of layers whose queries and outputs to keep.
             logits: which rows' to compute.
+            best: the likeliest tokens alone are wanted of these rows, so many of each; 0: logits.
         """
         batch, size, _ = x.shape
-        out = StackOutput()
+        out, best = StackOutput(), min(best, stack.vocabulary)
         out.queries = {i: torch.empty(batch, stack.layers[i].heads, size, stack.layers[i].d) for i in queries}
         out.hidden = {i: torch.empty_like(x) for i in hidden}
-        if logits != "none":
-            out.logits = torch.empty(batch, size if logits == "all" else 1, stack.vocabulary)
+        rows_each = size if logits == "all" else 1
+        if best:
+            out.log_probs, out.places = (torch.empty(batch, rows_each, best, dtype=t) for t in (None, torch.long))
+        elif logits != "none":
+            out.logits = torch.empty(batch, rows_each, stack.vocabulary)
         kept = [(Pointer * len(stack.layers))() for _ in range(2)]
         for places, tensors in zip(kept, (out.queries, out.hidden), strict=True):
             for i, tensor in tensors.items():
@@ -188,8 +193,8 @@ class Kernels:
         kv = KeysValues.of(keys, values)
         structures = (ctypes.addressof(s) for s in (stack.struct, rows.struct, kv))
         arrays = (ctypes.addressof(places) for places in kept)
-        found = None if out.logits is None else out.logits.data_ptr()
-        arguments = (*structures, x.data_ptr(), *arrays, found, int(logits == "last"))
+        found, *chosen = (None if t is None else t.data_ptr() for t in (out.logits, out.log_probs, out.places))
+        arguments = (*structures, x.data_ptr(), *arrays, int(logits == "last"), found, best, *chosen)
         launch("stack", [x], self._stack, *arguments, torch.get_num_threads())
         return out
 
@@ -229,10 +234,13 @@ class StackOutput:
 
     Attributes:
         logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last rows, or None.
+        log_probs, places: (B, T or 1, best), the likeliest first, or None; where in the head they stand.
         queries: layer -> (B, heads, T, d) after RoPE. hidden: layer -> (B, T, hidden).
     """
 
     logits: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 

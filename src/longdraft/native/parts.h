@@ -1,4 +1,4 @@
-// What stands between the products of a decoder layer: norms, RoPE, the gate of an MLP.
+// What stands between the products of a decoder layer: norms, RoPE, the gate of an MLP. And what is wanted of its logits.
 #pragma once
 
 #include "kernels.h"
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 namespace {
 
@@ -50,6 +51,42 @@ inline void gated(float *gate, const float *up, int64_t rows, int64_t size, int 
     int64_t i = row + from;
     for (; i + LANES <= end; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
     if (i < end) store_some(gate + i, silu(load_some(gate + i, end - i)) * load_some(up + i, end - i), end - i);
+  });
+}
+
+// The `best` largest of a row's logits, the largest first: log-probabilities, and where they stand. NaN is no number to
+// choose, and where there is one, no log-probability is a number.
+inline void likeliest_of_row(const float *logits, int64_t size, int64_t best, float *log_probs, int64_t *tokens) {
+  constexpr float LEAST = -std::numeric_limits<float>::infinity();
+  float least = LEAST;
+  int64_t count = 0;
+  for (int64_t j = 0; j < size; j++) {
+    if (count == best && !(logits[j] > least)) continue;
+    const float x = logits[j] == logits[j] ? logits[j] : LEAST;
+    int64_t i = count < best ? count++ : best - 1;
+    for (; i > 0 && log_probs[i - 1] < x; i--) {
+      log_probs[i] = log_probs[i - 1];
+      tokens[i] = tokens[i - 1];
+    }
+    log_probs[i] = x;
+    tokens[i] = j;
+    least = log_probs[count - 1];
+  }
+  const float high = log_probs[0];
+  vec sum = {};
+  int64_t j = 0;
+  for (; j + LANES <= size; j += LANES) sum += exponential(load(logits + j) - high);
+  float total = sums<1>(&sum)[0];
+  for (; j < size; j++) total += std::exp(logits[j] - high);
+  const float all = high + std::log(total);
+  for (int64_t i = 0; i < best; i++) log_probs[i] -= all;
+}
+
+// The same of every row.
+inline void likeliest(const float *logits, int64_t rows, int64_t size, int64_t best, float *log_probs, int64_t *tokens,
+                      int threads) {
+  share_out(threads, rows, [=](int64_t r) {
+    likeliest_of_row(logits + r * size, size, best, log_probs + r * best, tokens + r * best);
   });
 }
 

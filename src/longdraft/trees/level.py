@@ -101,7 +101,8 @@ class Growth:
 
         Their ``parents`` are indices into ``last``.
         """
-        log_probs, token = (self.likeliest or self._by_logits)(last.level, count)
+        find = self.likeliest
+        log_probs, token = find(last.level, count) if find else likeliest(self.expand(last.level), count)
         # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. Nor must a
         # draft that overflowed leave numbers that cannot be compared: it proposes badly, that is all.
         log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
@@ -111,10 +112,12 @@ class Growth:
         level = Level(last.level.rows, last.level.depth + 1, tokens, parents)
         return Scored(level, log_probs.flatten(1), scores)
 
-    def _by_logits(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.expand(level).float()
-        best, token = logits.topk(min(count, logits.shape[-1]), dim=-1)
-        return best - logits.logsumexp(-1, keepdim=True), token
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits (..., vocabulary): log-probabilities and ids (..., k) of the ``count`` largest, the largest first."""
+    logits = logits.float()
+    best, token = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return best - logits.logsumexp(-1, keepdim=True), token
 
 
 def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
