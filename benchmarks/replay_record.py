@@ -1,7 +1,7 @@
 """Records what replay.py replays: outputs, and what a draft proposes at each of their positions.
 
     python benchmarks/replay_record.py FILE... --out FOLDER [--context 1000 2000 4000] [--rows 0-7] [--tokens 128]
-        [--temperature 0 1]
+        [--temperature 0 1] [--method longspec] [-o view=streaming]
 
 What is emitted does not depend on what is drafted. So one run that verifies nothing, and emits a token a round, shows
 the draft's largest tree at each position. A lookup needs no recording: it follows from the tokens. Each FILE is JSONL
@@ -17,12 +17,15 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+
+import yaml
 
 import longdraft
 from longdraft import Sampling, Speculator
 from longdraft.bench.data import fitted, read
-from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.base import Drafter
+from longdraft.drafters.kinds import KINDS
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.planning.costs import table_for
 from longdraft.sequence import Sequence
@@ -30,23 +33,25 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
 
 
-class Recorder(LongSpecDrafter):
-    """Notes the largest tree that a planner could ask for, and proposes nothing."""
+class Notes:
+    """Before a drafter in the order of its classes: notes the largest tree that a planner could ask for, and proposes
+    nothing."""
 
-    last: ClassVar[Recorder]
+    last: ClassVar[Notes]
 
-    def __init__(self, draft: Any) -> None:
-        super().__init__(draft)
-        self.follow_budget()
-        Recorder.last = self
+    def __init__(self, draft: Any, **options: Any) -> None:
+        super().__init__(draft, **options)  # type: ignore[call-arg]
+        self.follow_budget()  # type: ignore[attr-defined]
+        Notes.last = self
         self.trees: list[TokenTree] = []
         self.seconds: list[float] = []
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
-        start, before = time.perf_counter(), self.forwards
-        self.trees += super().propose(sequences, budget)
-        if self.forwards > before:
-            self.seconds.append((time.perf_counter() - start) / (self.forwards - before))
+        start, drafter = time.perf_counter(), cast(Drafter, self)
+        before = drafter.forwards
+        self.trees += super().propose(sequences, budget)  # type: ignore[misc]
+        if drafter.forwards > before:
+            self.seconds.append((time.perf_counter() - start) / (drafter.forwards - before))
         return [TokenTree((s.output[-1],), (-1,)) for s in sequences]
 
 
@@ -55,7 +60,7 @@ def record(spec: Speculator, prompt: list[int], tokens: int, temperature: float,
     sampling = Sampling(temperature=temperature) if temperature else None
     run = spec.stream([prompt], max_new_tokens=tokens, sampling=sampling, seed=0, cache=cache)
     rounds = [step.seconds for step in run if step.mode != "prefill"]
-    seen = Recorder.last
+    seen = Notes.last
     return {
         "temperature": temperature,
         "prompt": prompt,
@@ -77,10 +82,14 @@ def main() -> None:
     parser.add_argument("--rows", default="0-7", help="first and last row of each file")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--method", default="longspec", help="whose draft ships with the embedded model")
+    parser.add_argument("-o", dest="options", action="append", default=[], help="an option of the method, name=value")
     options = parser.parse_args()
     first, last = map(int, options.rows.split("-"))
     model, tokenizer = longdraft.load()
-    longdraft.compose("recorded", Recorder, draft="longspec")
+    given = {name: yaml.safe_load(value) for name, value in (word.split("=") for word in options.options)}
+    recorder: Any = type("Recorder", (Notes, KINDS[options.method].drafter), {})
+    longdraft.compose("recorded", lambda draft: recorder(draft, **given), draft=options.method)
     spec = Speculator("recorded", target=model, tokenizer=tokenizer, plan="fixed")
     options.out.mkdir(parents=True, exist_ok=True)
     costs = table_for(spec.runner(), progress=print)
