@@ -1,4 +1,4 @@
-"""A level of a small language model that drafts, in one call of our kernels: all layers, the head, the likeliest tokens.
+"""A level of a small language model's tree in one call of our kernels: all layers, the head, the likeliest tokens.
 
 What a hosted forward does beside is left out: it takes as long in Python as the layers take in the kernels.
 """

@@ -92,8 +92,8 @@ class FusedLayers:
         x = self._model.get_input_embeddings()(block.tokens)
         assert self._rotary is not None
         rows = _rows(block, *self._rotary(x, block.positions))
-        kept = {"queries": hosted.query_layers, "hidden": hosted.hidden_layers}
-        out = self._kernels.stack(self.stack, rows, store.keys, store.values, x, logits=logits, **kept)
+        caches, wanted = (store.keys, store.values), (hosted.query_layers, hosted.hidden_layers)
+        out = self._kernels.stack(self.stack, rows, *caches, x, queries=wanted[0], hidden=wanted[1], logits=logits)
         hosted.queries, hosted.hidden = out.queries, out.hidden
         hosted.layers_seen = len(self.layers)
         return out.logits
