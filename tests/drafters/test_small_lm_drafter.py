@@ -272,8 +272,19 @@ def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):
             [[1, 2, 3]], max_new_tokens=50
         )
         assert caplog.text == ""
-        Speculator(folder, target=model).generate([[1, 2, 3], [4] * 5], max_new_tokens=38)
+        spec = Speculator("small-lm", target=model, draft=folder, view="full")
+        spec.generate([[1, 2, 3], [4] * 5], max_new_tokens=38)
     assert caplog.text.count("was trained for texts of 40 tokens; this one has up to 41") == 1
+
+
+@pytest.mark.parametrize(("context", "length", "seen"), [(200, 60, None), (120, 60, None), (120, 121, 77)])
+def test_a_text_that_outgrows_the_draft_is_seen_in_part(tmp_path, context, length, seen):
+    """Without a view: all of it as far as the draft was trained, else its first and last tokens."""
+    runner = TargetRunner(tiny_model(vocab=11))
+    drafter = SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path, context=context)), widths=(2, 2, 2))
+    drafter.bind(runner, runner.new_store(1, length))
+    window = None if drafter.retrieval is None else drafter.retrieval.view.window
+    assert window == seen
 
 
 @pytest.fixture

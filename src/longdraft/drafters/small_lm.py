@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -61,7 +62,8 @@ class SmallLMDrafter(RetrievingDrafter):
             which is SpecExtend, and a dynamic tree without.
         depth, top_k: of a dynamic tree or an OPT-Tree: its levels; the nodes of each that go on.
         threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
-        view: what the draft sees: "full", "streaming" or "retrieval".
+        view: what the draft sees: "full", "streaming" or "retrieval"; None: streaming where texts may be longer than it
+            was trained for, its keys can be moved, and a working cache fits; else full.
         sink, recent: first and last tokens that it sees, unless the view is full. None: 128 tokens beside retrieved
             chunks, else 1024, or as many as it was trained for.
         chunk, chunks, every, adaptive, layer, scorer: of the retrieval, as
@@ -83,7 +85,7 @@ class SmallLMDrafter(RetrievingDrafter):
         depth: int | None = None,
         top_k: int | None = None,
         threshold: float | None = None,
-        view: str = "full",
+        view: str | None = None,
         sink: int = 32,
         recent: int | None = None,
         chunk: int | None = None,
@@ -94,7 +96,7 @@ class SmallLMDrafter(RetrievingDrafter):
         scorer: str | None = None,
         acceptance: str = "draw",
     ) -> None:
-        if view not in VIEWS:
+        if view is not None and view not in VIEWS:
             raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
         given = given_sizes(
             view == "retrieval", "view=retrieval",
@@ -103,9 +105,11 @@ class SmallLMDrafter(RetrievingDrafter):
         default = "opt" if view == "retrieval" else "dynamic"
         self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
         self.draft, self.view = draft, view
-        # sink and recent mean nothing in full view: schedules have options of these names too.
+        # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)
         room = draft.trained_length - self.tree.depth - fresh
+        check_sizes(0, sink=sink)
+        self._streams = partial(_streaming, sink, recent, room, fresh) if room > sink else None
         if view == "streaming":
             self.retrieval = _streaming(sink, recent, room, fresh)
         elif view == "retrieval":
@@ -126,6 +130,9 @@ class SmallLMDrafter(RetrievingDrafter):
         self._store = store
         # A text has no more tokens than the target's store has rows.
         shown = self.tree.max_expanded
+        outgrown = store.capacity > self.draft.trained_length and rotary_module(bound.runner.model) is not None
+        if self.view is None and outgrown and self._streams is not None:
+            self.retrieval = self._streams()
         self.cache: TextCache
         if self.retrieval is None:
             self.cache = FullCache(bound.runner, store.slots, store.capacity, shown)
@@ -213,7 +220,7 @@ def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
         _outgrown.add(draft)
         logger.warning(
             "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
-            "acceptance will be lower: use view=retrieval (method specextend) or view=streaming.",
+            "acceptance will be lower: leave view out, or use view=retrieval (method specextend).",
             draft.folder, trained, length,
         )  # fmt: skip
 
