@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longdraft.events import Event
 from longdraft.planning.chances import HOPE, KEEP, Chances, Hope, Worth
 from longdraft.planning.costs import CostTable
-from longdraft.planning.planner import Plan, Planner
+from longdraft.planning.planner import Plan, Planner, cautious
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
@@ -93,7 +93,7 @@ def test_no_other_number_of_nodes_promises_more_tokens_a_second(chances, steps, 
     paths = [1.0] * drafted.size
     for node in range(1, drafted.size):
         paths[node] = paths[drafted.parents[node]] * exp(drafted.log_probs[node])
-    best = sorted(paths[1:], reverse=True)
+    best = sorted(map(cautious, paths[1:]), reverse=True)
     rates = [(1 + sum(best[:n])) / planner.costs.verification(n + 1, [4]) for n in range(drafted.drafted + 1)]
     assert rates[kept.drafted] == pytest.approx(max(rates))
 

@@ -25,8 +25,16 @@ from longdraft.trees.tree import TokenTree
 
 # A draft forward, in plain steps, before one was seen.
 FORWARD = 0.15
+# Odds of a node are taken for so much of what they are: chosen nodes are those whose chances are most overrated, and a
+# wide forward between narrow ones costs more than one after another of its kind, which is how costs are measured.
+CAUTION = 0.45
 # How fast averages follow: time of a draft forward and of a round with it, nodes worth verifying.
 FOLLOW = 0.2
+
+
+def cautious(p: float) -> float:
+    """What a chance counts for."""
+    return CAUTION * p / (1.0 - p + CAUTION * p)
 
 
 class Planner:
@@ -104,7 +112,7 @@ class Plan:
         gains = [0.0] * (most + 1)
         for s, tree in zip(sequences, trees, strict=True):
             for i, p in enumerate(sorted(self._chances(s, tree)[1:], reverse=True), 1):
-                gains[i] += p
+                gains[i] += cautious(p)
         tokens = float(len(self._lengths))
         found = (0, tokens, drafting + self._plain)
         for n in range(1, most + 1):
