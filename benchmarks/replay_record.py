@@ -19,11 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, cast
 
-import yaml
-
 import longdraft
 from longdraft import Sampling, Speculator
 from longdraft.bench.data import fitted, read
+from longdraft.cli.options import method_options
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.kinds import KINDS
 from longdraft.kv.prompt_cache import PromptCache
@@ -87,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     first, last = map(int, options.rows.split("-"))
     model, tokenizer = longdraft.load()
-    given = {name: yaml.safe_load(value) for name, value in (word.split("=") for word in options.options)}
+    given = method_options(options.method, options.options)
     recorder: Any = type("Recorder", (Notes, KINDS[options.method].drafter), {})
     longdraft.compose("recorded", lambda draft: recorder(draft, **given), draft=options.method)
     spec = Speculator("recorded", target=model, tokenizer=tokenizer, plan="fixed")

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 
 from longdraft.few_rows import MOST
+from longdraft.host.fused import in_place
 from longdraft.host.parts import rotary_module
 from longdraft.host.runner import TargetRunner
-from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import Rows, kernels
 
@@ -33,8 +33,8 @@ class WholeLM:
         rotary = rotary_module(runner.model)
         assert rotary is not None
         self._rotary = rotary
-        # (positions, d) each, of as many positions as were asked for.
-        self._cos, self._sin = torch.empty(2, 0, 0)
+        # cos and sin (2, positions, d) of as many positions as were asked for.
+        self._known = torch.empty(2, 0, 0)
 
     @classmethod
     def of(cls, runner: TargetRunner) -> WholeLM | None:
@@ -44,7 +44,7 @@ class WholeLM:
     @staticmethod
     def takes(store: KVStore, rows: int) -> bool:
         """Whether it serves so many rows, on this store."""
-        return type(store) in (KVStore, PackedStore) and rows <= MOST
+        return in_place(store) and rows <= MOST
 
     def chains(
         self, store: KVStore, slots: Sequence[int], chains: Sequence[Sequence[int]], best: int
@@ -102,8 +102,8 @@ class WholeLM:
 
     def _turns(self, positions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (B, T, d)."""
-        if (most := max(row[-1] for row in positions)) >= len(self._cos):
-            known = torch.arange(max(1024, 2 * most))[None]
-            self._cos, self._sin = (x[0] for x in self._rotary(torch.empty(0), known))
-        places = torch.tensor(positions)
-        return self._cos[places], self._sin[places]
+        if (most := max(row[-1] for row in positions)) >= self._known.shape[1]:
+            places = torch.arange(max(1024, 2 * most))[None]
+            self._known = torch.cat(self._rotary(torch.empty(0), places))
+        cos, sin = self._known[:, torch.tensor(positions)]
+        return cos, sin

@@ -76,8 +76,7 @@ class FusedLayers:
 
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""
-        # Other kinds of stores move layers in and out as attention asks for them.
-        if not self.layers or block.captured or type(store) not in (KVStore, PackedStore):
+        if not self.layers or block.captured or not in_place(store):
             return False
         return not block.prompt or block.batch * block.size <= MOST
 
@@ -112,6 +111,11 @@ class FusedLayers:
         except (TypeError, RuntimeError, AttributeError, LongdraftError) as error:
             logger.info("Layers are called one by one: %s", error)
         return False
+
+
+def in_place(store: KVStore) -> bool:
+    """Whether a store keeps all layers where the kernels read them: others move layers in as attention asks."""
+    return type(store) in (KVStore, PackedStore)
 
 
 def _lighter(weights: Weights) -> Weights:

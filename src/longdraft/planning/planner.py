@@ -1,8 +1,9 @@
 """The planner: what to draft and how much to verify, round by round, for the most tokens per second.
 
 A round that drafts for D seconds, and verifies the n likeliest of its nodes in V(1 + n), emits 1 + p_1 + ... + p_n
-tokens on average, p_i their chances of being right. The n with the most tokens a second is verified; n = 0 is plain
-decoding. In a batch a forward is as wide as its largest tree, so nodes are worth what all texts get from as many.
+tokens on average, p_i their chances of being right, taken :func:`with caution <cautious>`. The n with the most tokens
+a second is verified; n = 0 is plain decoding. In a batch a forward is as wide as its largest tree, so nodes are worth
+what all texts get from as many.
 
 A lookup costs next to nothing: it is asked first, and says how sure it is. A draft costs forwards, so whether to ask it
 is decided before it has said anything: by the tokens it added lately where a lookup failed, times the chance that this
