@@ -15,7 +15,8 @@ prompts:
     draft           the draft alone, planned
     both            the draft in every round, beside the lookup; how much is verified is planned
     default         what the planner makes of lookup and draft
-    hindsight       the least time that any choices could have taken: exactly the nodes that turned out right
+    hindsight       the least time that any choices could have taken: exactly the nodes that turned out right; of the
+                    lookup alone, and with the draft
 """
 
 from __future__ import annotations
@@ -178,15 +179,15 @@ def advanced(s: Sequence, tree: TokenTree, output: list[int]) -> Event:
     return Event(s, tree, len(path) - 1, tuple(path), emitted, len(path) - 1)
 
 
-def hindsight(text: Recording, machine: Machine) -> float:
-    """Seconds of the best choices, from the last position back to the first."""
+def hindsight(text: Recording, machine: Machine, draft: bool = True) -> float:
+    """Seconds of the best choices, from the last position back to the first; without the draft: of the lookup alone."""
     s, lookup = Sequence(0, text.prompt, len(text.output)), SuffixDrafter()
     s.append(text.output[0])
     lookup.observe(Event(s, TokenTree((0,), (-1,)), emitted=(text.output[0],), mode="prefill"))
     right: list[tuple[int, int]] = []  # at each position, tokens that the lookup has right, and the draft
     for at, tree in enumerate(text.trees, 1):
         (found,) = lookup.propose([s], Budget(1, 0.0))
-        right.append((found.follows(text.output[at:]), tree.follows(text.output[at:])))
+        right.append((found.follows(text.output[at:]), tree.follows(text.output[at:]) if draft else 0))
         lookup.observe(advanced(s, TokenTree((0,), (-1,)), text.output[: at + 1]))
     last = len(text.output)
     left = [0.0] * (last + 1)  # seconds from so many tokens on
@@ -245,6 +246,7 @@ class Comparison:
         for name in CONTENDERS:
             found[name] = mean(plain / self._seconds(texts, name, seed) for seed in range(self._seeds))
         if len(texts) == 1:
+            found["hindsight, lookup"] = plain / hindsight(texts[0], self._machine(0, 0.0), draft=False)
             found["hindsight"] = plain / hindsight(texts[0], self._machine(0, 0.0))
         return found
 
