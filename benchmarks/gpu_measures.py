@@ -282,7 +282,7 @@ def _steps_at(runner: TargetRunner, name: str, context: int, sizes: Sizes, clock
         for layer in tensor:
             layer.normal_()  # what a forward costs does not depend on what the keys say
     full.lengths[0] = context
-    partial = TrueCache(full, runner.new_store, partial_view(sizes.budget), 2 * (nodes + 1), summaries=True)
+    partial = TrueCache(full, runner.new_store, partial_view(sizes.budget), 2 * (nodes + 1))
     every = Taps(queries=tuple(range(full.shape.layers)))
     asked = verify_trees(runner, full, [0], [star(1)], taps=every).queries
     partial.choose(0, {layer: q[0] for layer, q in asked.items()})

@@ -69,7 +69,7 @@ def measured(
     queries = {layer: q[0] for layer, q in looked.items()}
     for budget in budgets:
         view = partial_view(budget, margin=margin)
-        caches[budget] = TrueCache(full, runner.new_store, view, 2 * (nodes + 1), summaries=True)
+        caches[budget] = TrueCache(full, runner.new_store, view, 2 * (nodes + 1))
         caches[budget].choose(0, queries)
     long = [list(range(margin + nodes))]
     times: dict[Any, list[float]] = {key: [] for key in ["full", "refresh", *budgets]}

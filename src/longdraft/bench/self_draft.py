@@ -80,7 +80,7 @@ class SelfDrafter(Drafter):
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(slots, capacity, resident=True)
 
-        self.partial = TrueCache(store, new_store, self.view, 2, summaries=True)
+        self.partial = TrueCache(store, new_store, self.view, 2)
         self._verified = [0] * store.slots
 
     def observe(self, event: Event) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 logger = logging.getLogger("longdraft")
 
 _HERE = Path(__file__).parent
-SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp", "draft.cpp", "rounded.cpp")
+SOURCES = ("linear.cpp", "attention.cpp", "layer.cpp", "draft.cpp", "rounded.cpp", "views.cpp")
 _HEADERS = (
     *("kernels.h", "vectors.h", "stored.h", "threads.h", "tiles.h", "blocks.h", "packed.h", "parts.h", "rounded.h"),
 )

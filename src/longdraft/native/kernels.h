@@ -78,6 +78,25 @@ struct Nodes {
   const std::int64_t *lengths;  // (B,): of the target's keys, how many are seen
 };
 
+// Summaries of a text's chunks of keys: (layers, heads, chunks, d), where a dimension's chunks lie one behind the other.
+// Strides count numbers. Null: not kept.
+struct Summaries {
+  float *largest, *smallest, *mean;
+  std::int64_t layer, head, dim;
+};
+
+// Which chunks of a text are scored, by what, and how many of them are chosen.
+struct Choice {
+  const float *largest, *smallest, *mean;  // Summaries, of which the kind's are there
+  std::int64_t layer, head, dim;
+  std::int64_t layers, heads, group, rows, d;  // KV heads; query heads to each of them; queries of each
+  std::int64_t first, behind, count;           // chunks [first, behind) are scored
+  std::int64_t kind;                           // MEAN, MINMAX, QUEST
+  std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum
+};
+
+enum : std::int64_t { MEAN, MINMAX, QUEST };
+
 // Floats that a vector holds.
 int longdraft_lanes();
 
@@ -126,4 +145,20 @@ void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *k
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
 void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
                      std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);
+
+// Summarises chunks [from, to) of a slot's keys, float32.
+void longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,
+                         std::int64_t chunk, const Summaries *out, std::int64_t from, std::int64_t to, int threads);
+
+// chosen (layers, heads, count): the chunks with the highest scores by the queries (layers, heads, group, rows, d), in the
+// text's order; of equal scores the earlier chunk.
+void longdraft_choose(const Choice *choice, const float *queries, std::int64_t *chosen, int threads);
+
+// Rows of a slot, float32: the first `sink`, the chosen chunks (layers, heads, count), and [window, end), one behind the other.
+// held (layers, heads, count): which chunk each place of the copy holds, -1 where it holds none yet. Chosen chunks that are
+// there stay in their places, so the copy's chunks need not be in the text's order.
+void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
+                         std::int64_t heads, std::int64_t d, const std::int64_t *chosen, std::int64_t *held,
+                         std::int64_t count, std::int64_t chunk, std::int64_t sink, std::int64_t window, std::int64_t end,
+                         int threads);
 }

@@ -36,11 +36,11 @@ class Kernels:
     A row's result is the same to the bit whatever rows are beside it, and however many threads work.
 
     Attributes:
-        level: the instruction set. lanes: floats that a vector of it holds.
+        level: the instruction set. lanes: floats that a vector of it holds. library: as it was loaded.
     """
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
-        self.level = level
+        self.level, self.library = level, library
         self.lanes = int(library.longdraft_lanes())
         library.longdraft_threads.argtypes, library.longdraft_threads.restype = [Pointer], None
         library.longdraft_threads(_parallel_entry())

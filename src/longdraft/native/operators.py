@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-NAMES = ("linear", "unpack", "attend", "attend_chunk", "attend_on", "stack", "draft")
+NAMES = (
+    "linear",
+    "unpack",
+    "attend",
+    "attend_chunk",
+    "attend_on",
+    "stack",
+    "draft",
+    "summarise",
+    "choose",
+    "copy_view",
+)
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")
 _numbers = itertools.count()

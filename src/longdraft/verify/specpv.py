@@ -101,7 +101,7 @@ class SpecPV(Schedule):
             return runner.new_store(slots, capacity, store.feature_layers, resident=True, dtype=self._dtype)
 
         # Behind the margin, the tokens that go over it and the next tree.
-        self.partial = TrueCache(store, new_store, self.view, 2 * (max_nodes + 1), summaries=True)
+        self.partial = TrueCache(store, new_store, self.view, 2 * (max_nodes + 1))
         self._taps = Taps(queries=tuple(range(store.shape.layers)))
         # The queries of the last full pass, of a slot's whole block: layer -> (Hq, rows, d).
         self._queries: dict[int, dict[int, torch.Tensor]] = {}

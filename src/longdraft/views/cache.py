@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 
 from longdraft.kv.store import KVStore
+from longdraft.native.views import KINDS
 from longdraft.views.copied import Copied, gather
+from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
 from longdraft.views.summaries import Summaries
 from longdraft.views.view import View
@@ -50,7 +52,8 @@ class TrueCache:
         view: which rows are chosen, and how many new ones there is room for.
         scratch: rows of a forward that are written behind them.
         first: layers from this one on are copied.
-        summaries: whether summaries of the chunks are kept, so that choosing need not read all keys.
+
+        summaries: whether summaries of the chunks are kept where the scorer reads such.
 
     Attributes:
         store: rows ``[0, sizes[slot])`` of a slot are copies, the committed rows behind them wait. A forward on it
@@ -67,7 +70,7 @@ class TrueCache:
         view: View,
         scratch: int,
         first: int = 0,
-        summaries: bool = False,
+        summaries: bool = True,
     ) -> None:
         self.full, self.view, self._first = full, view, first
         # No text has more rows than the full store.
@@ -76,6 +79,9 @@ class TrueCache:
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
         self._summaries = Summaries(full, view.chunk, kinds) if kinds else None
+        # Chunks (layers, Hkv, c) that each place of a slot's copy holds, where our kernels copy.
+        self._held: dict[int, torch.Tensor] = {}
+        self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
 
     def whole(self, slot: int) -> bool:
         """Whether all of the text is there."""
@@ -113,21 +119,56 @@ class TrueCache:
 
     def choose(self, slot: int, queries: Queries | None = None) -> None:
         """Fills a slot anew from the full store; nothing waits then."""
-        end = self.full.readable(slot)
+        end, first = self.full.readable(slot), self._first
         if self._summaries is not None:
             self._summaries.update(slot, end)
+        chosen = self._chosen(slot, end, queries)
+        view, start = self.view, self.view.window_start(end)
+        sink = min(view.sink, end)
+        if chosen is not None and self._copies is not None:
+            text, copies = (self.full.keys[first:], self.full.values[first:]), (self.store.keys, self.store.values)
+            # Of a copy that holds all of a text, or nothing any more, no place is a chunk's.
+            held = None if self.whole(slot) else self._held.get(slot)
+            if held is None or held.shape != chosen.shape:
+                held = self._held[slot] = torch.full_like(chosen, -1)
+            self._copies.copy(text, copies, slot, chosen, held, view.chunk, sink, range(start, end))
+            size = sink + chosen.shape[2] * view.chunk + end - start
+        else:
+            size = self._copy_each(slot, end, queries, chosen)
+        self.store.lengths[slot] = size
+        self._copied.fill(slot, size, start, end)
+
+    def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
+        """The chunks of all layers at once, (layers, Hkv, c); None where they are to be chosen layer by layer."""
+        between, layers = self.view.between(end), range(self._first, self.full.shape.layers)
+        count = min(self.view.chunks, len(between))
+        if queries is None or count in (0, len(between)):
+            latest = torch.arange(between.stop - count, between.stop)
+            return latest.expand(len(layers), self.full.shape.kv_heads, -1).contiguous()
+        if self._chooses is None or self._summaries is None or self.view.shared or self.view.scorer not in KINDS:
+            return None
+        kept = {kind: x[self._first :] for kind, x in self._summaries.of(slot).items()}
+        wanted = torch.stack([queries[layer] for layer in layers])
+        reduction = self.view.reduction
+        wanted = wanted[:, :, -1:] if reduction == "last" else wanted
+        most = reduction == "max"
+        return self._chooses.choose(self.view.scorer, most, kept, wanted, between.start, between.stop, count)
+
+    def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
+        """Copies the rows of each layer, and says how many."""
+        kept = None if self._summaries is None else self._summaries.of(slot)
+        size = 0
         for layer in range(self._first, self.full.shape.layers):
             full = [x[slot, :, :end] for x in self.full.layer(layer)]
-            rows = self._rows(slot, layer, full[0], None if queries is None else queries[layer])
+            if chosen is not None:
+                rows = self.view.rows_of(chosen[layer - self._first].to(full[0].device), end)
+            else:
+                own = None if kept is None else {kind: x[layer] for kind, x in kept.items()}
+                rows = self.view.rows(full[0], None if queries is None else queries[layer], own)
             for source, target in zip(full, self.store.layer(layer - self._first), strict=True):
                 target[slot, :, : rows.shape[1]] = gather(source, rows)
-        self.store.lengths[slot] = rows.shape[1]
-        self._copied.fill(slot, rows.shape[1], self.view.window_start(end), end)
-
-    def _rows(self, slot: int, layer: int, keys: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
-        """(Hkv or 1, m) of keys (Hkv, n, d)."""
-        kept = None if self._summaries is None else self._summaries.of(layer, slot)
-        return self.view.rows(keys, queries, kept)
+            size = rows.shape[1]
+        return size
 
     def forget(self, slot: int, start: int = 0) -> None:
         """Told that the text's rows from ``start`` on are others than they were, or gone. Nothing waits then."""

@@ -95,22 +95,22 @@ class Retrieval:
         """Grows whenever the choice has changed, and with :meth:`reset`."""
         return self._versions[slot]
 
-    def rows(self, slot: int, length: int) -> torch.Tensor:
-        """Rows of a text of ``length`` rows that are seen: sorted, none twice, all below ``length``.
+    def seen(self, slot: int, length: int) -> list[int]:
+        """Chunks of a text of ``length`` rows that are seen beside sink and window: sorted, none twice.
 
         A text that has room is there whole. Where fewer chunks are chosen than there is room for, the latest of those
         that were not scored fill it: all of them before the first scoring, later those that have left the window since.
-
-        Returns:
-            (n,) int64 on the host, n at most the view's ``most``.
         """
         state, between, count = self._states[slot], self.view.between(length), self.view.chunks
-        chunks = list(between)
-        if len(between) > count:
-            chunks = [c for c in state.chosen or () if c < between.stop]
-            unscored = range(max(state.scored, between.start), between.stop)
-            chunks += unscored[max(0, len(unscored) - (count - len(chunks))) :]
-        return self.view.rows_of(torch.tensor([chunks], dtype=torch.long), length)[0]
+        if len(between) <= count:
+            return list(between)
+        chunks = [c for c in state.chosen or () if c < between.stop]
+        unscored = range(max(state.scored, between.start), between.stop)
+        return [*chunks, *unscored[max(0, len(unscored) - (count - len(chunks))) :]]
+
+    def rows(self, slot: int, length: int) -> torch.Tensor:
+        """The rows that are seen, (n,) int64 on the host: sorted, below ``length``, n at most the view's ``most``."""
+        return self.view.rows_of(torch.tensor([self.seen(slot, length)], dtype=torch.long), length)[0]
 
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""

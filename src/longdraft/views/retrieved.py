@@ -15,7 +15,7 @@ import torch
 
 from longdraft.host.rotation import turned
 from longdraft.kv.store import KVShape, KVStore
-from longdraft.views.cache import TrueCache
+from longdraft.views.cache import Queries, TrueCache
 from longdraft.views.copied import Copied, gather
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.window import Window
@@ -39,12 +39,13 @@ class RetrievedKV(TrueCache):
         def new_store(slots: int, capacity: int) -> KVStore:
             return KVStore(replace(full.shape, layers=1), slots, capacity, full.device, transposed_keys)
 
-        super().__init__(full, new_store, retrieval.view, 0, first=full.shape.layers - 1)
+        super().__init__(full, new_store, retrieval.view, 0, first=full.shape.layers - 1, summaries=False)
         self.retrieval = retrieval
         self._versions: list[int | None] = [None] * full.slots
 
-    def _rows(self, slot: int, layer: int, keys: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
-        return self.retrieval.rows(slot, keys.shape[1])[None].to(keys.device)
+    def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor:
+        chunks = torch.tensor(self.retrieval.seen(slot, end), dtype=torch.long)
+        return chunks.expand(1, self.full.shape.kv_heads, -1).contiguous()
 
     def forget(self, slot: int, start: int = 0) -> None:
         if start < self._copied.ends[slot]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.kv.store import KVStore
+from longdraft.kv.store import KVStore, turned_rows
+from longdraft.views.kernels import view_kernels
 
 
 def summarise(kind: str, keys: torch.Tensor) -> torch.Tensor:
@@ -30,22 +31,29 @@ class Summaries:
         self._store, self._chunk = store, chunk
         shape = store.shape
         size = (shape.layers, store.slots, shape.kv_heads, store.capacity // chunk, shape.head_dim)
-        self._kept = {kind: torch.empty(size, dtype=shape.dtype, device=store.device) for kind in kinds}
+        # Scores are products of few queries with many chunks.
+        self._kept = {kind: turned_rows(size, shape.dtype, store.device) for kind in kinds}
+        self._kernels = view_kernels(store)
         self._counts = [0] * store.slots
 
-    def of(self, layer: int, slot: int) -> dict[str, torch.Tensor]:
-        """Kind -> (Hkv, chunks, d); those that were not summarised hold anything."""
-        return {kind: kept[layer, slot] for kind, kept in self._kept.items()}
+    def of(self, slot: int) -> dict[str, torch.Tensor]:
+        """Kind -> (layers, Hkv, chunks, d); those that were not summarised hold anything."""
+        return {kind: kept[:, slot] for kind, kept in self._kept.items()}
 
     def update(self, slot: int, length: int) -> None:
         """Summarises the chunks of a text of ``length`` rows that were completed since the last call."""
         old, new = self._counts[slot], length // self._chunk
-        for layer in range(self._store.shape.layers if new > old else 0):
+        self._counts[slot] = new
+        if new <= old:
+            return
+        if self._kernels is not None:
+            self._kernels.summarise(self._store.keys, slot, self._chunk, self.of(slot), old, new)
+            return
+        for layer in range(self._store.shape.layers):
             keys = self._store.layer(layer)[0][slot, :, old * self._chunk : new * self._chunk]
             chunks = keys.unflatten(1, (-1, self._chunk))
             for kind, kept in self._kept.items():
                 kept[layer, slot, :, old:new] = summarise(kind, chunks).to(kept)
-        self._counts[slot] = new
 
     def forget(self, slot: int, start: int) -> None:
         """Told that the slot's rows from ``start`` on are others than they were, or gone."""

@@ -1,0 +1,170 @@
+// Views of a long text: summaries of its chunks, the chunks that queries want most, and the copying of these. One call for all
+// layers and heads: thirty layers of a small model, one by one, would take longer to ask for than to compute.
+#include "blocks.h"
+#include "kernels.h"
+#include "threads.h"
+
+#include <vector>
+
+using std::int64_t;
+
+namespace {
+
+// Scores (chunks,) of one layer and head: of each chunk, the mean over the query heads of its group of what the reduction makes
+// of the queries' scores (views/scorers.py).
+void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, float *room) {
+  const int64_t rows = in.group * in.rows, place = layer * in.layer + head * in.head + in.first;
+  float *bounds = room, *other = bounds + rows * BLOCK, *positive = other + rows * BLOCK, *negative = positive + rows * in.d;
+  if (in.kind == QUEST) {
+    for (int64_t i = 0; i < rows * in.d; i++) {
+      positive[i] = std::max(q[i], 0.0f);
+      negative[i] = std::min(q[i], 0.0f);
+    }
+  }
+  const auto score = [&](const float *queries, const float *summaries, int64_t a, int64_t count, float *s) {
+    const Text text{const_cast<float *>(summaries + place), nullptr, 1, in.dim, 0, FLOAT32, nullptr, nullptr};
+    score_block({queries, rows, in.d, {}}, text, a, count, s, nullptr);
+  };
+  const int64_t chunks = in.behind - in.first;
+  for (int64_t a = 0; a < chunks; a += BLOCK) {
+    const int64_t count = std::min(BLOCK, chunks - a);
+    if (in.kind == MEAN) {
+      score(q, in.mean, a, count, bounds);
+    } else {
+      score(in.kind == QUEST ? positive : q, in.largest, a, count, bounds);
+      score(in.kind == QUEST ? negative : q, in.smallest, a, count, other);
+      for (int64_t r = 0; r < rows; r++) {
+        for (int64_t j = r * BLOCK; j < r * BLOCK + count; j++) {
+          bounds[j] = in.kind == QUEST ? bounds[j] + other[j] : std::max(bounds[j], other[j]);
+        }
+      }
+    }
+    std::fill_n(scores + a, count, 0.0f);
+    for (int64_t g = 0; g < in.group; g++) {
+      float *own = bounds + g * in.rows * BLOCK;
+      for (int64_t r = 1; r < in.rows; r++) {
+        for (int64_t j = 0; j < count; j++) {
+          own[j] = in.most ? std::max(own[j], own[r * BLOCK + j]) : own[j] + own[r * BLOCK + j];
+        }
+      }
+      for (int64_t j = 0; j < count; j++) scores[a + j] += own[j];
+    }
+  }
+}
+
+// Rows [from, from + count) of a text, which become rows [to, to + count) of its copy.
+struct Piece {
+  int64_t from, to, count;
+};
+
+void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
+  const auto *k = static_cast<const float *>(text.k), *v = static_cast<const float *>(text.v);
+  auto *k_to = static_cast<float *>(copy.k), *v_to = static_cast<float *>(copy.v);
+  const bool turned = text.k_row == 1 && copy.k_row == 1;
+  // A dimension's keys lie far from the next one's: it is gone through from end to end before that.
+  for (int64_t i = 0; i < d; i++) {
+    const float *own = k + i * text.k_dim;
+    float *to = k_to + i * copy.k_dim;
+    for (const Piece &p : pieces) {
+      if (turned) {
+        std::copy_n(own + p.from, p.count, to + p.to);
+      } else {
+        for (int64_t j = 0; j < p.count; j++) to[(p.to + j) * copy.k_row] = own[(p.from + j) * text.k_row];
+      }
+    }
+  }
+  for (const Piece &p : pieces) {
+    for (int64_t j = 0; j < p.count; j++) std::copy_n(v + (p.from + j) * text.v_row, d, v_to + (p.to + j) * copy.v_row);
+  }
+}
+
+// held (count,): the chunk in each place of a copy becomes one of the chosen; those that are there already stay where they are.
+// Calls place(chunk, where) for the others.
+template <typename Place>
+void replace_chunks(const int64_t *chosen, int64_t *held, int64_t count, const Place &place) {
+  static thread_local std::vector<int64_t> sorted, fresh;
+  sorted.assign(held, held + count);
+  std::sort(sorted.begin(), sorted.end());
+  fresh.clear();
+  for (int64_t i = 0; i < count; i++) {
+    if (!std::binary_search(sorted.begin(), sorted.end(), chosen[i])) fresh.push_back(chosen[i]);
+  }
+  for (int64_t i = 0, next = 0; i < count; i++) {
+    if (std::binary_search(chosen, chosen + count, held[i])) continue;
+    held[i] = fresh[static_cast<std::size_t>(next++)];
+    place(held[i], i);
+  }
+}
+
+KeysValues of_layer(const KeysValues &kv, int64_t layer) {
+  KeysValues own = kv;
+  own.k = static_cast<float *>(kv.k) + layer * kv.k_layer;
+  own.v = static_cast<float *>(kv.v) + layer * kv.v_layer;
+  return own;
+}
+
+}  // namespace
+
+void longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int64_t heads, int64_t d, int64_t chunk,
+                         const Summaries *out, int64_t from, int64_t to, int threads) {
+  share_out(threads, layers * heads, [&](int64_t item) {
+    const int64_t layer = item / heads, head = item % heads;
+    const Text text = text_of(of_layer(*kv, layer), slot, head);
+    const int64_t place = layer * out->layer + head * out->head;
+    for (int64_t i = 0; i < d; i++) {
+      const float *k = static_cast<const float *>(text.k) + i * text.k_dim;
+      for (int64_t c = from; c < to; c++) {
+        const float *own = k + c * chunk * text.k_row;
+        float largest = *own, smallest = *own, sum = 0.0f;
+        for (int64_t j = 0; j < chunk; j++) {
+          const float x = own[j * text.k_row];
+          largest = std::max(largest, x);
+          smallest = std::min(smallest, x);
+          sum += x;
+        }
+        const int64_t at = place + i * out->dim + c;
+        if (out->largest) out->largest[at] = largest;
+        if (out->smallest) out->smallest[at] = smallest;
+        if (out->mean) out->mean[at] = sum / static_cast<float>(chunk);
+      }
+    }
+  });
+}
+
+void longdraft_choose(const Choice *choice, const float *queries, int64_t *chosen, int threads) {
+  const Choice &in = *choice;
+  const int64_t chunks = in.behind - in.first, rows = in.group * in.rows;
+  share_out(threads, in.layers * in.heads, [&](int64_t item) {
+    static thread_local Scratch own;
+    const int64_t of_scores = Scratch::whole_lines(chunks), of_order = Scratch::whole_lines(2 * chunks);
+    float *scores = own.of(of_scores + of_order + 2 * rows * (BLOCK + in.d));
+    auto *order = reinterpret_cast<int64_t *>(scores + of_scores);
+    score_chunks(in, queries + item * rows * in.d, item / in.heads, item % in.heads, scores, scores + of_scores + of_order);
+    for (int64_t i = 0; i < chunks; i++) order[i] = i;
+    // NaN is wanted least, or the order would be none.
+    const auto before = [&](int64_t a, int64_t b) {
+      const bool fine = scores[a] == scores[a], other = scores[b] == scores[b];
+      if (fine != other) return fine;
+      return fine && scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+    };
+    std::nth_element(order, order + in.count, order + chunks, before);
+    std::sort(order, order + in.count);
+    for (int64_t i = 0; i < in.count; i++) chosen[item * in.count + i] = in.first + order[i];
+  });
+}
+
+void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, int64_t slot, int64_t layers, int64_t heads, int64_t d,
+                         const int64_t *chosen, int64_t *held, int64_t count, int64_t chunk, int64_t sink, int64_t window,
+                         int64_t end, int threads) {
+  share_out(threads, layers * heads, [&](int64_t item) {
+    static thread_local std::vector<Piece> pieces;
+    const int64_t layer = item / heads, head = item % heads;
+    pieces.clear();
+    if (!count || held[item * count] < 0) pieces.push_back({0, 0, sink});
+    replace_chunks(chosen + item * count, held + item * count, count, [&](int64_t which, int64_t where) {
+      pieces.push_back({which * chunk, sink + where * chunk, chunk});
+    });
+    pieces.push_back({window, sink + count * chunk, end - window});
+    copy_pieces(text_of(of_layer(*kv, layer), slot, head), text_of(of_layer(*copy, layer), slot, head), d, pieces);
+  });
+}

@@ -1,0 +1,123 @@
+"""Kernels for views: summaries of a text's chunks, the chunks that queries want, their copies. See views.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+
+from longdraft.native.library import Kernels
+from longdraft.native.operators import launch
+from longdraft.native.structures import KeysValues, Long, Pointer
+
+# Scorers that read summaries alone, as kernels.h numbers them, and the summaries that there are.
+KINDS = ("mean-key", "minmax", "quest")
+SUMMARIES = ("largest", "smallest", "mean")
+
+
+class _Summaries(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in SUMMARIES),
+        *((name, Long) for name in ("layer", "head", "dim")),
+    ]
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in SUMMARIES),
+        *((name, Long) for name in ("layer", "head", "dim")),
+        *((name, Long) for name in ("layers", "heads", "group", "rows", "d", "first", "behind", "count")),
+        *((name, Long) for name in ("kind", "most")),
+    ]
+
+
+class ViewKernels:
+    """Tensors are float32 on the CPU.
+
+    Summaries are given by kind, (layers, KV heads, chunks, d) each, all with the same strides, that of the chunks 1.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        library = kernels.library
+        self._summarise, self._choose = library.longdraft_summarise, library.longdraft_choose
+        self._copy = library.longdraft_copy_view
+        for function in (self._summarise, self._choose, self._copy):
+            function.restype = None
+        kv = ctypes.POINTER(KeysValues)
+        # keys; slot, layers, heads, d, chunk; summaries; from, to; threads
+        self._summarise.argtypes = [kv, *(Long,) * 5, ctypes.POINTER(_Summaries), Long, Long, ctypes.c_int]
+        self._choose.argtypes = [ctypes.POINTER(_Choice), Pointer, Pointer, ctypes.c_int]
+        # text, copy; slot, layers, heads, d; chosen, held; count, chunk, sink, window, end; threads
+        self._copy.argtypes = [kv, kv, *(Long,) * 4, Pointer, Pointer, *(Long,) * 5, ctypes.c_int]
+
+    def summarise(
+        self, keys: torch.Tensor, slot: int, chunk: int, kept: Mapping[str, torch.Tensor], first: int, behind: int
+    ) -> None:
+        """Fills in the summaries of chunks [first, behind) of a slot's keys (layers, slots, KV heads, capacity, d)."""
+        layers, _, heads, _, d = keys.shape
+        out = _Summaries(*_places(kept))
+        arguments = (KeysValues.of(keys, keys), slot, layers, heads, d, chunk, out, first, behind)
+        launch("summarise", [keys], self._summarise, *arguments, torch.get_num_threads())
+
+    def choose(
+        self,
+        kind: str,
+        most: bool,
+        kept: Mapping[str, torch.Tensor],
+        queries: torch.Tensor,
+        first: int,
+        behind: int,
+        count: int,
+    ) -> torch.Tensor:
+        """The ``count`` chunks of [first, behind) with the highest scores.
+
+        Args:
+            kind: one of :data:`KINDS`. most: a chunk's score is its largest of all queries, not their mean.
+            queries: (layers, query heads, M, d).
+
+        Returns:
+            (layers, KV heads, count) int64, in the text's order.
+        """
+        layers, heads, _, d = next(iter(kept.values())).shape
+        if kind == "mean-key" and not most:  # q . k is linear in q
+            queries = queries.unflatten(1, (heads, -1)).mean((2, 3), keepdim=True).flatten(1, 2)
+        queries = queries.float().contiguous()
+        sizes = (layers, heads, queries.shape[1] // heads, queries.shape[2], d)
+        chosen = torch.empty(layers, heads, count, dtype=torch.long)
+        choice = _Choice(*_places(kept), *sizes, first, behind, count, KINDS.index(kind), int(most))
+        arguments = (choice, queries.data_ptr(), chosen.data_ptr())
+        launch("choose", [queries, chosen], self._choose, *arguments, torch.get_num_threads())
+        return chosen
+
+    def copy(
+        self,
+        text: tuple[torch.Tensor, torch.Tensor],
+        copies: tuple[torch.Tensor, torch.Tensor],
+        slot: int,
+        chosen: torch.Tensor,
+        held: torch.Tensor,
+        chunk: int,
+        sink: int,
+        window: range,
+    ) -> None:
+        """The first ``sink`` rows of a slot, its chosen chunks and its window, one behind the other.
+
+        Args:
+            text, copies: keys and values (layers, slots, KV heads, capacity, d), whose values' rows are contiguous.
+            chosen: (layers, KV heads, count) chunks, in the text's order.
+            held: like it; which chunk the copy holds in each place, -1 where there is nothing yet. Updated: chunks that
+                are chosen again stay where they are.
+        """
+        layers, _, heads, _, d = text[0].shape
+        sizes = (chosen.shape[2], chunk, sink, window.start, window.stop)
+        where = (slot, layers, heads, d, chosen.data_ptr(), held.data_ptr())
+        kv = (KeysValues.of(*text), KeysValues.of(*copies))
+        launch("copy_view", [*text, *copies], self._copy, *kv, *where, *sizes, torch.get_num_threads())
+
+
+def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
+    """Where summaries lie, and their strides but that of the chunks."""
+    layer, head, chunk, dim = next(iter(kept.values())).stride()
+    assert chunk == 1
+    return (*(kept[name].data_ptr() if name in kept else None for name in SUMMARIES), layer, head, dim)
