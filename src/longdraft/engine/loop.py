@@ -276,7 +276,7 @@ class Engine:
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """A tree for each sequence: a root alone where it is over as far as its drafter can see, or nothing pays."""
-        budget = None if self._plan is None else self._plan.budget(batch)
+        budget = None if self._plan is None else self._plan.budget(batch, [self.schedule.length(s) for s in batch])
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         going = [s for s in batch if s.finish_reason is None]
         if budget is not None and not self.drafter.free:

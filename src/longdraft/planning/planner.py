@@ -66,11 +66,15 @@ class Plan:
         self._planner, self._costs = planner, planner.costs
         self._worth: dict[int, Worth] = {}  # of each text
 
-    def budget(self, sequences: SequenceOf[Sequence]) -> Budget:
-        """What this round's trees may be."""
+    def budget(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int] | None = None) -> Budget:
+        """What this round's trees may be.
+
+        Args:
+            lengths: rows of KV that a verification reads of each; None: of all of its text.
+        """
         planner = self._planner
         self._sequences = list(sequences)
-        self._lengths = [len(s.prompt) + len(s.output) for s in sequences]
+        self._lengths = [len(s.prompt) + len(s.output) for s in sequences] if lengths is None else list(lengths)
         self._plain = self._costs.verification(1, self._lengths)
         self._worth = {s.index: self._worth.get(s.index) or Worth(planner.worth[s.greedy]) for s in sequences}
         # Of each sequence that is drafted for: what is proposed without, cut to what would pay, and the doubt in it.
@@ -137,7 +141,9 @@ class Plan:
             events: one a sequence. forwards: of the draft. drafting, verifying: seconds.
         """
         planner = self._planner
-        self._costs.saw(max(tree.size for tree in self._trees), self._lengths, verifying)
+        # A refresh of SpecPV reads and verifies more, whatever was drafted.
+        if not any(event.mode == "refresh" for event in events):
+            self._costs.saw(max(tree.size for tree in self._trees), self._lengths, verifying)
         for event in events:
             for node in range(1, event.tree.size):
                 right = node in event.path

@@ -60,6 +60,8 @@ class Schedule:
     """
 
     exact = True
+    planned = True
+    """Whether trees of any size do, so that a planner may choose it."""
 
     def extra_rows(self, max_nodes: int) -> int:
         """Rows that a slot needs behind prompt, output and tree."""
@@ -86,6 +88,10 @@ class Schedule:
     def seen(self, sequence: Sequence) -> Sequence:
         """The sequence as its drafter sees it."""
         return sequence
+
+    def length(self, sequence: Sequence) -> int:
+        """Rows of KV that a round reads of a sequence, as a rule."""
+        return len(sequence.prompt) + len(sequence.output)
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         """The target's logits for a tree of each sequence, none of them committed.

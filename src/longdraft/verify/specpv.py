@@ -117,6 +117,11 @@ class SpecPV(Schedule):
         """Tokens that may wait while partial verification goes on."""
         return self.view.room
 
+    def length(self, sequence: Sequence) -> int:
+        """Those of the partial cache, once there is one. A refresh comes every so many tokens, whatever is drafted."""
+        slot = sequence.slot
+        return self.partial.store.lengths[slot] if self.partial.in_use(slot) else super().length(sequence)
+
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
         # What waits is put right together: one forward of the batch, not one a sequence.
@@ -206,6 +211,7 @@ class ExactSpecPV(SpecPV):
     """
 
     exact = True
+    planned = False  # what a round brings shows rounds later
 
     def open(
         self,
