@@ -10,6 +10,7 @@ from longdraft.kv import memory
 from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
+from longdraft.views import cache
 from longdraft.views.cache import TrueCache
 from longdraft.views.view import View
 
@@ -49,7 +50,9 @@ def test_rows_are_written_moved_and_taken_back(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_a_view_holds_the_texts_rows_rounded(dtype):
+def test_a_view_holds_the_texts_rows_rounded(dtype, monkeypatch):
+    # Copies by our kernels have their chunks in another order.
+    monkeypatch.setattr(cache, "view_kernels", lambda *stores: None)
     full = KVStore(SHAPE, 1, 100, transposed_keys=True)
     views = [
         TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("tokens", 9, 4, 3, room=8), 5),

@@ -89,13 +89,15 @@ struct Summaries {
 struct Choice {
   const float *largest, *smallest, *mean;  // Summaries, of which the kind's are there
   std::int64_t layer, head, dim;
+  const KeysValues *kv;        // for the kinds that read all keys: layers' keys, float32, and the slot
+  std::int64_t slot, n, chunk;  // rows of the text; of a chunk
   std::int64_t layers, heads, group, rows, d;  // KV heads; query heads to each of them; queries of each
   std::int64_t first, behind, count;           // chunks [first, behind) are scored
-  std::int64_t kind;                           // MEAN, MINMAX, QUEST
-  std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum
+  std::int64_t kind;                           // one of the following
+  std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum; by summaries
 };
 
-enum : std::int64_t { MEAN, MINMAX, QUEST };
+enum : std::int64_t { MEAN, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };
 
 // Floats that a vector holds.
 int longdraft_lanes();
@@ -150,8 +152,8 @@ void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *o
 void longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,
                          std::int64_t chunk, const Summaries *out, std::int64_t from, std::int64_t to, int threads);
 
-// chosen (layers, heads, count): the chunks with the highest scores by the queries (layers, heads, group, rows, d), in the
-// text's order; of equal scores the earlier chunk.
+// chosen (layers, heads, count): the chunks with the highest scores (views/scorers.py) by the queries (layers, heads, group,
+// rows, d), in the text's order; of equal scores the earlier chunk. For softmax masses queries are scaled already.
 void longdraft_choose(const Choice *choice, const float *queries, std::int64_t *chosen, int threads);
 
 // Rows of a slot, float32: the first `sink`, the chosen chunks (layers, heads, count), and [window, end), one behind the other.

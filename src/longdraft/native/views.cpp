@@ -10,6 +10,13 @@ using std::int64_t;
 
 namespace {
 
+KeysValues of_layer(const KeysValues &kv, int64_t layer) {
+  KeysValues own = kv;
+  own.k = static_cast<float *>(kv.k) + layer * kv.k_layer;
+  own.v = static_cast<float *>(kv.v) + layer * kv.v_layer;
+  return own;
+}
+
 // Scores (chunks,) of one layer and head: of each chunk, the mean over the query heads of its group of what the reduction makes
 // of the queries' scores (views/scorers.py).
 void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, float *room) {
@@ -48,6 +55,66 @@ void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head,
         }
       }
       for (int64_t j = 0; j < count; j++) scores[a + j] += own[j];
+    }
+  }
+}
+
+// The same for kinds that read the keys: the scores of all rows, block by block, and then what is made of them.
+void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
+  constexpr int64_t POOL = 5;  // neighbours over which SnapKV averages
+  const int64_t rows = in.group * in.rows, end = in.kind == ATTENTION ? in.n : in.behind * in.chunk;
+  const int64_t blocks = (end + BLOCK - 1) / BLOCK, each = rows * BLOCK;
+  float *all = scratch.of((blocks + 1) * (each + BLOCK) + in.d * BLOCK), *mass = all + blocks * each;
+  float *turned = mass + (blocks + 1) * BLOCK;
+  const Text text = text_of(of_layer(*in.kv, layer), in.slot, head);
+  for (int64_t a = 0; a < end; a += BLOCK) {
+    float *own = all + a / BLOCK * each;
+    std::fill_n(own, each, NEVER);
+    score_block({q, rows, in.d, {}}, text, a, std::min(BLOCK, end - a), own, turned);
+  }
+  const int64_t chunks = in.behind - in.first;
+  std::fill_n(scores, chunks, 0.0f);
+  if (in.kind == TOKENS) {
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t c = 0; c < chunks; c++) {
+        float best = NEVER;
+        for (int64_t j = (in.first + c) * in.chunk; j < (in.first + c + 1) * in.chunk; j++) {
+          best = std::max(best, all[j / BLOCK * each + r * BLOCK + j % BLOCK]);
+        }
+        scores[c] += best;
+      }
+    }
+    return;
+  }
+  std::fill_n(mass, (blocks + 1) * BLOCK, 0.0f);
+  for (int64_t r = 0; r < rows; r++) {
+    float high = NEVER;
+    for (int64_t b = 0; b < blocks; b++) {
+      for (int64_t j = 0; j < BLOCK; j++) high = std::max(high, all[b * each + r * BLOCK + j]);
+    }
+    vec total = {};
+    for (int64_t b = 0; b < blocks; b++) {
+      for (float *p = all + b * each + r * BLOCK, *last = p + BLOCK; p < last; p += LANES) {
+        const vec x = exponential(load(p) - high);
+        store(p, x);
+        total += x;
+      }
+    }
+    float sum = 0.0f;
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    for (int64_t b = 0; b < blocks; b++) {
+      const float *p = all + b * each + r * BLOCK;
+      float *to = mass + b * BLOCK;
+      for (int64_t j = 0; j < BLOCK; j += LANES) store(to + j, load(to + j) + load(p + j) / sum);
+    }
+  }
+  for (int64_t c = 0; c < chunks; c++) {
+    for (int64_t j = (in.first + c) * in.chunk; j < (in.first + c + 1) * in.chunk; j++) {
+      if (in.kind == ATTENTION) {
+        scores[c] += mass[j];
+        continue;
+      }
+      for (int64_t i = std::max<int64_t>(0, j - POOL / 2); i <= std::min(end - 1, j + POOL / 2); i++) scores[c] += mass[i];
     }
   }
 }
@@ -96,13 +163,6 @@ void replace_chunks(const int64_t *chosen, int64_t *held, int64_t count, const P
   }
 }
 
-KeysValues of_layer(const KeysValues &kv, int64_t layer) {
-  KeysValues own = kv;
-  own.k = static_cast<float *>(kv.k) + layer * kv.k_layer;
-  own.v = static_cast<float *>(kv.v) + layer * kv.v_layer;
-  return own;
-}
-
 }  // namespace
 
 void longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int64_t heads, int64_t d, int64_t chunk,
@@ -135,11 +195,16 @@ void longdraft_choose(const Choice *choice, const float *queries, int64_t *chose
   const Choice &in = *choice;
   const int64_t chunks = in.behind - in.first, rows = in.group * in.rows;
   share_out(threads, in.layers * in.heads, [&](int64_t item) {
-    static thread_local Scratch own;
+    static thread_local Scratch own, of_keys;
     const int64_t of_scores = Scratch::whole_lines(chunks), of_order = Scratch::whole_lines(2 * chunks);
     float *scores = own.of(of_scores + of_order + 2 * rows * (BLOCK + in.d));
     auto *order = reinterpret_cast<int64_t *>(scores + of_scores);
-    score_chunks(in, queries + item * rows * in.d, item / in.heads, item % in.heads, scores, scores + of_scores + of_order);
+    const float *q = queries + item * rows * in.d;
+    if (in.kind >= TOKENS) {
+      score_by_keys(in, q, item / in.heads, item % in.heads, scores, of_keys);
+    } else {
+      score_chunks(in, q, item / in.heads, item % in.heads, scores, scores + of_scores + of_order);
+    }
     for (int64_t i = 0; i < chunks; i++) order[i] = i;
     // NaN is wanted least, or the order would be none.
     const auto before = [&](int64_t a, int64_t b) {

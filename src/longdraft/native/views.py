@@ -11,8 +11,9 @@ from longdraft.native.library import Kernels
 from longdraft.native.operators import launch
 from longdraft.native.structures import KeysValues, Long, Pointer
 
-# Scorers that read summaries alone, as kernels.h numbers them, and the summaries that there are.
-KINDS = ("mean-key", "minmax", "quest")
+# Scorers as kernels.h numbers them, the first three of which read summaries alone; and what summaries there are.
+KINDS = ("mean-key", "minmax", "quest", "tokens", "attention", "snapkv")
+BY_SUMMARIES = KINDS[:3]
 SUMMARIES = ("largest", "smallest", "mean")
 
 
@@ -27,6 +28,8 @@ class _Choice(ctypes.Structure):
     _fields_ = [
         *((name, Pointer) for name in SUMMARIES),
         *((name, Long) for name in ("layer", "head", "dim")),
+        ("kv", ctypes.POINTER(KeysValues)),
+        *((name, Long) for name in ("slot", "n", "chunk")),
         *((name, Long) for name in ("layers", "heads", "group", "rows", "d", "first", "behind", "count")),
         *((name, Long) for name in ("kind", "most")),
     ]
@@ -64,28 +67,39 @@ class ViewKernels:
         self,
         kind: str,
         most: bool,
-        kept: Mapping[str, torch.Tensor],
+        text: tuple[torch.Tensor, int, int],
+        chunk: int,
+        kept: Mapping[str, torch.Tensor] | None,
         queries: torch.Tensor,
-        first: int,
-        behind: int,
+        chunks: range,
         count: int,
     ) -> torch.Tensor:
-        """The ``count`` chunks of [first, behind) with the highest scores.
+        """The ``count`` of the text's ``chunks`` with the highest scores.
 
         Args:
-            kind: one of :data:`KINDS`. most: a chunk's score is its largest of all queries, not their mean.
+            kind: one of :data:`KINDS`. most: a chunk's score is its largest of all queries, not their mean; for kinds
+                that read summaries.
+            text: keys (layers, slots, KV heads, capacity, d), the slot, and how many rows it has. chunk: rows of each.
+            kept: summaries; not needed for kinds that read keys.
             queries: (layers, query heads, M, d).
 
         Returns:
             (layers, KV heads, count) int64, in the text's order.
         """
-        layers, heads, _, d = next(iter(kept.values())).shape
+        keys, slot, n = text
+        layers, _, heads, _, d = keys.shape
+        assert kind in BY_SUMMARIES or not most
         if kind == "mean-key" and not most:  # q . k is linear in q
             queries = queries.unflatten(1, (heads, -1)).mean((2, 3), keepdim=True).flatten(1, 2)
+        elif kind in ("attention", "snapkv"):
+            queries = queries * d**-0.5
         queries = queries.float().contiguous()
         sizes = (layers, heads, queries.shape[1] // heads, queries.shape[2], d)
         chosen = torch.empty(layers, heads, count, dtype=torch.long)
-        choice = _Choice(*_places(kept), *sizes, first, behind, count, KINDS.index(kind), int(most))
+        places = (None, None, None, 0, 0, 0) if kept is None else _places(kept)
+        kv, span = KeysValues.of(keys, keys), (chunks.start, chunks.stop)
+        where = (ctypes.pointer(kv), slot, n, chunk)
+        choice = _Choice(*places, *where, *sizes, *span, count, KINDS.index(kind), int(most))
         arguments = (choice, queries.data_ptr(), chosen.data_ptr())
         launch("choose", [queries, chosen], self._choose, *arguments, torch.get_num_threads())
         return chosen

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from longdraft.kv.store import KVStore
-from longdraft.native.views import KINDS
+from longdraft.native.views import BY_SUMMARIES
 from longdraft.views.copied import Copied, gather
 from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
@@ -145,14 +145,16 @@ class TrueCache:
         if queries is None or count in (0, len(between)):
             latest = torch.arange(between.stop - count, between.stop)
             return latest.expand(len(layers), self.full.shape.kv_heads, -1).contiguous()
-        if self._chooses is None or self._summaries is None or self.view.shared or self.view.scorer not in KINDS:
+        scorer, reduction = self.view.scorer, self.view.reduction
+        read = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
+        if self._chooses is None or self.view.shared or not read:
             return None
-        kept = {kind: x[self._first :] for kind, x in self._summaries.of(slot).items()}
+        kept = None if self._summaries is None else self._summaries.of(slot)
+        kept = None if kept is None else {kind: x[self._first :] for kind, x in kept.items()}
         wanted = torch.stack([queries[layer] for layer in layers])
-        reduction = self.view.reduction
         wanted = wanted[:, :, -1:] if reduction == "last" else wanted
-        most = reduction == "max"
-        return self._chooses.choose(self.view.scorer, most, kept, wanted, between.start, between.stop, count)
+        text = self.full.keys[self._first :], slot, end
+        return self._chooses.choose(scorer, reduction == "max", text, self.view.chunk, kept, wanted, between, count)
 
     def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
         """Copies the rows of each layer, and says how many."""
