@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Speculator
+from longdraft.planning.costs import CostTable
+from longdraft.planning.planner import Plan
+from longdraft.verify.specpv import partial_view
 from tests.drafts import random_draft
+from tests.planned import use_costs
 from tests.tiny import tiny_model
 
 SMALL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
@@ -85,3 +89,25 @@ def test_options_that_cannot_be(model, given, word):
 def test_a_draft_of_another_kind_than_the_drafter(tmp_path, model):
     with pytest.raises(ValueError, match="the draft is for longspec, not for eagle3"):
         Speculator("specpv", target=model, draft=random_draft(tmp_path, model), drafter="eagle3")
+
+
+def test_trees_are_planned_by_what_the_partial_cache_holds(model, monkeypatch):
+    """Never by the text's length, once there is a partial cache; the exact tier's trees are fixed."""
+    use_costs(monkeypatch, CostTable((64,), (1, 64), ((1e-3, 1.1e-3),)))
+    read: list[int] = []
+    budget = Plan.budget
+
+    def noted(self, sequences, lengths=None):
+        read.extend(lengths)
+        return budget(self, sequences, lengths)
+
+    monkeypatch.setattr(Plan, "budget", noted)
+    spec = Speculator("specpv", target=model, plan="auto", drafter="prompt-lookup", **SMALL)
+    steps = list(spec.stream([PROMPTS[0]], max_new_tokens=40))
+    most = partial_view(8, 4, 4, 4, 6).limit
+    assert read[0] == 91 and max(read[1:]) < 2 * most
+    assert {step.mode for step in steps} == {"prefill", "refresh", "partial"}
+    read.clear()
+    exact = Speculator("specpv-exact", target=model, plan="auto", drafter="prompt-lookup", **SMALL)
+    exact.generate([PROMPTS[0]], max_new_tokens=9)
+    assert not read
