@@ -12,6 +12,7 @@ from longdraft.native import kernels
 from longdraft.native.views import KINDS
 from longdraft.views import cache as caches
 from longdraft.views.cache import TrueCache
+from longdraft.views.kernels import view_kernels
 from longdraft.views.view import View
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no kernels here")
@@ -33,14 +34,14 @@ def seen(cache: TrueCache) -> list[list[float]]:
 
 @given(
     st.sampled_from(KINDS), st.sampled_from(["mean", "max", "last"]), st.sampled_from([1, 2, 8]), st.integers(1, 5),
-    st.booleans(), st.integers(0, 99),
+    st.booleans(), st.sampled_from([16, 48, 64]), st.integers(0, 99),
 )  # fmt: skip
-def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, transposed, seed):
-    shape = KVShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
+def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, transposed, d, seed):
+    shape = KVShape(layers=3, kv_heads=2, head_dim=d, dtype=torch.float32)
     full = KVStore(shape, 1, 400, transposed_keys=transposed)
     grown(full, 301, seed)
     view = View(kind, 6 * chunk, 2 * chunk, 7, chunk, 20, reduction)
-    queries = torch.randn(3, 6, looks, 16)
+    queries = torch.randn(3, 6, looks, d)
     found = []
     for served in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +77,12 @@ def test_chunks_that_are_chosen_again_stay_where_they_are():
     rows = ((cache.store.values[:, 0, :, :size, 0] - first) / 16).long()
     keys = full.keys[:, 0].gather(2, rows[..., None].expand(-1, -1, -1, 16))
     assert torch.equal(cache.store.keys[:, 0, :, :size], keys)
+
+
+def test_heads_of_another_size_are_left_to_torch():
+    assert view_kernels(KVStore(KVShape(1, 1, 16, torch.float32), 1, 8)) is not None
+    assert view_kernels(KVStore(KVShape(1, 1, 20, torch.float32), 1, 8)) is None
+    assert view_kernels(KVStore(KVShape(1, 1, 16, torch.bfloat16), 1, 8)) is None
 
 
 def test_chunks_without_a_number_are_wanted_least():

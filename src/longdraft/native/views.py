@@ -36,7 +36,7 @@ class _Choice(ctypes.Structure):
 
 
 class ViewKernels:
-    """Tensors are float32 on the CPU.
+    """Tensors are float32 on the CPU, d a multiple of 16.
 
     Summaries are given by kind, (layers, KV heads, chunks, d) each, all with the same strides, that of the chunks 1.
     """

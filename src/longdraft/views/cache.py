@@ -52,8 +52,8 @@ class TrueCache:
         view: which rows are chosen, and how many new ones there is room for.
         scratch: rows of a forward that are written behind them.
         first: layers from this one on are copied.
-
-        summaries: whether summaries of the chunks are kept where the scorer reads such.
+        summaries: whether summaries of the chunks are kept where the scorer reads such, so that choosing need not read
+            all keys.
 
     Attributes:
         store: rows ``[0, sizes[slot])`` of a slot are copies, the committed rows behind them wait. A forward on it
