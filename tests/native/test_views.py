@@ -11,6 +11,7 @@ from longdraft.kv.store import KVShape, KVStore
 from longdraft.native import kernels
 from longdraft.native.views import KINDS
 from longdraft.views import cache as caches
+from longdraft.views import summaries
 from longdraft.views.cache import TrueCache
 from longdraft.views.kernels import view_kernels
 from longdraft.views.view import View
@@ -46,7 +47,8 @@ def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, tra
     for served in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not served:
-                patch.setattr(caches, "view_kernels", lambda *stores: None)
+                for module in (caches, summaries):
+                    patch.setattr(module, "view_kernels", lambda *stores: None)
             cache = TrueCache(
                 full, lambda slots, rows: KVStore(shape, slots, rows, transposed_keys=transposed), view, 2
             )

@@ -89,12 +89,12 @@ struct Summaries {
 struct Choice {
   const float *largest, *smallest, *mean;  // Summaries, of which the kind's are there
   std::int64_t layer, head, dim;
-  const KeysValues *kv;        // for the kinds that read all keys: layers' keys, float32, and the slot
-  std::int64_t slot, n, chunk;  // rows of the text; of a chunk
+  const KeysValues *kv;         // for the kinds that read all keys: float32
+  std::int64_t slot, n, chunk;  // of those; rows of the text, and of a chunk
   std::int64_t layers, heads, group, rows, d;  // KV heads; query heads to each of them; queries of each
   std::int64_t first, behind, count;           // chunks [first, behind) are scored
   std::int64_t kind;                           // one of the following
-  std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum; by summaries
+  std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum: of the first three kinds
 };
 
 enum : std::int64_t { MEAN, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };

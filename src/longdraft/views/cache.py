@@ -126,6 +126,7 @@ class TrueCache:
         view, start = self.view, self.view.window_start(end)
         sink = min(view.sink, end)
         if chosen is not None and self._copies is not None:
+            chosen = chosen.expand(-1, self.full.shape.kv_heads, -1).contiguous()
             text, copies = (self.full.keys[first:], self.full.values[first:]), (self.store.keys, self.store.values)
             # Of a copy that holds all of a text, or nothing any more, no place is a chunk's.
             held = None if self.whole(slot) else self._held.get(slot)
@@ -139,12 +140,12 @@ class TrueCache:
         self._copied.fill(slot, size, start, end)
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
-        """The chunks of all layers at once, (layers, Hkv, c); None where they are to be chosen layer by layer."""
+        """The chunks of all layers at once, (layers, Hkv or 1, c); None where they are to be chosen layer by layer."""
         between, layers = self.view.between(end), range(self._first, self.full.shape.layers)
         count = min(self.view.chunks, len(between))
         if queries is None or count in (0, len(between)):
-            latest = torch.arange(between.stop - count, between.stop)
-            return latest.expand(len(layers), self.full.shape.kv_heads, -1).contiguous()
+            latest = torch.arange(between.stop - count, between.stop, device=self.full.device)
+            return latest.expand(len(layers), 1, -1)
         scorer, reduction = self.view.scorer, self.view.reduction
         read = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
         if self._chooses is None or self.view.shared or not read:

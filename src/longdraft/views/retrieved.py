@@ -44,8 +44,7 @@ class RetrievedKV(TrueCache):
         self._versions: list[int | None] = [None] * full.slots
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor:
-        chunks = torch.tensor(self.retrieval.seen(slot, end), dtype=torch.long)
-        return chunks.expand(1, self.full.shape.kv_heads, -1).contiguous()
+        return torch.tensor([[self.retrieval.seen(slot, end)]], dtype=torch.long, device=self.full.device)
 
     def forget(self, slot: int, start: int = 0) -> None:
         if start < self._copied.ends[slot]:
