@@ -27,6 +27,7 @@ from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.sequence import Sequence, StopRule
 from longdraft.session import Generation, Prompt, Request, Session, batch_for
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ class Speculator:
             request.max_new_tokens,
             runner.device,
             greedy=sampling.greedy,
-            sampler=Sampler(sampling.greedy, sampling.processors(request.processors), generator),
+            sampler=Sampler(sampling.greedy, sampling.processors(request.processors), OwnDraws(generator)),
             rules=rules,
         )
 

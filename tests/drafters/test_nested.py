@@ -17,6 +17,7 @@ from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine import Engine
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler
 from longdraft.views import compact
 from longdraft.views.cache import TrueCache
@@ -55,7 +56,7 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
+    samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
     decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)

@@ -14,6 +14,7 @@ from longdraft.engine import Engine
 from longdraft.host.runner import TargetRunner
 from longdraft.sequence import Sequence
 from longdraft.trees.opt import Opt
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
@@ -58,7 +59,7 @@ def proposals(drafter, model, prompts, n=24, sampling=None):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
+    samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
     decoded(Engine(TargetRunner(model), drafter), sequences)

@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted, accept
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
 
 VOCABULARY = 5
@@ -31,7 +32,7 @@ def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
 
 def sampler(sampling: Sampling | None = None, seed: int = 0) -> Sampler:
     sampling = sampling or Sampling()
-    return Sampler(sampling.greedy, sampling.processors(), torch.Generator().manual_seed(seed))
+    return Sampler(sampling.greedy, sampling.processors(), OwnDraws(torch.Generator().manual_seed(seed)))
 
 
 def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
@@ -185,7 +186,7 @@ class Recorder:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
     recorder = Recorder()
-    who = Sampler(greedy, LogitsProcessorList([recorder]), torch.Generator().manual_seed(3))
+    who = Sampler(greedy, LogitsProcessorList([recorder]), OwnDraws(torch.Generator().manual_seed(3)))
     bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
     out = decode(lambda text: union(text[-1], bushy), who, 12)
     assert recorder.texts == [PREFIX + out[:i] for i in range(12)]

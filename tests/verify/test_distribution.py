@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList
 from longdraft.trees.builders import chain, static, union
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted, accept
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
 from tests import chi_square
 from tests.verify.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
@@ -121,7 +122,7 @@ def test_accepted_text_has_the_targets_law(shape, setting):
 def drawn_p_value(shape: str, setting: str, walk=accept, seed: int = 0) -> float:
     """Of the draws, the trees of a shape taken in turn."""
     sampling = SETTINGS[setting]
-    sampler = Sampler(sampling.greedy, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
+    sampler = Sampler(sampling.greedy, Memory(sampling.processors()), OwnDraws(torch.Generator().manual_seed(seed)))
     cases = [(tree, tree_logits(tree)) for tree in TREES[shape]]
     counts = torch.zeros([VOCABULARY] * DRAWN)
     for draw in range(DRAWS):
@@ -145,7 +146,7 @@ def takes_the_first_child(tree, logits, sampler, text, stop):
 
 def sometimes_takes_the_first_child(tree, logits, sampler, text, stop):
     """Accepts it one time in twenty without asking the target."""
-    if torch.rand((), generator=sampler.generator) < 0.05:
+    if torch.rand((), generator=sampler.draws.generator) < 0.05:
         return takes_the_first_child(tree, logits, sampler, text, stop)
     return accept(tree, logits, sampler, text, stop)
 
@@ -154,7 +155,7 @@ def tries_each_child(tree, logits, sampler, text, stop):
     """Accepts each child with its own probability, one after the other, and forgets to take those from the rest."""
     p = torch.softmax(sampler.processors(text()[None], logits[0][None].clone()), -1)[0]
     for node in (i for i, parent in enumerate(tree.parents) if parent == 0):
-        if torch.rand((), generator=sampler.generator) < p[tree.tokens[node]]:
+        if torch.rand((), generator=sampler.draws.generator) < p[tree.tokens[node]]:
             return Accepted((0,), (tree.tokens[node],))
     return Accepted((0,), (sampler.sample(text(), logits[0]),))
 

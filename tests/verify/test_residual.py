@@ -16,6 +16,7 @@ from longdraft.trees.sampled import SampledStatic
 from longdraft.trees.tree import SampledChildren, TokenTree
 from longdraft.verify import residual
 from longdraft.verify.acceptance import Accepted, accept
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
 from tests import chi_square
 from tests.verify.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
@@ -50,7 +51,7 @@ def draft(sampling, seed) -> DraftSampler:
 
 def p_value(sampling, trees, walk=accept, seed=1) -> float:
     """Chi-square of the first two tokens; plain decoding goes on where a walk ends after one."""
-    sampler = Sampler(False, Memory(sampling.processors()), torch.Generator().manual_seed(seed))
+    sampler = Sampler(False, Memory(sampling.processors()), OwnDraws(torch.Generator().manual_seed(seed)))
     counts = torch.zeros(VOCABULARY, VOCABULARY)
     for tree in itertools.islice(trees, DRAWS):
         said = []
@@ -128,7 +129,7 @@ def forgets_the_residual(tree, logits, sampler, text, stop):
     """Samples from p after a refusal."""
     q, token = tree.sampled[0].q, tree.tokens[1]
     p = sampler.distribution(text(), logits[0])
-    if torch.rand((), generator=sampler.generator) * q[token] < p[token]:
+    if torch.rand((), generator=sampler.draws.generator) * q[token] < p[token]:
         return Accepted((0,), (token,))
     return Accepted((0,), (sampler.sample(text(), logits[0]),))
 
@@ -254,7 +255,7 @@ def test_shapes_do_not_depend_on_what_is_sampled():
 
 def test_a_drafters_samples_follow_from_the_seed_and_leave_the_targets_alone():
     def sampler(seed):
-        return Sampler(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
+        return Sampler(False, Sampling(1.0).processors(), OwnDraws(torch.Generator().manual_seed(seed)))
 
     q = torch.full((64,), 1 / 64)
 
@@ -263,9 +264,9 @@ def test_a_drafters_samples_follow_from_the_seed_and_leave_the_targets_alone():
         return [sampler.sample(q, 1)[0][0] for _ in range(20)]
 
     one = sampler(1)
-    before = one.generator.get_state()
+    before = one.draws.generator.get_state()
     assert said(one) == said(sampler(1)) != said(sampler(2))
     assert said(one, 1) != said(one)
-    assert torch.equal(before, one.generator.get_state())
+    assert torch.equal(before, one.draws.generator.get_state())
     own = [sampler(1).sample(torch.tensor(PROMPT), q.log()) for _ in range(1)]
     assert own[0] != said(one)[0]

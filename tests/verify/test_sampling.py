@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
 from tests.tiny import tiny_model
 
@@ -90,7 +91,7 @@ def test_a_pick_is_a_draw_from_the_generator_it_was_given():
     logits, text = torch.randn(61), torch.tensor([1])
 
     def picks(seed: int) -> list[int]:
-        sampler = Sampler(False, Sampling(1.0).processors(), torch.Generator().manual_seed(seed))
+        sampler = Sampler(False, Sampling(1.0).processors(), OwnDraws(torch.Generator().manual_seed(seed)))
         torch.manual_seed(int(torch.randint(10**6, ())))  # the global state plays no part
         return [sampler.sample(text, logits) for _ in range(20)]
 

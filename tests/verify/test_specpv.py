@@ -15,6 +15,7 @@ from longdraft.engine import Engine, eos_rule
 from longdraft.host.runner import Taps, TargetRunner
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
+from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
@@ -48,7 +49,7 @@ def run(
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, rules=[eos_rule(frozenset(eos))]) for i, p in enumerate(prompts or PROMPTS)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(sequences))]
-    samplers = [Sampler(sampling.greedy, sampling.processors(), g) for g in generators]
+    samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
     engine = Engine(runner, drafter, schedule)

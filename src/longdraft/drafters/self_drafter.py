@@ -1,8 +1,9 @@
 """The target as its own drafter: it drafts on a part of its KV and verifies on all of it.
 
-A draft forward reads all of the weights, but a few hundred rows of KV instead of the text's. So it pays where the KV
-is what a forward waits for: long texts, and batches, whose sequences share the weights and not the KV (Sadhukhan et
-al. 2024, MagicDec). What part: a :class:`~longdraft.views.view.View`.
+A draft forward reads all of the weights, but a few hundred rows of KV instead of the text's; or all of them, in a
+quarter of the bytes (Tiwari et al. 2025, QuantSpec). So it pays where the KV is what a forward waits for: long texts,
+and batches, whose sequences share the weights and not the KV (Sadhukhan et al. 2024, MagicDec). What part: a
+:class:`~longdraft.views.view.View`.
 
 A round: the view takes in the exact rows that the last verification left in the full store, then the root and the tree
 behind it are fed level by level, each level's rows behind those before. These rows are forgotten afterwards.
@@ -43,8 +44,8 @@ class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
-        view: what it sees: "streaming" (the first and the last rows), or these and the rows that its queries choose:
-            "snapkv", "chunks", "tokens", "minmax", "quest" or "attention".
+        view: what it sees: "all" rows, rounded; "streaming" (the first and the last rows), or these and the rows that
+            its queries choose: "snapkv", "chunks", "tokens", "minmax", "quest" or "attention".
         budget: rows of each layer and KV head, sink and window among them; 512 by default.
         sink, window: first and last rows, always seen; 16 and 32 by default, with "streaming" a window of all that the
             budget leaves.
@@ -56,7 +57,8 @@ class SelfDrafter(TreeDrafter):
         widths, nodes, tree, depth, top_k, threshold, acceptance: of the tree, as
             :func:`~longdraft.trees.options.tree_kind` takes them; by default a chain of 4, and with a planner one as
             long as pays.
-        view_dtype: what the view's keys and values are rounded to: "float32", "bfloat16" or "int8"; None: nothing.
+        view_dtype: what the view's keys and values are rounded to: "float32", "bfloat16" or "int8"; None: nothing, but
+            "int8" with "all".
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
@@ -83,7 +85,7 @@ class SelfDrafter(TreeDrafter):
         acceptance: str = "draw",
         view_dtype: str | None = None,
     ) -> None:
-        self.view_dtype = dtype_of(view_dtype)
+        self.view_dtype = dtype_of("int8" if view == "all" and view_dtype is None else view_dtype)
         sizes = self_view(view, budget, sink, window, chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
         every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh
@@ -135,6 +137,7 @@ class SelfDrafter(TreeDrafter):
         """(draft vocabulary,) the target's id of each id that it proposes; None: they are the same."""
         return None
 
+    @torch.inference_mode()
     def follow(self, sequences: SequenceOf[Sequence]) -> None:
         """Brings the views up to the rows that can be read of each text, chosen anew where that is due."""
         for s in sequences:
@@ -153,6 +156,9 @@ class SelfDrafter(TreeDrafter):
             self.cache.forget(slot, event.replaced)
         if event.taken_back:
             self.cache.forget(slot, self.full.readable(slot))
+        elif event.begins:
+            # Now, as a part of reading the prompt: the first round is to take what a round takes.
+            self.follow([event.sequence])
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot, event.accepted)
 

@@ -12,8 +12,11 @@ SINK = 16
 WINDOW = 32
 # TriForce, section 4.1.
 CHUNK = 8
+# Rows of a window that no text leaves.
+EVERYTHING = 2**40
 # View -> its scorer, and the rows that it chooses together; None: there is nothing to choose, or only single rows.
 VIEWS: dict[str, tuple[str, int | None]] = {
+    "all": ("streaming", None),
     "streaming": ("streaming", None),
     "snapkv": ("snapkv", 1),
     "chunks": ("mean-key", CHUNK),
@@ -29,14 +32,20 @@ def self_view(view: str, budget: int | None, sink: int | None, window: int | Non
     """A view from a drafter's options, None for those that were not given.
 
     Args:
+        view: one of :data:`VIEWS`; "all" has no sizes.
         budget: rows, sink and window among them; 512 by default, of "streaming" with a window as many as that makes.
         sink: 16 by default, or as many of the first chunks as hold so many.
         window: 32 by default; with "streaming", all that the budget leaves.
         chunk: 8 by default, 1 with "snapkv"; not of "streaming" or "tokens".
 
     Raises:
-        ValueError: no such view, sizes that make none, or a chunk of a view without.
+        ValueError: no such view, sizes that make none, or sizes of a view without.
     """
+    if view == "all":
+        sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
+        if given := [name for name, size in sizes.items() if size is not None]:
+            raise ValueError(f"view=all sees all rows: leave {' and '.join(given)} out, or take another view")
+        return View("streaming", 0, 0, EVERYTHING)
     if view not in VIEWS:
         *others, last = VIEWS
         raise ValueError(f"view must be {', '.join(others)} or {last}, got {view!r}")

@@ -10,7 +10,7 @@ from longdraft.drafters.base import Drafter
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import LARGEST, Budget
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Expand, Likeliest
+from longdraft.trees.level import Expand, Level, Likeliest
 from longdraft.trees.tree import TokenTree
 
 
@@ -50,6 +50,13 @@ class TreeDrafter(Drafter):
             expand, ids, device, likeliest: the draft, as :meth:`TreeKind.grow` takes them.
             budget: what the trees may be; None: as the drafter was made.
         """
+        sampled = not sequences[0].greedy
+
+        def foresee(level: Level, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            samplers = [sequences[row].sampler for row in level.rows]
+            rows = zip(samplers, log_probs, tokens, strict=True)
+            return torch.stack([sampler.foresee(level.depth, *row) for sampler, *row in rows])
+
         return self.tree.fit(budget).grow(
             [s.output[-1] for s in sequences],
             expand,
@@ -57,7 +64,8 @@ class TreeDrafter(Drafter):
             [s.remaining - 1 for s in sequences],
             ids,
             device,
-            sampled=not sequences[0].greedy,
+            sampled=sampled,
             samplers=[s.draft_sampler for s in sequences],
             likeliest=likeliest,
+            foresee=foresee if sampled and all(s.sampler.foresees for s in sequences) else None,
         )

@@ -178,7 +178,8 @@ class TargetRunner:
             if self.attention_path != "cpu" or self.kv_shape.dtype != torch.float32:
                 raise CapabilityError(
                     f"Views in {dtype} are for models in float32 on a CPU with its own attention path; this one is "
-                    f"{self.kv_shape.dtype} on {self.device} ({self.attention_path}): leave view_dtype out."
+                    f"{self.kv_shape.dtype} on {self.device} ({self.attention_path}): leave view_dtype out; "
+                    "a view of all rows needs it, so take another."
                 )
             return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
         offload = None if resident else self.offload

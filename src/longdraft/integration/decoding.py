@@ -23,9 +23,9 @@ from longdraft.integration.handover import Given
 from longdraft.planning.planner import Planner
 from longdraft.sequence import Sequence
 from longdraft.verify import processors
+from longdraft.verify.draws import StepDraws
 from longdraft.verify.sampling import Sampler
 from longdraft.verify.schedule import Schedule
-from longdraft.verify.step_draws import StepDraws
 
 
 def decode(
@@ -63,14 +63,14 @@ def decode(
     # generate stops where the criteria say, and has at least one token by then.
     limit = getattr(stopping_criteria, "max_length", None)
     budget = max(1, (config.max_length if limit is None else limit) - width)
-    # generate takes the random numbers of several rows together.
-    draws = StepDraws(rows, runner.device) if config.do_sample and rows > 1 else None
+    # generate takes the random numbers of all rows together.
+    draws = StepDraws(rows, runner.device) if config.do_sample else None
     sequences = []
     for i, row in enumerate(input_ids):
         real = row if mask is None else row[mask[i].bool().to(row.device)]
         own = processors.of_row(logits_processor, i, rows)
         greedy = not config.do_sample
-        sampler = Sampler(greedy, own, row=None if draws is None else draws.row(i))
+        sampler = Sampler(greedy, own) if draws is None else Sampler(greedy, own, draws.row(i))
         sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
     endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)

@@ -156,11 +156,15 @@ void longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t l
 // rows, d), in the text's order; of equal scores the earlier chunk. For softmax masses queries are scaled already.
 void longdraft_choose(const Choice *choice, const float *queries, std::int64_t *chosen, int threads);
 
-// Rows of a slot, float32: the first `sink`, the chosen chunks (layers, heads, count), and [window, end), one behind the other.
+// Rows of a slot, float32, in a copy of any format: the first `sink`, the chosen chunks (layers, heads, count), and [window, end), one behind the other.
 // held (layers, heads, count): which chunk each place of the copy holds, -1 where it holds none yet. Chosen chunks that are
 // there stay in their places, so the copy's chunks need not be in the text's order.
 void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
                          std::int64_t heads, std::int64_t d, const std::int64_t *chosen, std::int64_t *held,
                          std::int64_t count, std::int64_t chunk, std::int64_t sink, std::int64_t window, std::int64_t end,
                          int threads);
+
+// Rows [from, from + count) of a slot, float32, which become rows [to, to + count) of its copy, of any format.
+void longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
+                         std::int64_t heads, std::int64_t d, std::int64_t from, std::int64_t to, std::int64_t count, int threads);
 }

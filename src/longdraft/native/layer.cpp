@@ -14,17 +14,6 @@ void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float
   if (weight) rms_norm(x, vectors, d, weight, eps, x);
 }
 
-// Those of one layer.
-KeysValues of_layer(KeysValues kv, int64_t i) {
-  as_stored(kv.k, kv.format, [&](auto *k) { kv.k = k + i * kv.k_layer; });
-  as_stored(kv.v, kv.format, [&](auto *v) { kv.v = v + i * kv.v_layer; });
-  if (kv.k_scale) {
-    kv.k_scale += i * kv.scale_layer;
-    kv.v_scale += i * kv.scale_layer;
-  }
-  return kv;
-}
-
 // x becomes the layer's output.
 void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x, float *kept_queries, int threads) {
   const int64_t count = batch.sequences * batch.size, size = batch.size, d = l.d;

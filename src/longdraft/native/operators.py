@@ -23,6 +23,7 @@ NAMES = (
     "summarise",
     "choose",
     "copy_view",
+    "copy_rows",
 )
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")

@@ -41,6 +41,17 @@ inline void as_stored(void *p, int64_t format, const What &what) {
   what(static_cast<float *>(p));
 }
 
+// Those of one layer.
+inline KeysValues of_layer(KeysValues kv, int64_t i) {
+  as_stored(kv.k, kv.format, [&](auto *k) { kv.k = k + i * kv.k_layer; });
+  as_stored(kv.v, kv.format, [&](auto *v) { kv.v = v + i * kv.v_layer; });
+  if (kv.k_scale) {
+    kv.k_scale += i * kv.scale_layer;
+    kv.v_scale += i * kv.scale_layer;
+  }
+  return kv;
+}
+
 // A head's keys and values.
 struct Text {
   void *k, *v;

@@ -10,13 +10,6 @@ using std::int64_t;
 
 namespace {
 
-KeysValues of_layer(const KeysValues &kv, int64_t layer) {
-  KeysValues own = kv;
-  own.k = static_cast<float *>(kv.k) + layer * kv.k_layer;
-  own.v = static_cast<float *>(kv.v) + layer * kv.v_layer;
-  return own;
-}
-
 // Scores (chunks,) of one layer and head: of each chunk, the mean over the query heads of its group of what the reduction makes
 // of the queries' scores (views/scorers.py).
 void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, float *room) {
@@ -124,11 +117,12 @@ struct Piece {
   int64_t from, to, count;
 };
 
-void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
-  const auto *k = static_cast<const float *>(text.k), *v = static_cast<const float *>(text.v);
-  auto *k_to = static_cast<float *>(copy.k), *v_to = static_cast<float *>(copy.v);
+// Rows of keys, a dimension's one behind the other as a text has them, each to its place: dimension by dimension, as these lie
+// far from one another.
+void copy_keys(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
+  const auto *k = static_cast<const float *>(text.k);
+  auto *k_to = static_cast<float *>(copy.k);
   const bool turned = text.k_row == 1 && copy.k_row == 1;
-  // A dimension's keys lie far from the next one's: it is gone through from end to end before that.
   for (int64_t i = 0; i < d; i++) {
     const float *own = k + i * text.k_dim;
     float *to = k_to + i * copy.k_dim;
@@ -140,8 +134,39 @@ void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vecto
       }
     }
   }
+}
+
+// The same to fewer bytes: a row is rounded as one.
+void pack_keys(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
+  constexpr int64_t TOGETHER = 64;  // rows, of which a dimension's are some cache lines
+  static thread_local Scratch scratch;
+  float *rows = scratch.of(TOGETHER * d);
+  const auto *k = static_cast<const float *>(text.k);
   for (const Piece &p : pieces) {
-    for (int64_t j = 0; j < p.count; j++) std::copy_n(v + (p.from + j) * text.v_row, d, v_to + (p.to + j) * copy.v_row);
+    for (int64_t a = 0; a < p.count; a += TOGETHER) {
+      const int64_t count = std::min(TOGETHER, p.count - a);
+      for (int64_t i = 0; i < d; i++) {
+        const float *own = k + i * text.k_dim + (p.from + a) * text.k_row;
+        for (int64_t j = 0; j < count; j++) rows[j * d + i] = own[j * text.k_row];
+      }
+      for (int64_t j = 0; j < count; j++) {
+        const int64_t row = p.to + a + j;
+        as_stored(copy.k, copy.format, [&](auto *to) { pack(rows + j * d, d, to + row * copy.k_row, copy.k_dim, copy.k_scale + row); });
+      }
+    }
+  }
+}
+
+void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
+  (copy.format == FLOAT32 ? copy_keys : pack_keys)(text, copy, d, pieces);
+  const auto *v = static_cast<const float *>(text.v);
+  for (const Piece &p : pieces) {
+    for (int64_t j = 0; j < p.count; j++) {
+      const int64_t row = p.to + j;
+      as_stored(copy.v, copy.format, [&](auto *to) {
+        pack(v + (p.from + j) * text.v_row, d, to + row * copy.v_row, 1, copy.v_scale + row);
+      });
+    }
   }
 }
 
@@ -231,5 +256,14 @@ void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, int64_t s
     });
     pieces.push_back({window, sink + count * chunk, end - window});
     copy_pieces(text_of(of_layer(*kv, layer), slot, head), text_of(of_layer(*copy, layer), slot, head), d, pieces);
+  });
+}
+
+void longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, int64_t slot, int64_t layers, int64_t heads, int64_t d,
+                         int64_t from, int64_t to, int64_t count, int threads) {
+  share_out(threads, layers * heads, [&](int64_t item) {
+    const int64_t layer = item / heads, head = item % heads;
+    const Text text = text_of(of_layer(*kv, layer), slot, head), own = text_of(of_layer(*copy, layer), slot, head);
+    copy_pieces(text, own, d, {{from, to, count}});
   });
 }

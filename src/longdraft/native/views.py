@@ -9,6 +9,7 @@ import torch
 
 from longdraft.native.library import Kernels
 from longdraft.native.operators import launch
+from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import KeysValues, Long, Pointer
 
 # Scorers as kernels.h numbers them, the first three of which read summaries alone; and what summaries there are.
@@ -44,8 +45,8 @@ class ViewKernels:
     def __init__(self, kernels: Kernels) -> None:
         library = kernels.library
         self._summarise, self._choose = library.longdraft_summarise, library.longdraft_choose
-        self._copy = library.longdraft_copy_view
-        for function in (self._summarise, self._choose, self._copy):
+        self._copy, self._rows = library.longdraft_copy_view, library.longdraft_copy_rows
+        for function in (self._summarise, self._choose, self._copy, self._rows):
             function.restype = None
         kv = ctypes.POINTER(KeysValues)
         # keys; slot, layers, heads, d, chunk; summaries; from, to; threads
@@ -53,6 +54,8 @@ class ViewKernels:
         self._choose.argtypes = [ctypes.POINTER(_Choice), Pointer, Pointer, ctypes.c_int]
         # text, copy; slot, layers, heads, d; chosen, held; count, chunk, sink, window, end; threads
         self._copy.argtypes = [kv, kv, *(Long,) * 4, Pointer, Pointer, *(Long,) * 5, ctypes.c_int]
+        # text, copy; slot, layers, heads, d, from, to, count; threads
+        self._rows.argtypes = [kv, kv, *(Long,) * 7, ctypes.c_int]
 
     def summarise(
         self, keys: torch.Tensor, slot: int, chunk: int, kept: Mapping[str, torch.Tensor], first: int, behind: int
@@ -107,7 +110,7 @@ class ViewKernels:
     def copy(
         self,
         text: tuple[torch.Tensor, torch.Tensor],
-        copies: tuple[torch.Tensor, torch.Tensor],
+        copies: tuple[KeptRows, KeptRows],
         slot: int,
         chosen: torch.Tensor,
         held: torch.Tensor,
@@ -118,7 +121,8 @@ class ViewKernels:
         """The first ``sink`` rows of a slot, its chosen chunks and its window, one behind the other.
 
         Args:
-            text, copies: keys and values (layers, slots, KV heads, capacity, d), whose values' rows are contiguous.
+            text, copies: keys and values (layers, slots, KV heads, capacity, d), whose values' rows are contiguous; the
+                copies may be rounded, and their keys lie transposed then.
             chosen: (layers, KV heads, count) chunks, in the text's order.
             held: like it; which chunk the copy holds in each place, -1 where there is nothing yet. Updated: chunks that
                 are chosen again stay where they are.
@@ -127,7 +131,21 @@ class ViewKernels:
         sizes = (chosen.shape[2], chunk, sink, window.start, window.stop)
         where = (slot, layers, heads, d, chosen.data_ptr(), held.data_ptr())
         kv = (KeysValues.of(*text), KeysValues.of(*copies))
-        launch("copy_view", [*text, *copies], self._copy, *kv, *where, *sizes, torch.get_num_threads())
+        launch("copy_view", [*text], self._copy, *kv, *where, *sizes, torch.get_num_threads())
+
+    def copy_rows(
+        self,
+        text: tuple[torch.Tensor, torch.Tensor],
+        copies: tuple[KeptRows, KeptRows],
+        slot: int,
+        rows: range,
+        to: int,
+    ) -> None:
+        """Rows of a slot, to its copy from row ``to`` on; text and copies as for :meth:`copy`."""
+        layers, _, heads, _, d = text[0].shape
+        where = (slot, layers, heads, d, rows.start, to, len(rows))
+        kv = (KeysValues.of(*text), KeysValues.of(*copies))
+        launch("copy_rows", [*text], self._rows, *kv, *where, torch.get_num_threads())
 
 
 def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from longdraft.trees.budget import Budget
 from longdraft.trees.draft_sampler import DraftSampler
-from longdraft.trees.level import Expand, Growth, Likeliest, Scored, root_level, to_trees
+from longdraft.trees.level import Expand, Foresee, Growth, Likeliest, Scored, root_level, to_trees
 from longdraft.trees.tree import TokenTree
 
 
@@ -75,6 +75,7 @@ class TreeKind(ABC):
         sampled: bool = False,
         samplers: Sequence[DraftSampler | None] = (),
         likeliest: Likeliest | None = None,
+        foresee: Foresee | None = None,
     ) -> list[TokenTree]:
         """Grows a tree for each sequence of a batch; none depends on the others.
 
@@ -87,8 +88,10 @@ class TreeKind(ABC):
             sampled: the target's tokens are sampled, not greedy.
             samplers: each sequence's, for a kind that samples; without, its tokens are the likeliest.
             likeliest: the draft, where it can say the likeliest tokens without giving logits; None: ``expand`` does.
+            foresee: says which tokens will be sampled, for one more thing that is known then; None: nobody does.
         """
-        growth = Growth(expand, self._depths(roots, depths), ids, sampled, likeliest)
+        known = foresee is not None
+        growth = Growth(expand, self._depths(roots, depths), ids, sampled and not known, likeliest, foresee)
         levels = self.levels(growth, root_level(roots, device))
         return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
 

@@ -72,6 +72,11 @@ _HOPELESS = -1e9
 Expand = Callable[[Level], torch.Tensor]
 # Told a level and a number k, gives log-probabilities and draft ids (B', W, k) of the likeliest of them, best first.
 Likeliest = Callable[[Level, int], tuple[torch.Tensor, torch.Tensor]]
+# Told a level, and log-probabilities and target ids (B', W, K) of the draft's likeliest tokens behind its nodes: how
+# likely each is the one that will be sampled there.
+Foresee = Callable[[Level, torch.Tensor, torch.Tensor], torch.Tensor]
+# Of how many of a draft's likeliest tokens that is asked.
+FORESEEN = 64
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,9 @@ class Growth:
         expand: the draft. Called with the roots, then with those nodes of each level but the last that go on.
         depths: levels of each sequence's tree at most, 0 for a root alone.
         ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        sampled: the target's tokens are sampled, not greedy.
+        sampled: the target's tokens are sampled, not greedy, and nothing is known of the random numbers.
         likeliest: the draft, where it can say the likeliest tokens without giving logits; in place of ``expand``.
+        foresee: where tokens are sampled and the random numbers are known; None: nodes are as likely as the draft says.
     """
 
     expand: Expand
@@ -91,23 +97,29 @@ class Growth:
     ids: torch.Tensor | None = None
     sampled: bool = False
     likeliest: Likeliest | None = None
+    foresee: Foresee | None = None
 
     def deeper(self, level: Level) -> list[int]:
         """The sequences whose trees may have another level."""
         return [row for row in level.rows if self.depths[row] > level.depth]
 
     def children(self, last: Scored, count: int) -> Scored:
-        """The ``count`` most probable children of each node at temperature 1: a level W times as wide.
+        """The ``count`` most probable children of each node: a level W times as wide.
 
         Their ``parents`` are indices into ``last``.
         """
-        find = self.likeliest
-        log_probs, token = find(last.level, count) if find else likeliest(self.expand(last.level), count)
+        find, asked = self.likeliest, count if self.foresee is None else max(count, FORESEEN)
+        log_probs, token = find(last.level, asked) if find else likeliest(self.expand(last.level), asked)
+        token = token if self.ids is None else self.ids[token]
+        if self.foresee is not None:
+            log_probs = self.foresee(last.level, log_probs, token).nan_to_num(nan=_HOPELESS)
+            log_probs, chosen = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+            token = token.gather(-1, chosen)
         # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. Nor must a
         # draft that overflowed leave numbers that cannot be compared: it proposes badly, that is all.
         log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
         scores = (last.scores[..., None] + log_probs).flatten(1)
-        tokens = token.flatten(1) if self.ids is None else self.ids[token.flatten(1)]
+        tokens = token.flatten(1)
         parents = torch.arange(token.shape[1], device=token.device).repeat_interleave(token.shape[2]).expand_as(tokens)
         level = Level(last.level.rows, last.level.depth + 1, tokens, parents)
         return Scored(level, log_probs.flatten(1), scores)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from longdraft.trees.draft_sampler import DraftSampler
-from longdraft.trees.level import Expand, Level, Likeliest, root_level
+from longdraft.trees.level import Expand, Foresee, Level, Likeliest, root_level
 from longdraft.trees.static import Static
 from longdraft.trees.tree import SampledChildren, TokenTree
 
@@ -38,6 +38,7 @@ class SampledStatic(Static):
         sampled: bool = False,
         samplers: Sequence[DraftSampler | None] = (),
         likeliest: Likeliest | None = None,
+        foresee: Foresee | None = None,
     ) -> list[TokenTree]:
         known = [sampler for sampler in samplers if sampler is not None]
         if not known:

@@ -78,7 +78,7 @@ def accept(
             if sampled is None:
                 token = sampler.sample(upto, logits[node])
             else:
-                token = residual.sample(sampler.distribution(upto, logits[node]), sampled, sampler.generator)
+                token = residual.sample(sampler.distribution(upto, logits[node]), sampled, sampler.draws.generator)
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:

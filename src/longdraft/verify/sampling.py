@@ -7,7 +7,7 @@ with the full text up to the node in question, so penalties and bans see the nod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import (
@@ -22,10 +22,13 @@ from transformers import (
 
 from longdraft.trees.draft_sampler import DraftSampler
 from longdraft.verify import processors as row_processors
-from longdraft.verify.step_draws import RowDraws
+from longdraft.verify.draws import Draws, OwnDraws
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Processors that look at scores alone: what they make of a draft's likeliest tokens is about what they make of all.
+_BY_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_TINY = 1e-30  # for a random number of 0
 
 
 class RecentPenalty(LogitsProcessor):
@@ -113,19 +116,22 @@ class Sampler:
     Attributes:
         greedy: take the most probable token instead of drawing.
         processors: applied to the logits first; empty for the plain distribution.
-        generator: source of randomness; None for torch's global one.
-        row: of a batch whose rows share random numbers; they then come from it, and not from the generator.
+        draws: the random numbers; by default from torch's global generator.
     """
 
     greedy: bool
     processors: LogitsProcessorList
-    generator: torch.Generator | None = None
-    row: RowDraws | None = None
+    draws: Draws = field(default_factory=lambda: OwnDraws(None))
 
     @property
     def plain_greedy(self) -> bool:
         """True when every node's token is the argmax of its logits, whatever the path."""
         return self.greedy and len(self.processors) == 0
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the random numbers of coming samples can be told."""
+        return not self.greedy and self.draws.ahead(0) is not None
 
     def rehearsal(self) -> Sampler:
         """A sampler that chooses what this one will choose wherever the logits are the same, and leaves it as it is.
@@ -135,12 +141,27 @@ class Sampler:
         """
         if self.greedy:
             return Sampler(True, row_processors.copies(self.processors))
-        own = self.generator if self.row is None else self.row.generator
-        device = torch.device("cpu") if own is None else own.device
-        twin = torch.Generator(device)
-        twin.set_state(torch.get_rng_state() if own is None else own.get_state())
-        row = None if self.row is None else self.row.rehearsal()
-        return Sampler(False, row_processors.copies(self.processors), twin, row)
+        return Sampler(False, row_processors.copies(self.processors), self.draws.rehearsal())
+
+    def foresee(self, count: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """How likely each of some tokens is the one that will be sampled behind the next ``count``, as a draft sees it.
+
+        The random numbers of that sample are known, so that a draft which says what the target says knows the token.
+
+        Args:
+            log_probs: (..., K), the draft's, of its likeliest tokens (..., K).
+
+        Returns:
+            (..., K) log-probabilities; those of the draft where no numbers can be told.
+        """
+        numbers = self.draws.ahead(count) if self.foresees else None
+        if numbers is None:
+            return log_probs
+        scores = log_probs.reshape(-1, log_probs.shape[-1])
+        for processor in self.processors:
+            if isinstance(processor, _BY_SCORES):
+                scores = processor(tokens.reshape_as(scores), scores)
+        return (scores.view_as(log_probs) - numbers.clamp_min(_TINY)[tokens].log()).log_softmax(-1)
 
     def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
         """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
@@ -152,8 +173,9 @@ class Sampler:
             number: of the sequence: several may share a generator.
         """
         twin = self.rehearsal()
-        assert twin.generator is not None, "greedy tokens are not sampled"
-        seed = int(torch.randint(2**62, (), generator=twin.generator, device=twin.generator.device))
+        generator = twin.draws.generator
+        assert generator is not None, "greedy tokens are not sampled"
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         own = torch.Generator(text().device)
         own.manual_seed(seed + number)
         return DraftSampler(twin.processors if len(twin.processors) else None, own, text, vocabulary)
@@ -165,9 +187,7 @@ class Sampler:
         """
         if self.greedy:
             return int(self._scores(text, logits).argmax())
-        if self.row is not None:
-            return self.row.sample(self.distribution(text, logits))
-        return int(torch.multinomial(self.distribution(text, logits), num_samples=1, generator=self.generator))
+        return self.draws.sample(self.distribution(text, logits))
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """(vocabulary,) the processed probabilities; arguments as of :meth:`sample`."""

@@ -263,6 +263,7 @@ class ExactSpecPV(SpecPV):
             self._margins[sequence.index] = min(max(margin, 2), self.view.room)
         guess = self.seen(sequence)
         self._rehearsing.discard(sequence.index)
+        guess.sampler = sequence.sampler
         guess.follow(sequence)
         return replace(
             event,

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from longdraft.kv.store import KVStore
+from longdraft.native.scaled import KeptRows
 from longdraft.native.views import BY_SUMMARIES
 from longdraft.views.copied import Copied, gather
 from longdraft.views.kernels import view_kernels
@@ -106,7 +107,9 @@ class TrueCache:
             self.choose(slot, queries)
             return True
         own, rows = self._copied.append(slot, end)
-        if rows.start < rows.stop:
+        if rows.start < rows.stop and self._copies is not None:
+            self._copies.copy_rows(*self._text_and_copies(), slot, range(rows.start, rows.stop), own.start)
+        elif rows.start < rows.stop:
             # Not through `layer`: a store off the device would fetch whole layers for these few rows.
             layers = slice(self._first, self.full.shape.layers)
             for portion in self.full.portions if not self._first else [layers]:
@@ -119,7 +122,7 @@ class TrueCache:
 
     def choose(self, slot: int, queries: Queries | None = None) -> None:
         """Fills a slot anew from the full store; nothing waits then."""
-        end, first = self.full.readable(slot), self._first
+        end = self.full.readable(slot)
         if self._summaries is not None:
             self._summaries.update(slot, end)
         chosen = self._chosen(slot, end, queries)
@@ -127,17 +130,20 @@ class TrueCache:
         sink = min(view.sink, end)
         if chosen is not None and self._copies is not None:
             chosen = chosen.expand(-1, self.full.shape.kv_heads, -1).contiguous()
-            text, copies = (self.full.keys[first:], self.full.values[first:]), (self.store.keys, self.store.values)
             # Of a copy that holds all of a text, or nothing any more, no place is a chunk's.
             held = None if self.whole(slot) else self._held.get(slot)
             if held is None or held.shape != chosen.shape:
                 held = self._held[slot] = torch.full_like(chosen, -1)
-            self._copies.copy(text, copies, slot, chosen, held, view.chunk, sink, range(start, end))
+            self._copies.copy(*self._text_and_copies(), slot, chosen, held, view.chunk, sink, range(start, end))
             size = sink + chosen.shape[2] * view.chunk + end - start
         else:
             size = self._copy_each(slot, end, queries, chosen)
         self.store.lengths[slot] = size
         self._copied.fill(slot, size, start, end)
+
+    def _text_and_copies(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[KeptRows, KeptRows]]:
+        own = slice(self._first, None)
+        return (self.full.keys[own], self.full.values[own]), (self.store.keys, self.store.values)
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
         """The chunks of all layers at once, (layers, Hkv or 1, c); None where they are to be chosen layer by layer."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import kernels
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.views import ViewKernels
 
 
-def view_kernels(*stores: KVStore) -> ViewKernels | None:
-    """The kernels for texts that are kept in these stores; None: torch's own operations serve."""
-    found = kernels() if all(map(_plain, stores)) else None
+def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | None:
+    """The kernels that choose of a text's rows, and copy them where a store for copies is given. None: torch serves.
+
+    Args:
+        full: where the text is kept.
+    """
+    # Other kinds of stores move layers in as they are asked for.
+    kept = type(full) is KVStore and full.device.type == "cpu"
+    served = kept and full.shape.dtype == torch.float32 and full.shape.head_dim % HEAD_UNIT == 0
+    copied = copy is None or type(copy) is PackedStore or (type(copy) is KVStore and copy.device == full.device)
+    found = kernels() if served and copied else None
     return None if found is None else ViewKernels(found)
-
-
-def _plain(store: KVStore) -> bool:
-    # Other kinds of stores move layers in as they are asked for, or round what they keep.
-    shape, kept = store.shape, type(store) is KVStore and store.device.type == "cpu"
-    return kept and shape.dtype == torch.float32 and shape.head_dim % HEAD_UNIT == 0
