@@ -161,7 +161,7 @@ class Session:
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
             method=self._method.name,
-            exact=self._method.exact,
+            exact=self._method.exact and not self._engine.runner.rounds,
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,

@@ -29,6 +29,7 @@ from longdraft.sequence import Sequence, StopRule
 from longdraft.session import Generation, Prompt, Request, Session, batch_for
 from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
+from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +52,9 @@ class Speculator:
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
         offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
             GPU), ``"disk"`` (a temporary file, for a CPU) or a folder for that file. Slower, and the same output.
+        kv_dtype: what the KV cache is rounded to, ``"bfloat16"`` or ``"int8"`` (a scale for each row), where the model
+            computes in float32 on a CPU. Fewer bytes to read and to hold, whatever the method; the text is that of a
+            slightly different model. None: nothing is rounded.
         plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
             decodes plainly where that is faster; the first run with a model measures the costs, for up to half a
             minute, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
@@ -62,7 +66,7 @@ class Speculator:
         UnsupportedModelError: the target has layers that cannot be hosted exactly.
         CheckpointError: the draft cannot be read, or was made for another target; no such folder to offload to.
         CapabilityError: the method needs a draft, and none comes with the package for this target; or the target's
-            device cannot offload that way.
+            device cannot offload that way, or its KV cannot be rounded.
     """
 
     def __init__(
@@ -73,10 +77,12 @@ class Speculator:
         *,
         offload: str | Path | None = None,
         plan: str | None = None,
+        kv_dtype: str | None = None,
         **options: Any,
     ) -> None:
         self._named, self.options = asked_for(method, options)  # a wrong option is refused now
         self.offload = offloading.parse(offload)
+        self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
         self._plan = checked(plan)
         self.tokenizer = tokenizer
         # Never changed in place, so it can be read without a lock. Whoever holds the second waits for no other lock.
@@ -147,7 +153,7 @@ class Speculator:
             with lock_of(target):
                 found = self._known(target)
                 if found is None:
-                    found = TargetRunner(target, self.offload)
+                    found = TargetRunner(target, self.offload, self._kv_dtype)
                     self._keep(found)
         return found
 
@@ -172,6 +178,11 @@ class Speculator:
     def draws_anew(self) -> bool:
         """Whether text that it samples is not plain decoding's with the same seed: with ``acceptance="residual"``."""
         return self.options.get("acceptance") == "residual"
+
+    @property
+    def exact(self) -> bool:
+        """Whether what it emits is what its (first) target alone would."""
+        return self.method.exact and not self.runner().rounds
 
     def draft(self) -> Draft[Any] | None:
         """The draft that it decodes its target with; None for a method that needs none."""

@@ -154,8 +154,9 @@ class Ours:
 
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
         self.name, self.note = name, f"{precision.of_model(spec.runner().model)} weights"
-        self.spec, self._kept = spec, kept
-        kept.feature_layers = kept.feature_layers or spec.feature_layers()
+        # Of rounded KV nobody else has any use.
+        self.spec, self._kept = spec, Kept(PromptCache()) if spec.runner().rounds else kept
+        self._kept.feature_layers = self._kept.feature_layers or spec.feature_layers()
 
     @property
     def draft(self) -> Path | None:
@@ -163,7 +164,7 @@ class Ours:
         return None if used is None else Path(used.folder)
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        return self.spec.method.exact and (greedy or not self.spec.draws_anew)
+        return self.spec.exact and (greedy or not self.spec.draws_anew)
 
     def cold(self, job: Job) -> Run:
         self._kept.clear()

@@ -112,6 +112,7 @@ class Bench:
                 tokenizer=loaded.tokenizer,
                 offload=settings.offload,
                 plan=settings.plan_of(name),
+                kv_dtype=settings.kv_dtype_of(name),
                 **settings.options(name),
             )
             spec.planner(progress)

@@ -16,6 +16,7 @@ from longdraft.methods import METHODS, method_of
 from longdraft.planning import choice
 from longdraft.recipes import asked_for
 from longdraft.verify.sampling import Sampling
+from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
 
@@ -36,7 +37,7 @@ class Settings:
             ours reads them for all of ours.
         draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
         own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
-            One of them may be its ``plan``.
+            ``plan`` and ``kv_dtype`` may be among them.
         plan: how our methods size their trees; see :class:`~longdraft.speculator.Speculator`.
         offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
         sources: where peers have their own weights from.
@@ -78,6 +79,7 @@ class Settings:
             if name not in PEERS:
                 asked_for(method_name(name), self.options(name))  # a wrong option, or a draft that cannot be read
             choice.checked(self.plan_of(name))
+            dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
         peers.check(self.methods, self.sources, max(self.batches))
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
@@ -88,12 +90,18 @@ class Settings:
 
     def options(self, name: str) -> Mapping[str, Any]:
         """The options of a contender of ours."""
-        return {**self._shared(name), **{k: x for k, x in self.own_options.get(name, {}).items() if k != "plan"}}
+        own = self.own_options.get(name, {})
+        return {**self._shared(name), **{k: x for k, x in own.items() if k not in ("plan", "kv_dtype")}}
 
     def plan_of(self, name: str) -> str | None:
         """How a contender of ours sizes its trees."""
         plan: str | None = self.own_options.get(name, {}).get("plan", self.plan)
         return plan
+
+    def kv_dtype_of(self, name: str) -> str | None:
+        """What a contender of ours rounds the KV cache to."""
+        kv_dtype: str | None = self.own_options.get(name, {}).get("kv_dtype")
+        return kv_dtype
 
     def takes_draft(self, name: str) -> bool:
         """Whether the draft options are for this contender."""

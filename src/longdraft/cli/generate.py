@@ -117,6 +117,7 @@ def generate(
     output: options.Output,
     loading: options.ModelOptions,
     offload: options.Offload = None,
+    kv_dtype: options.KVDtype = None,
     composed: options.Load = None,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
@@ -124,7 +125,7 @@ def generate(
         sampling = choosing.sampling()
         method_options = options.method_options(method, option or []) | drafting.options()
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
-        method_options = Speculator(method, offload=offload, plan=plan, **method_options).options
+        method_options = Speculator(method, offload=offload, plan=plan, kv_dtype=kv_dtype, **method_options).options
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -137,7 +138,13 @@ def generate(
         status("Preparing the prompt")
         with options.settings_checked():
             spec = Speculator(
-                method, target=loaded.model, tokenizer=loaded.tokenizer, offload=offload, plan=plan, **method_options
+                method,
+                target=loaded.model,
+                tokenizer=loaded.tokenizer,
+                offload=offload,
+                plan=plan,
+                kv_dtype=kv_dtype,
+                **method_options,
             )
             spec.planner(status)
         tokens = _encode(loaded, request, raw)

@@ -100,6 +100,15 @@ Offload = Annotated[
         show_default="nowhere else",
     ),
 ]
+KVDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        help="Round the KV cache to bfloat16 or int8: fewer bytes to read and to hold, and a text that is nearly the "
+        "model's own (float32 on a CPU).",
+        show_default="not rounded",
+    ),
+]
 Plan = Annotated[
     str | None,
     typer.Option(

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from longdraft.drafters.agreement import Agreement
 from longdraft.drafters.levels import feed_level
 from longdraft.drafters.self_views import self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
@@ -38,6 +39,8 @@ from longdraft.views.view import check_sizes, dtype_of
 FRESH_SHARE, FRESH = 4, 64
 # Verifications from one choice to the next.
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
+# Share of tokens that it is believed to choose as the target does, at first (docs/magicdec.md).
+AGREEMENT, USUAL_AGREEMENT = {"all": 0.95}, 0.4
 
 
 class SelfDrafter(TreeDrafter):
@@ -92,6 +95,8 @@ class SelfDrafter(TreeDrafter):
         check_sizes(0, refresh=every)
         self.refresh = Refresh(every, adaptive)
         self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
+        # Greedy and sampled text.
+        self._agreement = {greedy: Agreement(AGREEMENT.get(view, USUAL_AGREEMENT)) for greedy in (True, False)}
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
 
@@ -130,7 +135,8 @@ class SelfDrafter(TreeDrafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         self.follow(sequences)
-        return self.grow(sequences, _Round(self, sequences).expand, self.ids, self.runner.device, budget)
+        lift = self._agreement[sequences[0].greedy].lifted
+        return self.grow(sequences, _Round(self, sequences).expand, self.ids, self.runner.device, budget, lift=lift)
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -161,6 +167,8 @@ class SelfDrafter(TreeDrafter):
             self.follow([event.sequence])
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot, event.accepted)
+            if event.tree.log_probs:
+                self._agreement[event.sequence.greedy].saw(event.tree, event.emitted)
 
     def release(self, sequence: Sequence) -> None:
         self._begin(sequence.slot)

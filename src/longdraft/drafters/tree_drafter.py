@@ -10,7 +10,7 @@ from longdraft.drafters.base import Drafter
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import LARGEST, Budget
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Expand, Level, Likeliest
+from longdraft.trees.level import Expand, Level, Lift, Likeliest
 from longdraft.trees.tree import TokenTree
 
 
@@ -43,11 +43,12 @@ class TreeDrafter(Drafter):
         device: torch.device | str,
         budget: Budget | None,
         likeliest: Likeliest | None = None,
+        lift: Lift | None = None,
     ) -> list[TokenTree]:
         """A tree for each sequence, rooted at its last token.
 
         Args:
-            expand, ids, device, likeliest: the draft, as :meth:`TreeKind.grow` takes them.
+            expand, ids, device, likeliest, lift: the draft, as :meth:`TreeKind.grow` takes them.
             budget: what the trees may be; None: as the drafter was made.
         """
         sampled = not sequences[0].greedy
@@ -67,5 +68,6 @@ class TreeDrafter(Drafter):
             sampled=sampled,
             samplers=[s.draft_sampler for s in sequences],
             likeliest=likeliest,
+            lift=lift,
             foresee=foresee if sampled and all(s.sampler.foresees for s in sequences) else None,
         )

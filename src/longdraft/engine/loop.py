@@ -221,7 +221,7 @@ class Engine:
         rows, slots = capacity + nodes + self.schedule.extra_rows(nodes), self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers)
+                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype)
                 self._store, self._queries = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._queries)

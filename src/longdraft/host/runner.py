@@ -36,6 +36,8 @@ class Taps:
 
 
 NO_TAPS = Taps()
+# Whose keys and values can be rounded.
+_ROUNDED = "in float32 on a CPU with its own attention path"
 
 
 @dataclass
@@ -66,6 +68,7 @@ class TargetRunner:
         model: any decoder-only model of transformers that goes through its attention interface and whose layers
             are all full attention. It is left as it is: what computes is its twin (:mod:`longdraft.host.twin`).
         offload: where its stores keep keys and values; see :func:`longdraft.kv.offload.parse`.
+        kv_dtype: what its stores round them to; None: they are kept as they are.
 
     Attributes:
         model: the model itself, as it was given.
@@ -79,7 +82,7 @@ class TargetRunner:
         CapabilityError: when its device cannot offload that way.
     """
 
-    def __init__(self, model: PreTrainedModel, offload: Offload = None) -> None:
+    def __init__(self, model: PreTrainedModel, offload: Offload = None, kv_dtype: torch.dtype | None = None) -> None:
         support.check_supported(model)
         offloading.check(offload, model.device)
         self.offload = offload
@@ -91,6 +94,12 @@ class TargetRunner:
         self.whole_layers = True
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
+        self.kv_dtype = kv_dtype or self.kv_shape.dtype
+        if self.rounds and (offload is not None or not self._can_round):
+            other = (
+                "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
+            )
+            raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {other}: leave it out.")
         self._graphs = Graphs.on(self.device, self.attention_path)
         self._bound_to = _bound_to(model)
 
@@ -141,7 +150,21 @@ class TargetRunner:
     @property
     def fingerprint(self) -> str:
         """Names this target in snapshots."""
-        return hosting.fingerprint(self.model)
+        name = hosting.fingerprint(self.model)
+        return f"{name}, KV in {self.kv_dtype}" if self.rounds else name
+
+    @property
+    def rounds(self) -> bool:
+        """Whether keys and values are kept in fewer bytes than the model computes them in: it is another model then."""
+        return self.kv_dtype != self.kv_shape.dtype
+
+    @property
+    def _can_round(self) -> bool:
+        return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
+
+    @property
+    def _what(self) -> str:
+        return f"{self.kv_shape.dtype} on {self.device} ({self.attention_path})"
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -164,7 +187,7 @@ class TargetRunner:
         Args:
             feature_layers: decoder layers whose output hidden states every forward shall leave in it.
             resident: keep it on the device even where stores are offloaded: a small one that every round reads.
-            dtype: what keys and values are rounded to, in a resident store; None: they are kept as they are.
+            dtype: what keys and values are rounded to, in a resident store; None: as those of other stores are.
 
         Raises:
             CapabilityError: nothing here reads keys and values of that dtype.
@@ -174,12 +197,12 @@ class TargetRunner:
         self.refresh()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
-        if dtype not in (None, self.kv_shape.dtype):
-            if self.attention_path != "cpu" or self.kv_shape.dtype != torch.float32:
+        dtype = dtype or self.kv_dtype
+        if dtype != self.kv_shape.dtype:
+            if not self._can_round:
                 raise CapabilityError(
-                    f"Views in {dtype} are for models in float32 on a CPU with its own attention path; this one is "
-                    f"{self.kv_shape.dtype} on {self.device} ({self.attention_path}): leave view_dtype out; "
-                    "a view of all rows needs it, so take another."
+                    f"Views in {dtype} are for models {_ROUNDED}; this one is {self._what}: leave view_dtype out; a "
+                    "view of all rows needs it, so take another."
                 )
             return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
         offload = None if resident else self.offload

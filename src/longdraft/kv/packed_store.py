@@ -1,4 +1,5 @@
-"""A store of copies in fewer bytes, for drafting: bfloat16, or int8 with a scale for each row."""
+"""A store in fewer bytes: bfloat16, or int8 with a scale for each row. Exact methods draft on copies in one; a target
+whose own KV is in one is another model, if only by a little."""
 
 from __future__ import annotations
 
@@ -37,12 +38,16 @@ class PackedStore(KVStore):
         self._dtype = dtype
         super().__init__(shape, slots, capacity, "cpu", True, feature_layers, feature_size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = (self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim)
         needed = self.bytes_for(replace(self.shape, dtype=self._dtype), self.slots, self.capacity)
         if self._dtype == torch.int8:
             needed += 2 * torch.Size(size[:-1]).numel() * torch.float32.itemsize
-        memory.require(needed + beside, self.device, f"A view of {self.capacity} tokens")
+        memory.require(needed + beside, self.device, f"A cache of {self.capacity} tokens")
         keys, values = turned_rows(size, self._dtype, self.device), torch.empty(size, dtype=self._dtype)
         if self._dtype != torch.int8:
             return keys, values

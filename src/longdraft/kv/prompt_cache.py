@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from longdraft.kv import snapshot
 from longdraft.kv.store import KVStore
 
@@ -36,6 +38,7 @@ class PromptCache:
         slots: int,
         capacity: int,
         feature_layers: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
     ) -> KVStore:
         """The store for a run, with what it holds.
 
@@ -44,12 +47,14 @@ class PromptCache:
             slots, capacity: how many slots the run needs, and how many rows each.
             feature_layers: hidden states that have to lie beside the KV (``new_store`` makes room for them). What was
                 read without them is read again.
+            dtype: what ``new_store`` keeps rows as, None: any. What was kept as another is read again.
 
         Raises:
             MemoryBudgetError: when a store of that size does not fit; the cache keeps what it had.
         """
         old = self.store
         lacking = old is not None and bool(feature_layers) and old.feature_layers != feature_layers
+        lacking = lacking or (old is not None and dtype not in (None, old.dtype))
         if old is None or old.slots < slots or old.capacity < capacity or lacking:
             slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))

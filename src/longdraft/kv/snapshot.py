@@ -104,7 +104,7 @@ def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Te
     out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype) for _ in "kv"]
     for layers in store.portions:
         for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
-            tensor[layers] = rows[:, :, :n]
+            tensor[layers] = rows[:, :, :n].to(shape.dtype)
     return out[0], out[1]
 
 

@@ -98,6 +98,11 @@ class KVStore:
         """Bytes that a store of this size takes."""
         return shape.bytes_per_token * slots * capacity
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are kept as: that of the shape, or what they are rounded to."""
+        return self.shape.dtype
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, (slots, kv_heads, capacity, head_dim), as views."""
         return self.keys[index], self.values[index]

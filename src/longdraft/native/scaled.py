@@ -43,6 +43,14 @@ class Scaled:
         """dim: counted from the front, not that of the numbers of a row."""
         return Scaled(self.numbers.index_select(dim, index), self.scales.index_select(dim, index))
 
+    def zero_(self) -> Scaled:
+        self.numbers.zero_()
+        self.scales.zero_()
+        return self
+
+    def clone(self) -> Scaled:
+        return Scaled(self.numbers.clone(), self.scales.clone())
+
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The rows that it stands for."""
         return (self.numbers * self.scales[..., None]).to(dtype)

@@ -236,7 +236,7 @@ def _key(runner: TargetRunner) -> dict[str, object]:
     return {
         "format": _FORMAT,
         "target": runner.fingerprint,
-        "kv": str(runner.kv_shape.dtype),
+        "kv": str(runner.kv_dtype),
         "weights": "stored" if is_stored(runner.model) else "floats",
         "attention": str(runner.attention_path),
         "kernels": native.missing() or "ours",

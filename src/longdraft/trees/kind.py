@@ -11,7 +11,7 @@ import torch
 
 from longdraft.trees.budget import Budget
 from longdraft.trees.draft_sampler import DraftSampler
-from longdraft.trees.level import Expand, Foresee, Growth, Likeliest, Scored, root_level, to_trees
+from longdraft.trees.level import Expand, Foresee, Growth, Lift, Likeliest, Scored, root_level, to_trees
 from longdraft.trees.tree import TokenTree
 
 
@@ -76,6 +76,7 @@ class TreeKind(ABC):
         samplers: Sequence[DraftSampler | None] = (),
         likeliest: Likeliest | None = None,
         foresee: Foresee | None = None,
+        lift: Lift | None = None,
     ) -> list[TokenTree]:
         """Grows a tree for each sequence of a batch; none depends on the others.
 
@@ -88,10 +89,11 @@ class TreeKind(ABC):
             sampled: the target's tokens are sampled, not greedy.
             samplers: each sequence's, for a kind that samples; without, its tokens are the likeliest.
             likeliest: the draft, where it can say the likeliest tokens without giving logits; None: ``expand`` does.
-            foresee: says which tokens will be sampled, for one more thing that is known then; None: nobody does.
+            foresee: says which tokens will be sampled; None: nobody does.
+            lift: what to believe of the draft's probabilities; None: what they say.
         """
         known = foresee is not None
-        growth = Growth(expand, self._depths(roots, depths), ids, sampled and not known, likeliest, foresee)
+        growth = Growth(expand, self._depths(roots, depths), ids, sampled and not known, likeliest, foresee, lift)
         levels = self.levels(growth, root_level(roots, device))
         return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
 

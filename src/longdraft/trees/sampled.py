@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from longdraft.trees.draft_sampler import DraftSampler
-from longdraft.trees.level import Expand, Foresee, Level, Likeliest, root_level
+from longdraft.trees.level import Expand, Foresee, Level, Lift, Likeliest, root_level
 from longdraft.trees.static import Static
 from longdraft.trees.tree import SampledChildren, TokenTree
 
@@ -39,6 +39,7 @@ class SampledStatic(Static):
         samplers: Sequence[DraftSampler | None] = (),
         likeliest: Likeliest | None = None,
         foresee: Foresee | None = None,
+        lift: Lift | None = None,
     ) -> list[TokenTree]:
         known = [sampler for sampler in samplers if sampler is not None]
         if not known:

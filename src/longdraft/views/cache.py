@@ -116,7 +116,7 @@ class TrueCache:
                 to = portion if not self._first else slice(None)
                 new = self.full.stored(slot, portion, self.full.capacity)
                 for source, target in zip(new, (self.store.keys, self.store.values), strict=True):
-                    target[to, slot, :, own] = source[:, :, rows]
+                    target[to, slot, :, own] = source[:, :, rows].to(self.full.shape.dtype)
         self.store.lengths[slot] = own.stop
         return False
 
@@ -169,13 +169,16 @@ class TrueCache:
         size = 0
         for layer in range(self._first, self.full.shape.layers):
             full = [x[slot, :, :end] for x in self.full.layer(layer)]
+            dtype = self.full.shape.dtype
             if chosen is not None:
                 rows = self.view.rows_of(chosen[layer - self._first].to(full[0].device), end)
             else:
                 own = None if kept is None else {kind: x[layer] for kind, x in kept.items()}
-                rows = self.view.rows(full[0], None if queries is None else queries[layer], own)
+                rows = self.view.rows(
+                    full[0].to(self.full.shape.dtype), None if queries is None else queries[layer], own
+                )
             for source, target in zip(full, self.store.layer(layer - self._first), strict=True):
-                target[slot, :, : rows.shape[1]] = gather(source, rows)
+                target[slot, :, : rows.shape[1]] = gather(source, rows).to(dtype)
             size = rows.shape[1]
         return size
 

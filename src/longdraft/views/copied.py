@@ -77,4 +77,4 @@ def gather(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """
     if len(rows) == 1:
         return source.index_select(1, rows[0])
-    return source[torch.arange(len(source), device=source.device)[:, None], rows]
+    return source[torch.arange(source.shape[0], device=source.device)[:, None], rows]

@@ -80,7 +80,8 @@ class Retrieval:
         (layer,), length = queries, store.readable(slot)
         found = self._queries.of(slot)
         assert found is not None
-        chosen = self.view.choose(store.layer(layer)[0][slot, :, :length], found[0])[0].tolist()
+        keys = store.layer(layer)[0][slot, :, :length].to(store.shape.dtype)
+        chosen = self.view.choose(keys, found[0])[0].tolist()
         if chosen != state.chosen:
             self._versions[slot] += 1
         state.chosen, state.scored = chosen, self.view.between(length).stop

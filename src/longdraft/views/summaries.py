@@ -51,7 +51,7 @@ class Summaries:
             return
         for layer in range(self._store.shape.layers):
             keys = self._store.layer(layer)[0][slot, :, old * self._chunk : new * self._chunk]
-            chunks = keys.unflatten(1, (-1, self._chunk))
+            chunks = keys.to(self._store.shape.dtype).unflatten(1, (-1, self._chunk))
             for kind, kept in self._kept.items():
                 kept[layer, slot, :, old:new] = summarise(kind, chunks).to(kept)
 

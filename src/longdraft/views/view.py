@@ -19,7 +19,7 @@ import torch
 
 from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
 
-# What the keys and values of a view may be rounded to.
+# What keys and values may be rounded to.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -37,16 +37,16 @@ def check_multiples(unit: str, of: int, **sizes: int) -> None:
             raise ValueError(f"{name} must be a multiple of {unit} ({of} tokens), got {size}")
 
 
-def dtype_of(view_dtype: str | None) -> torch.dtype | None:
-    """What a view's keys and values are rounded to; None: nothing.
+def dtype_of(name: str | None, option: str = "view_dtype") -> torch.dtype | None:
+    """What an option has keys and values rounded to; None: nothing.
 
     Raises:
         ValueError: not one of :data:`DTYPES`.
     """
-    if view_dtype is None:
+    if name is None:
         return None
-    check_name("view_dtype", view_dtype, tuple(DTYPES))
-    return DTYPES[view_dtype]
+    check_name(option, name, tuple(DTYPES))
+    return DTYPES[name]
 
 
 def check_name(option: str, value: str, names: tuple[str, ...]) -> None:

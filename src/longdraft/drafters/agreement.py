@@ -1,0 +1,57 @@
+"""How often a draft chooses what the target does, however sure of it the draft is.
+
+A trained draft is right about as often as its probability p says. The target on a part of its own KV is right more
+often: where it is unsure, so is the target, and mostly in the same way. Its first choice is right with a + (1 - a) p,
+where a is the share of tokens at which what it does not see changes nothing. That share is learned (expectation
+maximisation): a right choice counts for the chance that it was one of these tokens, a / (a + (1 - a) p), a wrong one
+for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+
+import torch
+
+from longdraft.trees.tree import TokenTree
+
+# Choices that the prior is worth, and what a choice leaves of the evidence before it.
+PRIOR, KEEP = 8.0, 0.98
+
+
+class Agreement:
+    """The share `a` of a draft.
+
+    Args:
+        share: what is believed before anything was seen.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._prior = share
+        self._same = self._seen = 0.0
+
+    @property
+    def share(self) -> float:
+        """The present estimate."""
+        return (PRIOR * self._prior + self._same) / (PRIOR + self._seen)
+
+    def lifted(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (..., K) of a node's likeliest children, the likeliest first, with this in mind."""
+        others = torch.log1p(torch.full_like(log_probs, -self.share)) + log_probs
+        others[..., 0] = torch.log(self.share + others[..., 0].exp())
+        return others
+
+    def saw(self, tree: TokenTree, emitted: Sequence[int]) -> None:
+        """Learns from a tree whose log-probabilities were lifted, and what was emitted behind its root."""
+        node: int | None = 0
+        for token in emitted:
+            choices = [i for i in range(tree.size) if tree.parents[i] == node]
+            if not choices:
+                return
+            first = max(choices, key=lambda i: tree.log_probs[i])
+            right = tree.tokens[first] == token
+            same = min(1.0, self.share / exp(tree.log_probs[first])) if right else 0.0
+            self._same, self._seen = KEEP * self._same + same, KEEP * self._seen + 1.0
+            if (node := tree.child(node or 0, token)) is None:
+                return
