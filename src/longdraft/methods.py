@@ -74,7 +74,8 @@ class Method:
     def drafter_options(self) -> dict[str, inspect.Parameter]:
         """Those that its drafter takes."""
         own = _parameters(self.drafter) if self.drafter is not None else {}
-        return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if self.needs_draft else own
+        joined = self.needs_draft or self.drafter is SelfDrafter
+        return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if joined else own
 
     @property
     def schedule_options(self) -> dict[str, inspect.Parameter]:
@@ -119,7 +120,7 @@ def _specpv(
 
 
 _DRAFTER = inspect.Parameter("drafter", inspect.Parameter.KEYWORD_ONLY, default=None)
-# Of every trained draft: whether it is joined by suffix lookup, and how many tokens of earlier requests that sees.
+# Of drafts that cost forwards: whether suffix lookup joins them, and how many tokens of earlier requests it sees.
 _LOOKUP = inspect.Parameter("lookup", inspect.Parameter.KEYWORD_ONLY, default=False)
 _EARLIER = inspect.Parameter("earlier", inspect.Parameter.KEYWORD_ONLY, default=0)
 _MAGICDEC = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"

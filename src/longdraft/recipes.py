@@ -37,7 +37,7 @@ class Recipe:
         assert self.drafting.drafter is not None
         options = self._of(self.drafting.drafter_options)
         lookup, earlier = False, 0
-        if self.drafting.needs_draft:
+        if "lookup" in self.drafting.drafter_options:
             lookup, earlier = options.pop("lookup", lookup), options.pop("earlier", earlier)
             if not isinstance(lookup, bool):
                 raise ValueError(f"lookup must be True or False, got {lookup!r}")

@@ -160,7 +160,8 @@ def test_sizes_that_make_no_tree(draft, options, said):
         ({"reuse_k": -3}, "reuse_k must be"),
         ({"budget": 40}, "budget must be at least sink \\+ window"),
         ({"view": "none", "budget": 64, "refresh": 4}, "budget and refresh shape a view of the KV"),
-        ({"view": "all"}, "view must be streaming, snapkv"),
+        ({"view": "some"}, "view must be all, streaming, snapkv"),
+        ({"view": "all", "budget": 64}, "view=all sees all rows: leave budget out"),
     ],
 )
 def test_reuse_that_cannot_be(draft, options, said):

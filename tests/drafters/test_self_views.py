@@ -31,7 +31,7 @@ def test_sizes_that_were_not_given(options, sizes):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("some", None, None, None, None), "view must be streaming, snapkv, chunks, tokens, .* or mean-key"),
+        (("some", None, None, None, None), "view must be all, streaming, snapkv, chunks, tokens, .* or mean-key"),
         (("snapkv", 40, None, None, None), r"at least sink \+ window \(48 tokens\), got 40"),
         (("streaming", 8, None, None, None), r"at least sink \+ window"),
         (("streaming", 20, 16, 8, None), r"at least sink \+ window \(24 tokens\), got 20"),

@@ -80,5 +80,5 @@ def test_memory_that_is_not_there(monkeypatch):
         PackedStore(SHAPE, 1, 100, torch.int8)
     assert asked == [2 * 2 * 3 * 100 * (16 + 4)]  # scales included
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
-    with pytest.raises(MemoryBudgetError, match="A view of 100 tokens"):
+    with pytest.raises(MemoryBudgetError, match="A cache of 100 tokens"):
         PackedStore(SHAPE, 1, 100, torch.int8)

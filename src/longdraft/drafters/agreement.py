@@ -51,7 +51,7 @@ class Agreement:
                 return
             first = max(choices, key=lambda i: tree.log_probs[i])
             right = tree.tokens[first] == token
-            same = min(1.0, self.share / exp(tree.log_probs[first])) if right else 0.0
+            same = self.share / max(exp(tree.log_probs[first]), self.share) if right else 0.0
             self._same, self._seen = KEEP * self._same + same, KEEP * self._seen + 1.0
             if (node := tree.child(node or 0, token)) is None:
                 return

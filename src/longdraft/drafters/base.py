@@ -32,6 +32,9 @@ class Drafter(ABC):
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""
 
+    hoped: float = 0.0
+    """Tokens that a round with it is believed to add before it was tried, where more is known than that it may pay."""
+
     query_window: int = 1
     """Of how many of a prompt's last tokens it wants the queries, where it wants any; the first event brings them."""
 

@@ -39,6 +39,8 @@ from longdraft.verify.acceptance import accept
 # TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
 # model drafts for the level (gamma_1), and the rows that it sees.
 LENGTH, DRAFTED, STREAMED = 6, 1, 256
+# Nodes of the drafter's trees where a planner decides the rest: a level verifies a few rows for little more than one.
+NODES = 5
 
 
 @dataclass
@@ -118,6 +120,7 @@ class NestedDrafter(Drafter):
         """The level stops where another token does not pay, unless a length was asked for."""
         if not self._asked:
             self.max_nodes = max(self.max_nodes, LONGEST)
+        self.inner.follow_budget()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)
@@ -139,9 +142,11 @@ class NestedDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
-        length, price = self.max_nodes, 0.0
-        if budget is not None and not self._asked:
-            length, price = max(1, min(length, budget.nodes)), budget.price
+        length, price, inner = self.max_nodes, 0.0, None
+        if budget is not None:
+            inner = Budget(NODES, budget.price)
+            if not self._asked:
+                length, price = max(1, min(length, budget.nodes)), budget.price
         # A path of depth k emits k + 1 tokens.
         drafted = [s for s in sequences if s.remaining > 1]
         self.level.follow(drafted)
@@ -149,7 +154,7 @@ class NestedDrafter(Drafter):
         walks = [self._walks[s.index] for s in drafted]
         going = walks
         while going:
-            self._step(going)
+            self._step(going, inner)
             going = [w for w in going if w.room and (not price or exp(sum(w.log_probs)) > price)]
         for w in walks:
             self.level.cache.drop(w.twin.slot)
@@ -160,15 +165,16 @@ class NestedDrafter(Drafter):
         twin.sampler = s.sampler.rehearsal()
         return _Walk(twin, len(s.prompt) + len(s.output), room)
 
-    def _step(self, walks: list[_Walk]) -> None:
+    def _step(self, walks: list[_Walk], budget: Budget | None) -> None:
         """The drafter proposes, the level verifies, and both go on behind what it emitted."""
         twins = [w.twin for w in walks]
-        proposed = self.inner.propose(twins)
+        proposed = self.inner.propose(twins, budget)
         trees = [tree.limited(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
         for w, tree, logits in zip(walks, trees, self.level.judge(twins, trees), strict=True):
             accepted = accept(tree, logits, w.twin.sampler, w.twin.ids, w.emit)
             said = torch.log_softmax(logits[list(accepted.path)], -1)
-            w.log_probs += said.gather(1, torch.tensor(accepted.tokens, device=said.device)[:, None])[:, 0].tolist()
+            chosen = said.gather(1, torch.tensor(accepted.tokens, device=said.device)[:, None])
+            w.log_probs += self.level.agreement(w.twin).lifted(chosen)[:, 0].tolist()
             self.level.cache.keep(w.twin.slot, accepted.path)
             self.inner.observe(Event(w.twin, tree, accepted.from_draft, accepted.path, accepted.tokens))
 

@@ -41,6 +41,8 @@ FRESH_SHARE, FRESH = 4, 64
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
 # Share of tokens that it is believed to choose as the target does, at first (docs/magicdec.md).
 AGREEMENT, USUAL_AGREEMENT = {"all": 0.95}, 0.4
+# Tokens that a round is believed to add, at most, before one was seen.
+HOPED = 6.0
 
 
 class SelfDrafter(TreeDrafter):
@@ -95,10 +97,15 @@ class SelfDrafter(TreeDrafter):
         check_sizes(0, refresh=every)
         self.refresh = Refresh(every, adaptive)
         self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
-        # Greedy and sampled text.
-        self._agreement = {greedy: Agreement(AGREEMENT.get(view, USUAL_AGREEMENT)) for greedy in (True, False)}
+        self._share = AGREEMENT.get(view, USUAL_AGREEMENT)
+        self._agreement: dict[int, Agreement] = {}  # of each text
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
+
+    @property
+    def hoped(self) -> float:  # type: ignore[override]
+        """Tokens of a chain before the first that would be the target's by chance alone."""
+        return min(self._share / (1.0 - self._share), HOPED)
 
     @property
     def query_window(self) -> int:  # type: ignore[override]
@@ -135,8 +142,17 @@ class SelfDrafter(TreeDrafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         self.follow(sequences)
-        lift = self._agreement[sequences[0].greedy].lifted
-        return self.grow(sequences, _Round(self, sequences).expand, self.ids, self.runner.device, budget, lift=lift)
+
+        def lift(level: Level, log_probs: torch.Tensor) -> torch.Tensor:
+            texts = zip((sequences[row] for row in level.rows), log_probs, strict=True)
+            return torch.stack([self.agreement(s).lifted(x) for s, x in texts])
+
+        expand = _Round(self, sequences).expand
+        return self.grow(sequences, expand, self.ids, self.runner.device, budget, lift=lift)
+
+    def agreement(self, sequence: Sequence) -> Agreement:
+        """How often it chooses what the target does in a text."""
+        return self._agreement.setdefault(sequence.index, Agreement(self._share))
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -163,15 +179,19 @@ class SelfDrafter(TreeDrafter):
         if event.taken_back:
             self.cache.forget(slot, self.full.readable(slot))
         elif event.begins:
-            # Now, as a part of reading the prompt: the first round is to take what a round takes.
-            self.follow([event.sequence])
+            self._open(event.sequence)
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot, event.accepted)
             if event.tree.log_probs:
-                self._agreement[event.sequence.greedy].saw(event.tree, event.emitted)
+                self.agreement(event.sequence).saw(event.tree, event.emitted)
 
     def release(self, sequence: Sequence) -> None:
+        self._agreement.pop(sequence.index, None)
         self._begin(sequence.slot)
+
+    def _open(self, sequence: Sequence) -> None:
+        """Told that a prompt has been read. Its view is part of that: the first round is to take what a round takes."""
+        self.follow([sequence])
 
     # --- as a verifier of what another one drafts ---
 

@@ -85,8 +85,10 @@ class SparseLMDrafter(SelfDrafter):
         if event.begins:
             check_length(self.draft, self._bound, s)
         super().observe(replace(event, queries={}, replaced=None))
-        if event.begins:
-            self._read(s, s.prompt)
+
+    def _open(self, sequence: Sequence) -> None:
+        self._read(sequence, sequence.prompt)
+        super()._open(sequence)
 
     @torch.inference_mode()
     def follow(self, sequences: SequenceOf[Sequence]) -> None:

@@ -48,6 +48,10 @@ class UnitedDrafter(Drafter):
         return self.paid.forwards
 
     @property
+    def hoped(self) -> float:  # type: ignore[override]
+        return self.paid.hoped
+
+    @property
     def query_window(self) -> int:  # type: ignore[override]
         return self.paid.query_window
 

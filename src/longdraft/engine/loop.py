@@ -83,6 +83,7 @@ class Engine:
         self._read_last = False
         if planner is not None:
             self.drafter.follow_budget()
+            planner.hope.known = self.drafter.hoped
 
     # --- requests ---
 

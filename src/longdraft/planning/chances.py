@@ -52,14 +52,16 @@ class Hope:
 
     Attributes:
         steps: plain steps that a round with the draft takes longer.
+        known: tokens that it adds at least, by what its drafter says of it.
     """
 
     steps: float
+    known: float = 0.0
 
     @property
     def tokens(self) -> float:
         """That it adds to such a round."""
-        return HOPE * self.steps
+        return max(HOPE * self.steps, self.known)
 
 
 class Worth:

@@ -53,6 +53,7 @@ class Planner:
         self.worth = {greedy: Worth(self.hope) for greedy in (True, False)}
         self.forward = FORWARD
         self.nodes = 8.0  # lately worth verifying
+        self.rate = 1.0  # tokens of a text that lately came in the time of a plain step: what that time is worth
 
     def start(self) -> Plan:
         """Plans a run."""
@@ -80,7 +81,7 @@ class Plan:
         # Of each sequence that is drafted for: what is proposed without, cut to what would pay, and the doubt in it.
         self._without: dict[int, tuple[TokenTree, float]] = {}
         self._drafting = 0.0
-        return Budget(round(planner.nodes) + 2, len(sequences) * planner.forward, self._choose)
+        return Budget(round(planner.nodes) + 2, len(sequences) * planner.forward * planner.rate, self._choose)
 
     def _choose(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
         """The sequences whose drafts are worth asking, told what is proposed for nothing."""
@@ -150,6 +151,9 @@ class Plan:
                 planner.chances[event.sequence.greedy].saw(event.tree.path_log_probs[node], right)
         if self._without:
             self._account(events, forwards, drafting)
+        emitted = sum(event.accepted + 1 for event in events) / len(events)
+        rate = emitted * self._plain / max(drafting + verifying, self._plain)
+        planner.rate += FOLLOW * (max(1.0, rate) - planner.rate)
         for chances in planner.chances.values():
             chances.fade()
         for worth in (*planner.worth.values(), *self._worth.values()):

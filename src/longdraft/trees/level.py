@@ -75,8 +75,8 @@ Likeliest = Callable[[Level, int], tuple[torch.Tensor, torch.Tensor]]
 # Told a level, and log-probabilities and target ids (B', W, K) of the draft's likeliest tokens behind its nodes: how
 # likely each is the one that will be sampled there.
 Foresee = Callable[[Level, torch.Tensor, torch.Tensor], torch.Tensor]
-# Told log-probabilities (..., K) of a node's children, the likeliest first: what to believe of them.
-Lift = Callable[[torch.Tensor], torch.Tensor]
+# Told a level, and log-probabilities (B', W, K) of its nodes' children, the likeliest first: what to believe of them.
+Lift = Callable[[Level, torch.Tensor], torch.Tensor]
 # Of how many of a draft's likeliest tokens that is asked.
 FORESEEN = 64
 
@@ -119,7 +119,7 @@ class Growth:
             log_probs = self.foresee(last.level, log_probs, token).nan_to_num(nan=_HOPELESS)
             log_probs, chosen = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
             token = token.gather(-1, chosen)
-        log_probs = log_probs if self.lift is None else self.lift(log_probs)
+        log_probs = log_probs if self.lift is None else self.lift(last.level, log_probs)
         # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. Nor must a
         # draft that overflowed leave numbers that cannot be compared: it proposes badly, that is all.
         log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
