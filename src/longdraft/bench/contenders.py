@@ -154,8 +154,7 @@ class Ours:
 
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
         self.name, self.note = name, f"{precision.of_model(spec.runner().model)} weights"
-        # Of rounded KV nobody else has any use.
-        self.spec, self._kept = spec, Kept(PromptCache()) if spec.runner().rounds else kept
+        self.spec, self._kept = spec, kept
         self._kept.feature_layers = self._kept.feature_layers or spec.feature_layers()
 
     @property

@@ -94,6 +94,8 @@ class Bench:
     ) -> None:
         self.settings = settings
         self._kept = Kept(PromptCache())
+        # KV that is rounded is another's, which those share that round alike.
+        self._rounded: dict[str, Kept] = {}
         self._runner: TargetRunner | None = None
         plain: TargetRunner | None = None
         self._contenders: dict[str, Contender] = {}
@@ -117,7 +119,9 @@ class Bench:
             )
             spec.planner(progress)
             self._runner = self._runner or spec.runner()
-            self._contenders[name] = Ours(name, spec, self._kept)
+            rounded = settings.kv_dtype_of(name)
+            kept = self._kept if rounded is None else self._rounded.setdefault(rounded, Kept(PromptCache()))
+            self._contenders[name] = Ours(name, spec, kept)
         self._contenders |= {c.name: c for c in extra}
         assert self._runner is not None  # ar is always there
         self._eos: frozenset[int] = frozenset()
