@@ -74,7 +74,7 @@ class Method:
     def drafter_options(self) -> dict[str, inspect.Parameter]:
         """Those that its drafter takes."""
         own = _parameters(self.drafter) if self.drafter is not None else {}
-        joined = self.needs_draft or self.drafter is SelfDrafter
+        joined = self.needs_draft or getattr(self.drafter, "func", self.drafter) is SelfDrafter
         return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if joined else own
 
     @property
@@ -179,6 +179,14 @@ METHODS = {
             f"{_TRIFORCE}; {_MAGICDEC}",
             "the model itself drafts on a part of its KV cache, and verifies on all of it",
             SelfDrafter,
+        ),
+        Method(
+            "quantspec",
+            True,
+            False,
+            "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
+            "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
+            partial(SelfDrafter, view="all"),
         ),
         Method(
             "magicdec",

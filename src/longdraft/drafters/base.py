@@ -41,6 +41,10 @@ class Drafter(ABC):
     def follow_budget(self) -> None:  # noqa: B027
         """Told before all else, if at all: a planner decides how large trees are; each propose brings a budget."""
 
+    def own_rows(self, length: int) -> float | None:
+        """Rows of a text's KV that a forward reads, as many bytes each as the target's; None: of another model."""
+        return None
+
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Decoder layers of the target whose output hidden states it reads from the store's ``features``."""
         return ()

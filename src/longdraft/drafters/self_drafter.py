@@ -107,6 +107,10 @@ class SelfDrafter(TreeDrafter):
         """Tokens of a chain before the first that would be the target's by chance alone."""
         return min(self._share / (1.0 - self._share), HOPED)
 
+    def own_rows(self, length: int) -> float | None:
+        kept = self.runner.kv_dtype
+        return min(length, self.view.budget) * (self.view_dtype or kept).itemsize / kept.itemsize
+
     @property
     def query_window(self) -> int:  # type: ignore[override]
         return max(1, self.view.looks)

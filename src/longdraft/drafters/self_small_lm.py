@@ -45,6 +45,9 @@ class SparseLMDrafter(SelfDrafter):
 
     query_window = 1  # of the target's
 
+    def own_rows(self, length: int) -> float | None:
+        return None
+
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """None of the target's: its own queries choose."""
         return ()

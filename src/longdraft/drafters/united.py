@@ -51,6 +51,9 @@ class UnitedDrafter(Drafter):
     def hoped(self) -> float:  # type: ignore[override]
         return self.paid.hoped
 
+    def own_rows(self, length: int) -> float | None:
+        return self.paid.own_rows(length)
+
     @property
     def query_window(self) -> int:  # type: ignore[override]
         return self.paid.query_window

@@ -83,7 +83,7 @@ class Engine:
         self._read_last = False
         if planner is not None:
             self.drafter.follow_budget()
-            planner.hope.known = self.drafter.hoped
+            planner.expect(self.drafter)
 
     # --- requests ---
 

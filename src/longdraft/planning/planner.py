@@ -15,8 +15,10 @@ What is emitted does not depend on any of this: any tree verifies exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from longdraft.drafters.base import Drafter
 from longdraft.events import Event
 from longdraft.planning.chances import Chances, Hope, Worth
 from longdraft.planning.costs import OUTLIER, Costs, CostTable
@@ -53,7 +55,14 @@ class Planner:
         self.worth = {greedy: Worth(self.hope) for greedy in (True, False)}
         self.forward = FORWARD
         self.nodes = 8.0  # lately worth verifying
+        # Rows of KV that a draft's forward reads of a text of so many, where it is the target's own.
+        self.own_rows: Callable[[int], float | None] = lambda length: None
+        self.tried = False
         self.rate = 1.0  # tokens of a text that lately came in the time of a plain step: what that time is worth
+
+    def expect(self, drafter: Drafter) -> None:
+        """Told whose drafts it plans, before a run."""
+        self.hope.known, self.own_rows = drafter.hoped, drafter.own_rows
 
     def start(self) -> Plan:
         """Plans a run."""
@@ -77,11 +86,22 @@ class Plan:
         self._sequences = list(sequences)
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences] if lengths is None else list(lengths)
         self._plain = self._costs.verification(1, self._lengths)
+        if not planner.tried:
+            self._guess()
         self._worth = {s.index: self._worth.get(s.index) or Worth(planner.worth[s.greedy]) for s in sequences}
         # Of each sequence that is drafted for: what is proposed without, cut to what would pay, and the doubt in it.
         self._without: dict[int, tuple[TokenTree, float]] = {}
         self._drafting = 0.0
         return Budget(round(planner.nodes) + 2, len(sequences) * planner.forward * planner.rate, self._choose)
+
+    def _guess(self) -> None:
+        """Before the first draft: what a forward of the target on a part of its KV takes is known."""
+        planner = self._planner
+        rows = [planner.own_rows(length) for length in self._lengths]
+        if None not in rows:
+            own = self._costs.verification(1, [max(1, round(n or 0)) for n in rows])
+            planner.forward = own / self._plain
+            planner.hope.steps = max(1.0, planner.hope.known) * planner.forward
 
     def _choose(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
         """The sequences whose drafts are worth asking, told what is proposed for nothing."""
@@ -162,6 +182,7 @@ class Plan:
     def _account(self, events: SequenceOf[Event], forwards: int, drafting: float) -> None:
         """What a round with the draft brought, and what it took."""
         planner, rows = self._planner, max(tree.size for tree in self._trees)
+        planner.tried = True
         longer = self._costs.verification(rows, self._lengths) - self._seconds
         if forwards:
             # The first forwards of all may prepare weights: no single round is believed to be as dear as it looks.

@@ -1,0 +1,49 @@
+"""How often a draft agrees with its target is learned, and says what its chains are worth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.drafters.agreement import Agreement
+from longdraft.trees.tree import TokenTree
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.floats(0.01, 1.0), min_size=2, max_size=5))
+def test_lifted_probabilities_are_probabilities_and_the_first_gains(share, weights):
+    p = torch.tensor(sorted(weights, reverse=True))
+    p = p / (2 * p.sum())  # children that were not asked for have the rest
+    lifted = Agreement(share).lifted(p.log()).exp()
+    assert lifted[0] >= p[0] - 1e-6 and bool((lifted[1:] <= p[1:] + 1e-6).all())
+    assert float(lifted.sum()) <= 1.0 + 1e-5
+    assert float(lifted[0]) == pytest.approx(share + (1 - share) * float(p[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_the_share_is_found(share):
+    """Of nodes whose p is 0.25, as many are right as the model says."""
+    torch.manual_seed(1)
+    known = Agreement(0.5)
+    tail = []
+    for i in range(1500):
+        lifted = float(known.lifted(torch.tensor([0.25]).log())[0])
+        tree = TokenTree((7, 1), (-1, 0), (0.0, lifted))
+        known.saw(tree, [1 if torch.rand(()) < share + (1 - share) * 0.25 else 2])
+        tail += [known.share] if i > 500 else []
+    assert sum(tail) / len(tail) == pytest.approx(share, abs=0.1)
+
+
+def test_what_lies_behind_a_wrong_choice_says_nothing():
+    tree = TokenTree((7, 1, 2), (-1, 0, 1), (0.0, -0.1, -0.1))
+    one, other = Agreement(0.5), Agreement(0.5)
+    one.saw(tree, [3, 2])
+    other.saw(TokenTree((7, 1), (-1, 0), (0.0, -0.1)), [3, 2])
+    assert one.share == other.share < 0.5
+    other.saw(TokenTree((7,), (-1,)), [3])
+    assert one.share == other.share
+
+
+def test_a_draft_that_said_nothing_possible_is_survived():
+    Agreement(0.0).saw(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])

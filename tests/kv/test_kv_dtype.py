@@ -1,0 +1,93 @@
+"""A target whose KV is rounded: another model, if only by a little, and the same one for every method."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Speculator
+from longdraft.errors import CapabilityError
+from tests.drafts import random_draft, small_lm
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
+CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, "budget": 24, "window": 4, "refresh": 2}
+RETRIEVAL = {"retrieval": True, "chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4, "widths": (3, 2)}
+rounded = pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+
+
+def tokens(spec: Speculator, n: int = 30, **settings) -> list[list[int]]:
+    results = spec.generate(PROMPTS, max_new_tokens=n, **settings)
+    assert not any(r.exact for r in results)
+    return [r.token_ids for r in results]
+
+
+@rounded
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("prompt-lookup", {"min_n": 1}),
+        ("self", CHUNKS),
+        ("self", {"view": "snapkv", "budget": 24, "window": 4}),
+        ("quantspec", {}),
+        ("specextend", {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}),
+        ("longspec", {"widths": (3, 2)}),
+        ("longspec", RETRIEVAL),
+    ],
+    ids=str,
+)
+def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, kv_dtype, method, options):
+    model = tiny_model(vocab=11, dtype=torch.float32)
+    drafts = {"specextend": lambda: small_lm(tmp_path, 11), "longspec": lambda: random_draft(tmp_path, model)}
+    draft = {"draft": drafts[method]()} if method in drafts else {}
+    spec = Speculator(method, target=model, kv_dtype=kv_dtype, plan="fixed", **draft, **options)
+    assert not spec.exact and spec.method.exact
+    assert tokens(spec) == tokens(Speculator("ar", target=model, kv_dtype=kv_dtype))
+
+
+@rounded
+def test_its_logits_are_near_the_models_own(kv_dtype):
+    model = tiny_model(vocab=61, dtype=torch.float32)
+    found = []
+    for kept in (None, kv_dtype):
+        runner = Speculator("ar", target=model, kv_dtype=kept).runner()
+        store = runner.new_store(1, 140)
+        store.block([0], [PROMPTS[2]])
+        runner.forward(store.block([0], [PROMPTS[2]], prompt=True), store, logits="none")
+        store.commit(0, range(130))
+        found.append(runner.forward(store.block([0], [[5]]), store).logits)
+    difference = float((found[0] - found[1]).abs().max()) / float(found[0].std())
+    assert 0 < difference < 0.1
+
+
+def test_kv_that_was_kept_as_another_is_read_again():
+    model = tiny_model(vocab=11, dtype=torch.float32)
+    cache = PromptCache()
+    plain, small = Speculator("ar", target=model), Speculator("ar", target=model, kv_dtype="int8")
+    expected = plain.generate(PROMPTS[0], max_new_tokens=8)[0].token_ids
+    for spec in (plain, small, plain):
+        result = spec.generate(PROMPTS[0], max_new_tokens=8, cache=cache)[0]
+        assert cache.store is not None and cache.store.dtype == (torch.int8 if spec is small else torch.float32)
+    assert result.token_ids == expected and result.exact
+
+
+def test_snapshots_are_of_one_kind(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float32)
+    plain, small = Speculator("ar", target=model), Speculator("ar", target=model, kv_dtype="int8")
+    assert plain.runner().fingerprint != small.runner().fingerprint
+    cache = PromptCache()
+    first = small.generate(PROMPTS[2], max_new_tokens=8, cache=cache)[0]
+    cache.save(tmp_path / "kv", small.runner().fingerprint)
+    again = PromptCache.restored(tmp_path / "kv", small.runner().fingerprint)
+    assert small.generate(PROMPTS[2], max_new_tokens=8, cache=again)[0].token_ids == first.token_ids
+
+
+def test_what_cannot_be_rounded_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="kv_dtype must be one of float32, bfloat16, int8, got 'int4'"):
+        Speculator("ar", kv_dtype="int4")
+    with pytest.raises(CapabilityError, match="kv_dtype=int8 is for models in float32 on a CPU"):
+        Speculator("ar", target=tiny_model(vocab=11, dtype=torch.bfloat16), kv_dtype="int8")
+    with pytest.raises(CapabilityError, match="is for KV that is not offloaded"):
+        Speculator("ar", target=tiny_model(vocab=11, dtype=torch.float32), kv_dtype="int8", offload=tmp_path)
+    same = Speculator("ar", target=tiny_model(vocab=11, dtype=torch.float32), kv_dtype="float32")
+    assert same.exact
