@@ -2,8 +2,8 @@
 
 Each prompt is answered greedily on KV as it is. Then it is read once for each dtype, and the answer behind it in one
 forward: how many of its tokens are the likeliest again, and how far the distributions are apart (Kullback-Leibler
-divergence from the exact one, in nats: mean, and largest of any token). Last, each dtype answers by itself: the share of
-the answer before the first difference.
+divergence from the exact one, in nats: mean, and largest of any token). Last, each dtype answers by itself: the
+share of the answer before the first difference.
 
     python benchmarks/kv_dtypes.py govreport_4K.jsonl pg19_4K.jsonl --limit 2 --context 4000 --max-tokens 64
 """
@@ -66,9 +66,8 @@ def main() -> None:
     print(f"{'':10} same top token, KL mean, KL largest, share of the answer before the first difference")
     for name, found in rows.items():
         same, apart, largest, share = (torch.tensor(column) for column in zip(*found, strict=True))
-        print(
-            f"{name:10} {same.mean():.4f}  {apart.mean():.5f}  {largest.max():.4f}  {share.mean():.2f}  ({len(found)} prompts)"
-        )
+        figures = f"{same.mean():.4f}  {apart.mean():.5f}  {largest.max():.4f}  {share.mean():.2f}"
+        print(f"{name:10} {figures}  ({len(found)} prompts)")
 
 
 if __name__ == "__main__":
