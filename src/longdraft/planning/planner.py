@@ -108,7 +108,7 @@ class Plan:
         if not sequences:
             return []
         n, tokens, seconds = self._best(sequences, trees, 0.0)
-        doubts = [1.0 - tree.first_chance for tree in trees]
+        doubts = [self._doubt(s, tree) for s, tree in zip(sequences, trees, strict=True)]
         worth = [self._worth[s.index] for s in sequences]
         # Tokens that decoding makes in a plain step, without.
         rate = tokens / seconds * self._plain
@@ -147,6 +147,11 @@ class Plan:
             if tokens / seconds > found[1] / found[2]:
                 found = (n, tokens, seconds)
         return found
+
+    def _doubt(self, s: Sequence, tree: TokenTree) -> float:
+        """The chance that none of a tree's first tokens is right."""
+        first = [p for p, parent in zip(self._chances(s, tree), tree.parents, strict=True) if parent == 0]
+        return max(0.0, 1.0 - sum(first))
 
     def _chances(self, s: Sequence, tree: TokenTree) -> list[float]:
         """Of each node's path, the root's first. A path is never likelier than a part of it."""
