@@ -298,3 +298,11 @@ def test_what_nobody_foresaw(generate, monkeypatch, debug):
     assert ended.code == 1
     assert "unexpected RuntimeError: two lines." in ended.err.splitlines()[-1]
     assert ("Traceback" in ended.err) is debug
+
+
+def test_a_cache_in_fewer_bytes_is_said_to_be_another_model(generate):
+    ended = generate("-p", "hello", "-n", 12, "--kv-dtype", "int8", "--compare", "--json")
+    assert ended.code == 0 and last_line(ended.out)["exact"] is False
+    assert "approximate" in ended.err
+    refused = generate("-p", "hello", "--kv-dtype", "int4")
+    assert refused.code != 0 and "int8" in refused.err
