@@ -54,7 +54,6 @@ METHODS = {
     "small-lm": Case("small-lm", "small-lm", {"depth": 3, "top_k": 3, "nodes": 8}),
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self": Case("self", None, SNAPKV),
-    "quantspec": Case("quantspec"),
     "magicdec": Case("magicdec", None, STREAMING),
     "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **SNAPKV}),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
@@ -123,9 +122,10 @@ VARIANTS = {
         f"self {view}": Case("self", None, CHUNKS | {"view": view, "refresh": 2})
         for view in ("minmax", "quest", "attention", "mean-key")
     },
+    "quantspec": Case("quantspec"),
     "quantspec bfloat16": Case("quantspec", None, {"view_dtype": "bfloat16", "widths": (3, 2)}),
     "quantspec lookup": Case("quantspec", None, {"lookup": True, "depth": 3}),
-    "nested all": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
+    "quantspec under lookups": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
     "self bfloat16": Case("self", None, CHUNKS | {"refresh": 2, "view_dtype": "bfloat16"}),
     "self int8 tree": Case("self", None, CHUNKS | {"refresh": 2, "widths": (3, 4, 4), "view_dtype": "int8"}),
     "self snapkv by chunks": Case("self", None, CHUNKS | {"view": "snapkv", "refresh": 2}),

@@ -18,6 +18,7 @@ from longdraft.trees.tree import TokenTree
 
 # Choices that the prior is worth, and what a choice leaves of the evidence before it.
 PRIOR, KEEP = 8.0, 0.98
+_LEAST = 1e-9  # a chance is more than nothing
 
 
 class Agreement:
@@ -51,7 +52,7 @@ class Agreement:
                 return
             first = max(choices, key=lambda i: tree.log_probs[i])
             right = tree.tokens[first] == token
-            same = self.share / max(exp(tree.log_probs[first]), self.share) if right else 0.0
+            same = self.share / max(exp(tree.log_probs[first]), self.share, _LEAST) if right else 0.0
             self._same, self._seen = KEEP * self._same + same, KEEP * self._seen + 1.0
             if (node := tree.child(node or 0, token)) is None:
                 return
