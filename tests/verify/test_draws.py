@@ -95,3 +95,9 @@ def test_who_says_what_the_target_says_foresees_what_it_samples(sampling):
     foreseen = [sampler.foresee(i, x.log_softmax(-1), tokens) for i, x in enumerate(logits[1:])]
     assert [int(x.argmax()) for x in foreseen] == [sampler.sample(empty, x) for x in logits[1:]]
     assert torch.allclose(torch.stack(foreseen).exp().sum(-1), torch.ones(STEPS - 1))
+
+
+def test_nobody_looks_ahead_where_others_take_numbers_too():
+    own = StepDraws(ROWS, torch.device("cpu"), alone=False).row(0)
+    own.sample(probabilities()[0, 0])
+    assert own.ahead(0) is None

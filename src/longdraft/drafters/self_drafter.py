@@ -39,7 +39,7 @@ from longdraft.views.view import check_sizes, dtype_of
 FRESH_SHARE, FRESH = 4, 64
 # Verifications from one choice to the next.
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
-# Share of tokens that it is believed to choose as the target does, at first (docs/magicdec.md).
+# Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md).
 AGREEMENT, USUAL_AGREEMENT = {"all": 0.95}, 0.4
 # Tokens that a round is believed to add, at most, before one was seen.
 HOPED = 6.0

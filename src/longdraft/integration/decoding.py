@@ -64,7 +64,9 @@ def decode(
     limit = getattr(stopping_criteria, "max_length", None)
     budget = max(1, (config.max_length if limit is None else limit) - width)
     # generate takes the random numbers of all rows together.
-    draws = StepDraws(rows, runner.device) if config.do_sample else None
+    # A processor that is not transformers' own may take some in between.
+    alone = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
+    draws = StepDraws(rows, runner.device, alone) if config.do_sample else None
     sequences = []
     for i, row in enumerate(input_ids):
         real = row if mask is None else row[mask[i].bool().to(row.device)]

@@ -84,10 +84,11 @@ class StepDraws:
 
     Args:
         rows: of the batch. device: where logits are.
+        alone: nobody else takes numbers from that generator meanwhile, so that they may be looked at ahead.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, device: torch.device, alone: bool = True) -> None:
+        self._rows, self.alone = rows, alone
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self.generator = torch.cuda.default_generators[index]
@@ -165,7 +166,7 @@ class RowDraws:
         return self._draws.generator
 
     def ahead(self, count: int) -> torch.Tensor | None:
-        return self._draws.at(self._step + count, self._row)
+        return self._draws.at(self._step + count, self._row) if self._draws.alone else None
 
     def rehearsal(self) -> RowDraws:
         return RowDraws(self._draws, self._row, self._step, rehearsed=True)

@@ -161,7 +161,7 @@ class Sampler:
         for processor in self.processors:
             if isinstance(processor, _BY_SCORES):
                 scores = processor(tokens.reshape_as(scores), scores)
-        return (scores.view_as(log_probs) - numbers.clamp_min(_TINY)[tokens].log()).log_softmax(-1)
+        return (scores.view_as(log_probs) - numbers[tokens].clamp_min(_TINY).log()).log_softmax(-1)
 
     def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
         """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
