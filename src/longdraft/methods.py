@@ -74,7 +74,7 @@ class Method:
     def drafter_options(self) -> dict[str, inspect.Parameter]:
         """Those that its drafter takes."""
         own = _parameters(self.drafter) if self.drafter is not None else {}
-        joined = self.needs_draft or getattr(self.drafter, "func", self.drafter) is SelfDrafter
+        joined = self.drafter not in (None, NoDrafter, SuffixDrafter)
         return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if joined else own
 
     @property

@@ -52,7 +52,6 @@ def test_its_logits_are_near_the_models_own(kv_dtype):
     for kept in (None, kv_dtype):
         runner = Speculator("ar", target=model, kv_dtype=kept).runner()
         store = runner.new_store(1, 140)
-        store.block([0], [PROMPTS[2]])
         runner.forward(store.block([0], [PROMPTS[2]], prompt=True), store, logits="none")
         store.commit(0, range(130))
         found.append(runner.forward(store.block([0], [[5]]), store).logits)

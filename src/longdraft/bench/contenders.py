@@ -155,7 +155,7 @@ class Ours:
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
         self.name, self.note = name, f"{precision.of_model(spec.runner().model)} weights"
         self.spec, self._kept = spec, kept
-        self._kept.feature_layers = self._kept.feature_layers or spec.feature_layers()
+        kept.feature_layers = kept.feature_layers or spec.feature_layers()
 
     @property
     def draft(self) -> Path | None:

@@ -63,8 +63,7 @@ def decode(
     # generate stops where the criteria say, and has at least one token by then.
     limit = getattr(stopping_criteria, "max_length", None)
     budget = max(1, (config.max_length if limit is None else limit) - width)
-    # generate takes the random numbers of all rows together.
-    # A processor that is not transformers' own may take some in between.
+    # generate takes the random numbers of all rows together; a processor that is not transformers' own may take some.
     alone = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
     draws = StepDraws(rows, runner.device, alone) if config.do_sample else None
     sequences = []

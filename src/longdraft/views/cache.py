@@ -174,9 +174,7 @@ class TrueCache:
                 rows = self.view.rows_of(chosen[layer - self._first].to(full[0].device), end)
             else:
                 own = None if kept is None else {kind: x[layer] for kind, x in kept.items()}
-                rows = self.view.rows(
-                    full[0].to(self.full.shape.dtype), None if queries is None else queries[layer], own
-                )
+                rows = self.view.rows(full[0].to(dtype), None if queries is None else queries[layer], own)
             for source, target in zip(full, self.store.layer(layer - self._first), strict=True):
                 target[slot, :, : rows.shape[1]] = gather(source, rows).to(dtype)
             size = rows.shape[1]
