@@ -38,6 +38,7 @@ class Method:
         drafter: builds its drafter from keyword options; where a draft is needed, ``draft`` is one of them. None: it
             takes another one's, which the option ``drafter`` names.
         drafters: of these, the first by default; none: of the methods in ``DRAFTING``.
+        joined: suffix lookup may join its drafter, as it may join every trained draft.
         wraps: builds its drafter around that one, from options of its own; None: takes it as it is.
         draft_kind: of :data:`longdraft.drafters.kinds.KINDS`, which drafts it takes; several methods may take the same.
         schedule: builds what verifies, from keyword options of its own.
@@ -53,6 +54,7 @@ class Method:
     schedule: Callable[..., Schedule] = Schedule
     drafters: tuple[Method, ...] = ()
     wraps: Callable[..., Drafter] | None = None
+    joined: bool = False
 
     @property
     def choices(self) -> dict[str, Method]:
@@ -74,8 +76,7 @@ class Method:
     def drafter_options(self) -> dict[str, inspect.Parameter]:
         """Those that its drafter takes."""
         own = _parameters(self.drafter) if self.drafter is not None else {}
-        joined = self.drafter not in (None, NoDrafter, SuffixDrafter)
-        return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if joined else own
+        return own | {"lookup": _LOOKUP, "earlier": _EARLIER} if self.needs_draft or self.joined else own
 
     @property
     def schedule_options(self) -> dict[str, inspect.Parameter]:
@@ -179,6 +180,7 @@ METHODS = {
             f"{_TRIFORCE}; {_MAGICDEC}",
             "the model itself drafts on a part of its KV cache, and verifies on all of it",
             SelfDrafter,
+            joined=True,
         ),
         Method(
             "quantspec",
@@ -187,6 +189,7 @@ METHODS = {
             "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
             "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
             partial(SelfDrafter, view="all"),
+            joined=True,
         ),
         Method(
             "magicdec",
