@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longdraft import LoadedModel, Sampling
-from longdraft.bench import report
+from longdraft.bench import contenders, report
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import batches, grid, prepare
@@ -376,3 +376,24 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
     with pytest.raises(ValueError, match="kv_dtype must be one of"):
         settings(own_options={"ar": {"kv_dtype": "int4"}}, methods=("ar",))
+
+
+def test_prompts_are_read_from_snapshots_once_they_were_kept(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(contenders, "KEPT_FROM", 1)
+    draft = random_eagle3(
+        tmp_path / "draft", loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size
+    )
+    names = ("eagle3", "ar:kv_dtype=int8")
+    wanted = settings(
+        methods=names, own_options={names[1]: {"kv_dtype": "int8"}}, cold=False, draft_options={"draft": draft},
+        snapshots=tmp_path / "kept",
+    )  # fmt: skip
+    _, (first,) = measured(loaded, wanted, SAMPLES[:1])
+    assert len(list((tmp_path / "kept").iterdir())) == 2  # one of each kind of KV
+    _, (again,) = measured(loaded, wanted, SAMPLES[:1])
+    assert first.cold["ar"].first_token_seconds and again.cold["ar"].first_token_seconds is None
+    for name in ("ar", *names):
+        assert [r.tokens for r in again.rounds[name]] == [r.tokens for r in first.rounds[name]]
+    assert not again.disagreements and not first.disagreements
+    with pytest.raises(ValueError, match="--one-prefill"):
+        settings(snapshots=tmp_path)

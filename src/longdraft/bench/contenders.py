@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 from longdraft.bench import precision
+from longdraft.kv import snapshot
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.session import Generation
 from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
+
+# Tokens of a prompt that is worth a file.
+KEPT_FROM = 512
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Run:
     Attributes:
         tokens: new tokens of each prompt, EOS included.
         first_token_seconds: from the call to the first token of the last prompt: the time to first token, when
-            nothing had been read before.
+            nothing had been read before; None where a snapshot was.
         decode_seconds: from there to the end.
         rounds: target forwards of each prompt after its first token.
         early: tokens that came with the first one, out of the forward that read the prompt: no second of
@@ -60,7 +65,7 @@ class Run:
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    first_token_seconds: float
+    first_token_seconds: float | None
     decode_seconds: float
     rounds: tuple[int, ...]
     early: int = 0
@@ -140,13 +145,33 @@ class Kept:
 
     Attributes:
         feature_layers: hidden states that some contender reads; kept whoever reads the prompt.
+        snapshots: a folder where single prompts are kept from one benchmark to the next; None: nowhere.
     """
 
     cache: PromptCache
     feature_layers: tuple[int, ...] = ()
+    snapshots: Path | None = None
 
     def clear(self) -> None:
         self.cache = PromptCache(self.feature_layers)
+
+    def file(self, prompt: Sequence[int], target: str) -> Path | None:
+        """Where a prompt's KV is kept; None: nowhere, as are prompts that are soon read.
+
+        Args:
+            target: its fingerprint.
+        """
+        if self.snapshots is None or len(prompt) < KEPT_FROM:
+            return None
+        name = hashlib.sha256(repr((target, tuple(prompt))).encode()).hexdigest()
+        return self.snapshots / f"{name[:24]}.safetensors"
+
+    def keep(self, prompt: Sequence[int], target: str, path: Path) -> None:
+        """Writes a prompt's KV, without what was decoded behind it."""
+        assert self.cache.store is not None
+        self.cache.store.truncate(0, len(prompt))
+        self.cache.remember(0, prompt)
+        self.cache.save(path, target)
 
 
 class Ours:
@@ -170,6 +195,17 @@ class Ours:
         return self.warm(job)
 
     def warm(self, job: Job) -> Run:
+        kept, prompt, target = self._kept, job.prompts[0], self.spec.runner().fingerprint
+        file = None if kept.cache.opened else kept.file(prompt, target)
+        restored = file is not None and snapshot.serves(file, kept.feature_layers)
+        if file is not None and restored:
+            kept.cache = PromptCache.restored(file, target, kept.feature_layers)
+        found = self._decoded(job)
+        if file is not None and not restored:
+            kept.keep(prompt, target, file)
+        return replace(found, first_token_seconds=None) if restored else found
+
+    def _decoded(self, job: Job) -> Run:
         run = job.started(self.spec, self._kept.cache)
         emitted = [0] * len(job.prompts)
         rounds: list[tuple[int, int]] = []

@@ -93,7 +93,7 @@ class Bench:
         unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        self._kept = Kept(PromptCache())
+        self._kept = Kept(PromptCache(), snapshots=settings.snapshots)
         # KV that is rounded is another's, which those share that round alike.
         self._rounded: dict[str, Kept] = {}
         self._runner: TargetRunner | None = None
@@ -120,7 +120,9 @@ class Bench:
             spec.planner(progress)
             self._runner = self._runner or spec.runner()
             rounded = settings.kv_dtype_of(name)
-            kept = self._kept if rounded is None else self._rounded.setdefault(rounded, Kept(PromptCache()))
+            kept = self._kept
+            if rounded is not None:
+                kept = self._rounded.setdefault(rounded, Kept(PromptCache(), snapshots=settings.snapshots))
             self._contenders[name] = Ours(name, spec, kept)
         self._contenders |= {c.name: c for c in extra}
         assert self._runner is not None  # ar is always there

@@ -42,6 +42,7 @@ class Settings:
         offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
         sources: where peers have their own weights from.
         profile: look into some rounds of our methods, after the timed ones.
+        snapshots: a folder where our methods keep the KV of prompts, so that another benchmark need not read them.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -60,6 +61,7 @@ class Settings:
     offload: str | Path | None = None
     sources: Sources = field(default_factory=Sources)
     profile: bool = False
+    snapshots: Path | None = None
 
     def __post_init__(self) -> None:
         given = {
@@ -81,6 +83,8 @@ class Settings:
             choice.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
+        if self.snapshots is not None and (self.cold or max(self.batches) > 1):
+            raise ValueError("--snapshots is for single prompts that are read once: add --one-prefill, with --batch 1")
         peers.check(self.methods, self.sources, max(self.batches))
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
             needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)

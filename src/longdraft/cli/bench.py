@@ -112,6 +112,12 @@ def bench(
         Path | None,
         typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
     ] = None,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the KV of prompts in this folder: another run does not read them again. With --one-prefill."
+        ),
+    ] = None,
     profile: Annotated[
         bool,
         typer.Option(
@@ -146,6 +152,7 @@ def bench(
             own_options=options.contender_options(names),
             sources=Sources(assistant, gguf),
             profile=profile,
+            snapshots=snapshots,
         )  # fmt: skip
     for option, path in (("--out", out), ("--results", results)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

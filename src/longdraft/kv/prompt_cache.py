@@ -117,9 +117,9 @@ class PromptCache:
         snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path)
 
     @classmethod
-    def restored(cls, path: Path | str, fingerprint: str) -> PromptCache:
+    def restored(cls, path: Path | str, fingerprint: str, feature_layers: tuple[int, ...] = ()) -> PromptCache:
         """A cache that will hold a snapshot in slot 0 once a run has opened it."""
-        cache = cls()
+        cache = cls(feature_layers)
         cache._pending, cache._fingerprint = Path(path), fingerprint
         return cache
 

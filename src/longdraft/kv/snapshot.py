@@ -115,3 +115,13 @@ def token_count(path: Path | str) -> int:
             return int(file.get_slice("tokens").get_shape()[0])
     except (OSError, SafetensorError):
         return 0
+
+
+def serves(path: Path | str, feature_layers: Sequence[int] = ()) -> bool:
+    """Whether there is a snapshot that holds these hidden states too, without reading the rest of it."""
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            found = (file.metadata() or {}).get("feature_layers")
+    except (OSError, SafetensorError):
+        return False
+    return not feature_layers or found == ",".join(map(str, feature_layers))
