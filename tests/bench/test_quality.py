@@ -17,6 +17,7 @@ from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
 from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
+from longdraft.bench.surprise import surprise
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
@@ -267,6 +268,61 @@ def test_haystacks(tmp_path):
         needle.haystacks(Search(tmp_path / "none.txt"), tokenizer)
 
 
+def test_several_needles_and_a_chain_of_variables(tmp_path):
+    tokenizer, path = tiny_tokenizer(chat=True), tmp_path / "hay.txt"
+    path.write_text("the cat sat on the mat. " * 60)
+    found = needle.haystacks(Search(path, (0.1, 0.4, 0.8), 600, 1, ("several", "tracking")), tokenizer)
+    assert [h.kind for h in found] == ["several"] * 3 + ["tracking"]
+    several, tracking = found[:3], found[3]
+    for h in several:  # all needles lie in each, at their depths
+        text = tokenizer.decode(h.tokens)
+        at = [text.index(each.code) / text.index("what is") for each in several]
+        assert at == pytest.approx([0.8, 0.4, 0.1], abs=0.2)
+        assert h.score(f"It is {h.code}.") == 1.0 and h.score("It is 1.") == 0.0
+    assert len({h.code for h in several}) == 3 and len(tracking.names) == 3
+    first, second, third = tracking.names
+    text = tokenizer.decode(tracking.tokens).lower()
+    order = [text.index(f"{name.lower()} =") for name in tracking.names]
+    assert order == sorted(order)
+    assert tracking.score(f"{first}, {second} and {third}") == 1.0
+    assert tracking.score(f"{first} X{second}") == pytest.approx(1 / 3)
+    for over, message in (({"kinds": ("all",)}, "single, several, tracking"), ({"kinds": ()}, "none")):
+        with pytest.raises(ValueError, match=message):
+            Search(path, **over)
+    with pytest.raises(ValueError, match="6 depths at most"):
+        Search(path, tuple(i / 10 for i in range(7)), kinds=("several",))
+
+
+def test_rounded_kv_is_compared_with_plain_decoding(tmp_path):
+    loaded = LoadedModel(tiny_model(context=512), tiny_tokenizer(chat=True))
+    quality = Quality(loaded, settings(kv_dtypes=("int8",), drift=False))
+    name = "ar:kv_dtype=int8"
+    assert quality.approximate[-1] == name and quality.reference(name) == "ar"
+    found = quality.compare(prompt(loaded))
+    assert set(found.runs) == {*quality.names} and found.runs[name].partial_rounds == 0
+    # Its text is not always another one; what the exact target thinks of it is computed all the same.
+    assert found.runs["ar"].surprise == pytest.approx(found.runs["full"].surprise)
+    assert found.runs[name].surprise > 0
+    path = tmp_path / "hay.txt"
+    path.write_text("the cat sat on the mat. " * 40)
+    hay = needle.haystacks(Search(path, (0.5,), 300, 1), loaded.tokenizer)
+    assert quality.searched(hay)[-1] == name
+    answered = quality.search(hay[0], quality.searched(hay))
+    assert set(answered.right) == {*quality.searched(hay)}
+    with pytest.raises(ValueError, match="kv-dtype must be one of"):
+        settings(kv_dtypes=("int4",))
+
+
+def test_surprise_is_what_the_target_says_of_each_token(loaded):
+    runner, text = TargetRunner(loaded.model), [3, 5, 7, 9, 4, 6, 8]
+    with torch.inference_mode():
+        said = loaded.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
+    for prompt_tokens in (1, 3):
+        wanted = -sum(float(said[i - 1, text[i]]) for i in range(prompt_tokens, len(text)))
+        found = surprise(runner, PromptCache(), text[:prompt_tokens], text[prompt_tokens:])
+        assert found == pytest.approx(wanted / (len(text) - prompt_tokens))
+
+
 def test_needles_are_asked_of_those_that_cut_the_haystack(loaded, tmp_path):
     path = tmp_path / "hay.txt"
     path.write_text("the cat sat on the mat. " * 40)
@@ -322,7 +378,7 @@ def command(folder, capsys):
 
 ROW = [
     "method", "selector", "budget", "margin", "dataset", "context_tokens", "samples", "reference", "rouge_l_mean",
-    "rouge_l_min", "same_tokens", "same_share", "identical", "tokens_per_second", "speedup_vs_full",
+    "rouge_l_min", "same_tokens", "same_share", "identical", "surprise", "tokens_per_second", "speedup_vs_full",
     "mean_accepted_length", "partial_share",
 ]  # fmt: skip
 
@@ -344,7 +400,13 @@ def test_bench_quality(command, folder):
         ("ar", None, 4), ("full", None, 4), ("specpv", 8, 4), ("specpv", 32, 4),
     ]  # fmt: skip
     assert [each["depth"] for each in found["needle"][0]["by_depth"]] == [0.2, 0.8]
-    for text in ("rows: 2 samples", "drafts by prompt-lookup", "drift by layer", "needle: 4 asked", "ROUGE-L: F1"):
+    for text in (
+        "rows: 2 samples",
+        "drafts by prompt-lookup",
+        "drift by layer",
+        "needle, single: 4 asked",
+        "ROUGE-L: F1",
+    ):
         assert text in out
     assert "1 of 2 prompts fit its partial cache whole" in err
     assert "Run 1 of 24" in err  # 2 prompts x 4 contenders, 4 haystacks x 4

@@ -1,21 +1,23 @@
 """What partial verification costs in quality: its texts beside those of full verification with the same drafter.
 
 Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it greedily from the
-same KV. Full verification against ``ar`` is the noise floor: both are exact, and rounding alone tells them apart.
+same KV, and ``ar`` from KV that was rounded as it was read. Full verification against ``ar`` is the noise floor: both
+are exact, and rounding alone tells them apart.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift
-from longdraft.bench.needle import ANSWER_TOKENS, Haystack, found
+from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
+from longdraft.bench.surprise import surprise
 from longdraft.bench.ties import first_difference
 from longdraft.engine import Engine, eos_rule
 from longdraft.errors import CapabilityError, ContextError
@@ -28,7 +30,7 @@ from longdraft.sequence import Sequence as Text
 from longdraft.verify.sampling import Sampler, Sampling
 from longdraft.verify.specpv import SpecPV
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import View
+from longdraft.views.view import View, dtype_of
 
 METHOD, FULL, REFERENCE = "specpv", "full", "ar"
 
@@ -66,6 +68,7 @@ class Settings:
         max_tokens: new tokens at most, a prompt.
         ignore_eos: decode on to ``max_tokens``.
         drift: compare hidden states too.
+        kv_dtypes: plain decoding on a KV cache rounded to each of them is compared too.
         options: further options of specpv and its drafter, the same for all variants.
 
     Raises:
@@ -79,6 +82,7 @@ class Settings:
     max_tokens: int = 128
     ignore_eos: bool = False
     drift: bool = True
+    kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,6 +93,8 @@ class Settings:
                 raise ValueError(f"{name} must name one at least")
         if twice := sorted({"budget", "margin", "selector"} & set(self.options)):
             raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
+        for name in self.kv_dtypes:
+            dtype_of(name, "kv-dtype")
         asked_for(METHOD, self.options)
         known = method(METHOD)
         for variant in self.variants:
@@ -109,12 +115,14 @@ class Decoded:
 
     Attributes:
         seconds: of decoding, prefill excluded.
+        surprise: mean -log p of its tokens by the exact target, in nats; None where nobody asked.
     """
 
     tokens: tuple[int, ...]
     seconds: float
     rounds: int
     partial_rounds: int
+    surprise: float | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -144,7 +152,7 @@ class Compared:
 
     Attributes:
         runs: by name: ``ar``, ``full`` and the variants'.
-        likeness: of ``full`` to ``ar``, and of every variant to ``full``.
+        likeness: of ``full`` and of rounded KV to ``ar``, and of every variant to ``full``.
         drifts: by variant; empty where drift is not asked for.
     """
 
@@ -156,10 +164,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Answered:
-    """One haystack: by contender's name, whether the code was found, and the run."""
+    """One haystack: by contender's name, the share of the answer that was found, and the run."""
 
     haystack: Haystack
-    right: dict[str, bool]
+    right: dict[str, float]
     runs: dict[str, Decoded]
 
 
@@ -189,6 +197,10 @@ class Quality:
             REFERENCE: recipe(method(REFERENCE), {}, self.runner),
             **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
         }
+        # Rounded KV is another model's, with a cache of its own.
+        rounded = {n: TargetRunner(loaded.model, kv_dtype=dtype_of(n)) for n in settings.kv_dtypes}
+        self._rounded = {f"{REFERENCE}:kv_dtype={n}": (each, PromptCache()) for n, each in rounded.items()}
+        self._recipes |= {name: recipe(method(REFERENCE), {}, each) for name, (each, _) in self._rounded.items()}
         self._cache = PromptCache()
         own_end = loaded.tokenizer.eos_token_id
         self._ends = self.runner.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
@@ -201,6 +213,15 @@ class Quality:
     def names(self) -> list[str]:
         """Contenders, in the order in which they decode a prompt."""
         return list(self._recipes)
+
+    @property
+    def approximate(self) -> list[str]:
+        """Those whose output need not be the target's."""
+        return [*self.variants, *self._rounded]
+
+    def reference(self, name: str) -> str | None:
+        """Whose text a contender's is compared with."""
+        return None if name == REFERENCE else FULL if name in self.variants else REFERENCE
 
     def view(self, name: str) -> View:
         """What a variant's partial verification sees."""
@@ -226,7 +247,8 @@ class Quality:
         return found
 
     def searched(self, haystacks: Sequence[Haystack]) -> list[str]:
-        """Contenders of the needle test: ``ar``, ``full``, and the variants of the first margin that cut haystacks.
+        """Contenders of the needle test: ``ar``, ``full``, the variants of the first margin that cut haystacks, and
+        rounded KV.
 
         Raises:
             ContextError: no variant cuts one.
@@ -242,7 +264,7 @@ class Quality:
                 f"No partial cache is smaller than the haystacks, which have {shortest:,} tokens: lower --budget, or "
                 "raise --needle-context."
             )
-        return [REFERENCE, FULL, *able]
+        return [REFERENCE, FULL, *able, *self._rounded]
 
     def wake(self, prompt: Sequence[int]) -> None:
         """Decodes a moment, so that the first run does not pay for what is done once."""
@@ -266,8 +288,11 @@ class Quality:
             runs[name] = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
             if recorded is not None:
                 drifts[name] = drift(self.runner, self._cache, prompt.tokens, runs[name].tokens, recorded.computed)
-        likeness = {name: self._likeness(runs[FULL], runs[name]) for name in self.variants}
-        likeness[FULL] = self._likeness(runs[REFERENCE], runs[FULL])
+        likeness = {
+            name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
+        }
+        for name, run in runs.items():
+            runs[name] = replace(run, surprise=surprise(self.runner, self._cache, prompt.tokens, run.tokens))
         return Compared(prompt, runs, likeness, drifts)
 
     def search(
@@ -280,7 +305,7 @@ class Quality:
         for name in sorted(names, key=self.names.index):
             tick(name)
             runs[name] = self._decode(name, haystack.tokens, ANSWER_TOKENS)
-        right = {name: found(self._text(run.tokens), haystack.code) for name, run in runs.items()}
+        right = {name: haystack.score(self._text(run.tokens)) for name, run in runs.items()}
         return Answered(haystack, right, runs)
 
     def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
@@ -301,7 +326,8 @@ class Quality:
         rules = [] if self.settings.ignore_eos else [eos_rule(self._ends)]
         sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler, rules=rules)
         chosen = self._recipes[name]
-        engine = Engine(self.runner, chosen.drafter(), schedule or chosen.schedule(), self._cache)
+        runner, cache = self._rounded.get(name, (self.runner, self._cache))
+        engine = Engine(runner, chosen.drafter(), schedule or chosen.schedule(), cache)
         engine.add(sequence)
         gc.collect()  # or a collection falls due inside somebody's turn
         seconds = sum(step.seconds for step in engine.run() if step.mode != "prefill")

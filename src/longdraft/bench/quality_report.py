@@ -15,9 +15,11 @@ from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared,
 from longdraft.bench.tables import circumstances, count, figure, median_of, ratio, table
 
 DEFINITIONS = (
-    "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full.",
+    "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full, and "
+    "that of rounded KV to ar.",
     "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
     "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
+    "nats: mean -log p of the text's tokens by the exact target, means of the samples; ar's own beside it.",
     "tokens/s: new tokens / decode seconds; vs full: over those of full on the same sample; medians, of one run each.",
     "accepted: mean accepted length = new tokens / target forwards, the prefill's token not counted.",
     "partial: target forwards on the partial cache / all of them, after the prefill.",
@@ -26,7 +28,10 @@ DRIFT_DEFINITION = (
     "drift: cosine of hidden states to those of one full forward over the same text, means of the tokens whose "
     "distance from the last full pass lies in the bucket; 0: computed by a full pass. least: of any token and layer."
 )
-NEEDLE_DEFINITION = "needle: answers whose first number is the code, by depth of the needle in the text."
+NEEDLE_DEFINITION = (
+    "needle: answers whose first number is the code, by depth of the needle in the text (several: that of the one that "
+    "is asked for). tracking: share of the names of variables that are in the answer."
+)
 
 COLUMNS = (
     ("ROUGE-L", "rouge_l_mean", "{:.3f}"),
@@ -34,6 +39,7 @@ COLUMNS = (
     ("same", "same_tokens", "{:.1f}"),
     ("share", "same_share", "{:.0%}"),
     ("equal", "equal", "{}"),
+    ("nats", "surprise", "{:.3f}"),
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("vs full", "speedup_vs_full", "{:.2f}x"),
     ("accepted", "mean_accepted_length", "{:.2f}"),
@@ -51,13 +57,18 @@ def document(
     """
     datasets = dict.fromkeys(c.prompt.sample.dataset for c in compared)
     groups = {name: [c for c in compared if c.prompt.sample.dataset == name] for name in datasets}
-    order = [REFERENCE, FULL, *quality.variants]
+    order = [REFERENCE, FULL, *quality.approximate]
+    kinds = dict.fromkeys(a.haystack.kind for a in answered)
     return {
         "drafter": quality.drafter,
         "layers": list(quality.runner.layers),
         "rows": [_row(quality, name, own) for own in groups.values() for name in order],
         "drift": [row for own in groups.values() for name in quality.variants for row in _drift(quality, name, own)],
-        "needle": [_needle(quality, name, answered) for name in asked],
+        "needle": [
+            _needle(quality, name, kind, [a for a in answered if a.haystack.kind == kind])
+            for kind in kinds
+            for name in asked
+        ],
         **circumstances(),
     }
 
@@ -81,12 +92,13 @@ def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]
         "dataset": own[0].prompt.sample.dataset,
         "context_tokens": round(median(len(c.prompt.tokens) for c in own)),
         "samples": len(own),
-        "reference": None if name == REFERENCE else REFERENCE if name == FULL else FULL,
+        "reference": quality.reference(name),
         "rouge_l_mean": mean(x.rouge_l for x in likeness) if likeness else None,
         "rouge_l_min": min(x.rouge_l for x in likeness) if likeness else None,
         "same_tokens": mean(x.same for x in likeness) if likeness else None,
         "same_share": mean(x.share for x in likeness) if likeness else None,
         "identical": sum(x.identical for x in likeness) if likeness else None,
+        "surprise": mean(r.surprise for r in runs if r.surprise is not None),
         "tokens_per_second": median_of(r.tokens_per_second for r in runs),
         "speedup_vs_full": median_of(
             ratio(c.runs[name].tokens_per_second, c.runs[FULL].tokens_per_second) for c in own
@@ -118,11 +130,12 @@ def _drift(quality: Quality, name: str, own: Sequence[Compared]) -> list[dict[st
     return found
 
 
-def _needle(quality: Quality, name: str, answered: Sequence[Answered]) -> dict[str, Any]:
+def _needle(quality: Quality, name: str, kind: str, answered: Sequence[Answered]) -> dict[str, Any]:
     rounds = sum(a.runs[name].rounds for a in answered)
     partial = sum(a.runs[name].partial_rounds for a in answered)
     return {
         **_head(quality, name),
+        "kind": kind,
         "context_tokens": round(median(len(a.haystack.tokens) for a in answered)),
         "asked": len(answered),
         "found": sum(a.right[name] for a in answered),
@@ -152,11 +165,10 @@ def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
         found.append((title, _texts(own)))
         if drift := [row for row in report["drift"] if row["dataset"] == dataset]:
             found.append((f"{dataset}: drift by layer and distance from the last full pass", _drifts(drift)))
-    if report["needle"]:
-        first = report["needle"][0]
-        found.append(
-            (f"needle: {first['asked']} asked, {first['context_tokens']:,} tokens", _needles(report["needle"]))
-        )
+    for kind in dict.fromkeys(row["kind"] for row in report["needle"]):
+        needles = [row for row in report["needle"] if row["kind"] == kind]
+        title = f"needle, {kind}: {needles[0]['asked']} asked, {needles[0]['context_tokens']:,} tokens"
+        found.append((title, _needles(needles)))
     return found
 
 
@@ -190,9 +202,9 @@ def _drifts(rows: Sequence[dict[str, Any]]) -> Table:
 def _needles(rows: Sequence[dict[str, Any]]) -> Table:
     made = _table("found", *(f"at {each['depth']:g}" for each in rows[0]["by_depth"]), "partial")
     for row in rows:
-        shares = (f"{each['found']}/{each['asked']}" for each in row["by_depth"])
+        shares = (f"{each['found']:g}/{each['asked']}" for each in row["by_depth"])
         partial = figure(row["partial_share"], "{:.0%}")
-        made.add_row(*_names(row), f"{row['found']}/{row['asked']}", *shares, partial)
+        made.add_row(*_names(row), f"{row['found']:g}/{row['asked']}", *shares, partial)
     return made
 
 

@@ -28,6 +28,10 @@ def quality(
     selector: Annotated[
         str, typer.Option(help="What ranks the blocks, one or several: minmax, quest, mean-key, attention, streaming.")
     ] = "minmax",
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="Plain decoding on a KV cache in bfloat16 or int8 too, one or both.", show_default="neither"),
+    ] = None,
     drafter: Annotated[
         str | None, typer.Option(help="The method whose drafter is used.", show_default="the first that has a draft")
     ] = None,
@@ -52,11 +56,15 @@ def quality(
         str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
     ] = "0.1,0.3,0.5,0.7,0.9",
     needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
-    needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
+    needle_samples: Annotated[int, typer.Option(help="Texts of each kind.")] = 2,
+    needle_kinds: Annotated[
+        str,
+        typer.Option(help=f"What is looked for, one or several: {', '.join(needle.KINDS)} (after RULER)."),
+    ] = "single",
     loading: options.ModelOptions,
     output: options.Output,
 ) -> None:
-    """Compare specpv with full verification: texts (ROUGE-L), drift of hidden states, needles found."""
+    """What specpv and a rounded KV cache cost: texts (ROUGE-L), drift of hidden states, needles found."""
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
     given = options.method_options(METHOD, option or []) | drafting.options()
@@ -64,13 +72,15 @@ def quality(
     with options.settings_checked():
         settings = Settings(
             options.whole_numbers("--budget", budget), options.whole_numbers("--margin", margin),
-            tuple(options.words(selector)), max_tokens, ignore_eos, drift, given,
+            tuple(options.words(selector)), max_tokens, ignore_eos, drift,
+            tuple(options.words(kv_dtype or "")), given,
         )  # fmt: skip
         prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw)
         search = None
         if needle_file is not None:
             depths = options.numbers("--needle-depths", needle_depths)
-            search = needle.Search(needle_file, depths, needle_context, needle_samples)
+            kinds = tuple(options.words(needle_kinds))
+            search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds)
     samples = data.read(data_files or [], limit)
     if samples:
         rouge_l()  # missing, it is missed before anything is loaded
@@ -89,7 +99,7 @@ def quality(
     total = len(prompts) * len(measuring.names) + len(haystacks) * len(asked)
     with Runs(total) as runs:
         compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
-        answered = [measuring.search(h, asked, runs.told(f"needle at {h.depth:g}")) for h in haystacks]
+        answered = [measuring.search(h, asked, runs.told(f"{h.kind} needle at {h.depth:g}")) for h in haystacks]
     found = quality_report.document(measuring, compared, asked, answered)
     console.report(quality_report.tables(found), definitions=quality_report.definitions(found))
     output.json(found)
