@@ -92,7 +92,7 @@ def test_a_draft_of_another_kind_than_the_drafter(tmp_path, model):
 
 
 def test_trees_are_planned_by_what_the_partial_cache_holds(model, monkeypatch):
-    """Never by the text's length, once there is a partial cache; the exact tier's trees are fixed."""
+    """Never by the text's length, once there is a partial cache."""
     use_costs(monkeypatch, CostTable((64,), (1, 64), ((1e-3, 1.1e-3),)))
     read: list[int] = []
     budget = Plan.budget
@@ -107,7 +107,33 @@ def test_trees_are_planned_by_what_the_partial_cache_holds(model, monkeypatch):
     most = partial_view(8, 4, 4, 4, 6).limit
     assert read[0] == 91 and max(read[1:]) < 2 * most
     assert {step.mode for step in steps} == {"prefill", "refresh", "partial"}
-    read.clear()
-    exact = Speculator("specpv-exact", target=model, plan="auto", drafter="prompt-lookup", **SMALL)
-    exact.generate([PROMPTS[0]], max_new_tokens=9)
-    assert not read
+
+
+# What rows of a full pass cost; forwards on the partial cache cost nothing on the clock of these tests.
+FREE, DEAR = CostTable((0,), (1, 64), ((1e-3, 1.1e-3),)), CostTable((0,), (1, 2), ((1e-3, 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("costs", "pays", "drafter"), [(FREE, True, "longspec"), (DEAR, False, "longspec"), (DEAR, False, "prompt-lookup")]
+)
+def test_the_exact_tier_turns_itself_off_where_it_does_not_pay(model, tmp_path, monkeypatch, costs, pays, drafter):
+    use_costs(monkeypatch, costs)
+    given = options(drafter, tmp_path, model)
+    given.pop("widths", None)
+    spec = Speculator("specpv-exact", target=model, plan="auto", **given)
+    want = Speculator("ar", target=model).generate(PROMPTS[:2], max_new_tokens=60)
+    for batch in (1, 2):
+        run = spec.stream(PROMPTS[:2], max_new_tokens=60, batch=batch)
+        modes = [step.mode for step in run if step.sequence == 0]
+        assert [r.token_ids for r in run.results()] == [r.token_ids for r in want]
+        assert modes[1:3] == ["full", "full"]  # what it is compared with is seen first
+        cycles = modes.count("refresh")
+        # Where it does not, it is tried once, and once more after a while.
+        assert cycles > 4 if pays else cycles in (2, 4) and modes[-1] == "full"
+
+
+def test_specpv_goes_back_to_full_rounds_where_parts_cost_more(model, monkeypatch):
+    use_costs(monkeypatch, DEAR)
+    spec = Speculator("specpv", target=model, plan="auto", drafter="prompt-lookup", **SMALL)
+    modes = [step.mode for step in spec.stream([PROMPTS[0]], max_new_tokens=60)]
+    assert modes.count("refresh") == 2 and modes[1] == "refresh" and modes[-1] == "full"

@@ -54,8 +54,7 @@ class Recipe:
     @property
     def can_be_planned(self) -> bool:
         """Whether trees of any size do: something drafts, and no tree is sampled."""
-        drafts = self.drafting.drafter is not NoDrafter and not self.drafter().samples
-        return drafts and self.schedule().planned
+        return self.drafting.drafter is not NoDrafter and not self.drafter().samples
 
     def _of(self, known: Iterable[str]) -> dict[str, Any]:
         return {name: self.options[name] for name in known if name in self.options}

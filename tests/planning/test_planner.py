@@ -51,7 +51,8 @@ def begun(planner: Planner, sequences=None) -> Plan:
 def event(s: Sequence, verified: TokenTree, accepted: int) -> Event:
     """Of a chain of zeros, so many of which were right."""
     accepted = min(accepted, verified.drafted)
-    return Event(s, verified, accepted, tuple(range(accepted + 1)), (0,) * accepted + (1,), accepted)
+    came = (0,) * accepted + (1,)
+    return Event(s, verified, accepted, tuple(range(accepted + 1)), came, accepted, came=came)
 
 
 def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):

@@ -187,7 +187,7 @@ class SelfDrafter(TreeDrafter):
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot, event.accepted)
             if event.tree.log_probs:
-                self.agreement(event.sequence).saw(event.tree, event.emitted)
+                self.agreement(event.sequence).saw(event.tree, event.came)
 
     def release(self, sequence: Sequence) -> None:
         self._agreement.pop(sequence.index, None)

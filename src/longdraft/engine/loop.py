@@ -83,6 +83,7 @@ class Engine:
         self._read_last = False
         if planner is not None:
             self.drafter.follow_budget()
+            self.schedule.follow_clock()
             planner.expect(self.drafter)
 
     # --- requests ---
@@ -257,6 +258,7 @@ class Engine:
         if self._plan is not None:
             drafting = self._drafted - start
             self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
+            self.schedule.took(events, seconds, self._plan.plain(batch))
         for s, event in zip(batch, events, strict=True):
             self.stats[s.index].count(event)
         # The first of a round's steps carries its seconds.

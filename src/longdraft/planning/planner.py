@@ -94,6 +94,10 @@ class Plan:
         self._drafting = 0.0
         return Budget(round(planner.nodes) + 2, len(sequences) * planner.forward * planner.rate, self._choose)
 
+    def plain(self, sequences: SequenceOf[Sequence]) -> float:
+        """Seconds of a plain step on all of the texts."""
+        return self._costs.verification(1, [len(s.prompt) + len(s.output) for s in sequences])
+
     def _guess(self) -> None:
         """Before the first draft: what a forward of the target on a part of its KV takes is known."""
         planner = self._planner
@@ -199,6 +203,6 @@ class Plan:
         for event in events:
             if event.sequence.index in self._without:
                 without, doubt = self._without[event.sequence.index]
-                added = max(0, event.accepted - without.follows(event.emitted))
+                added = max(0, event.accepted - without.follows(event.came))
                 for worth in (self._worth[event.sequence.index], planner.worth[event.sequence.greedy]):
                     worth.saw(added, doubt, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +50,7 @@ class Verified:
             accepted.from_draft,
             self.mode,
             {layer: q[:, node : node + 1] for layer, q in self.queries.items()},
+            came=accepted.tokens,
         )
 
 
@@ -60,8 +62,6 @@ class Schedule:
     """
 
     exact = True
-    planned = True
-    """Whether trees of any size do, so that a planner may choose it."""
 
     def extra_rows(self, max_nodes: int) -> int:
         """Rows that a slot needs behind prompt, output and tree."""
@@ -122,6 +122,16 @@ class Schedule:
         """
         self.store.commit(verified.sequence.slot, accepted.path)
         return verified.event(accepted)
+
+    def follow_clock(self) -> None:
+        """Told at first that rounds are planned, so that :meth:`took` says what each took."""
+
+    def took(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
+        """Told how long a planned round took, with drafting, and what came of it.
+
+        Args:
+            plain: seconds that one of plain decoding takes.
+        """
 
     def close(self, sequence: Sequence) -> None:
         """Told when a sequence has finished: its slot keeps exact rows alone."""

@@ -2,7 +2,8 @@
 
 A round verifies the trees in one of three modes:
 
-* full: the text is not longer than a partial cache would be;
+* full: the text is not longer than a partial cache would be, or a :class:`~longdraft.verify.trial.Trial` says that
+  partial verification does not pay here;
 * refresh: on the whole cache. The tokens in waiting stand before the tree as a chain, so their KV becomes exact and is
   committed, and the partial cache is filled anew with the blocks that the tree's queries want;
 * partial: on the partial cache. What is accepted waits in its buffer.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -29,6 +31,7 @@ from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
 from longdraft.verify.schedule import Schedule, Verified, verify_trees
+from longdraft.verify.trial import Trial
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, check_multiples, check_name, check_sizes
@@ -83,6 +86,7 @@ class SpecPV(Schedule):
 
     def __init__(self, view: View, dtype: torch.dtype | None = None) -> None:
         self.view, self._dtype = view, dtype
+        self._trial: Trial | None = None  # where rounds are planned
 
     def extra_rows(self, max_nodes: int) -> int:
         # A refresh appends the tokens in waiting too; the shorter of a batch are padded to the longest.
@@ -110,8 +114,28 @@ class SpecPV(Schedule):
         """How a sequence is verified next (the paper's SelectMode)."""
         slot = sequence.slot
         if not self.partial.in_use(slot):
-            return "refresh" if self.store.lengths[slot] > self.view.budget else "full"
+            return "refresh" if self._pays and self.store.lengths[slot] > self.view.budget else "full"
         return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
+
+    @property
+    def _pays(self) -> bool:
+        return self._trial is None or self._trial.on
+
+    def follow_clock(self) -> None:
+        # What is confirmed later brings less than it seems to: that it pays has to be seen first.
+        self._trial = Trial(on=not self.exact)
+
+    def took(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
+        assert self._trial is not None
+        modes = {event.mode for event in events}
+        # Its first refresh has nothing to put right: the cycle begins there.
+        ended = modes == {"full"} or any(event.replaced is not None for event in events)
+        if modes != {"full"} or not self._trial.on:  # a text that a partial cache would hold says nothing
+            tokens = sum(len(event.emitted) for event in events)
+            self._trial.saw(tokens, seconds, ended, len(events) / max(plain, 1e-9))
+        if ended and not self._trial.on:
+            for event in events:
+                self.partial.forget(event.sequence.slot)
 
     def _margin(self, sequence: Sequence) -> int:
         """Tokens that may wait while partial verification goes on."""
@@ -131,21 +155,24 @@ class SpecPV(Schedule):
         for full in (True, False):
             group = [i for i, mode in enumerate(modes) if (mode != "partial") == full]
             if group:
-                one = self._full if full else self._partial
+                own = [modes[i] for i in group]
+                taps = self._taps if "refresh" in own else Taps(queries=self.query_layers)
+                one = partial(self._full, taps=taps) if full else self._partial
                 part = one([sequences[i] for i in group], [trees[i] for i in group])
                 for i, verified in zip(group, part, strict=True):
                     verified.mode = modes[i]
                     found[i] = verified
         return [found[i] for i in range(len(sequences))]
 
-    def _full(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
+    def _full(self, sequences: list[Sequence], trees: list[TokenTree], taps: Taps) -> list[Verified]:
         waiting = [self.waiting(s) for s in sequences]
         longer = [tree.prepended(tokens) for tree, tokens in zip(trees, waiting, strict=True)]
-        out = self.forward(longer, sequences, self._taps)
+        out = self.forward(longer, sequences, taps)
         assert out.logits is not None
         found = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
-            self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
+            if taps is self._taps:
+                self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
             verified = self._walk(s, tree, longer[b], out.logits[b])
             verified.queries = self.queries(out, b, longer[b].size - verified.tree.size)
             found.append(verified)
@@ -184,15 +211,15 @@ class SpecPV(Schedule):
         return replace(event, replaced=start if waiting else None)
 
     def _refresh(self, sequence: Sequence, path: list[int], rows: SequenceOf[int]) -> None:
-        """Commits a full pass's rows and fills the partial cache, once the text is long enough for one.
+        """Commits a full pass's rows; fills the partial cache, if the pass brought queries and the text is long enough.
 
         Args:
             path: the accepted rows. rows: those whose queries say which blocks are wanted.
         """
         slot = sequence.slot
         self.store.commit(slot, path)
-        queries = self._queries.pop(slot)
-        if self.store.lengths[slot] <= self.view.budget:
+        queries = self._queries.pop(slot, None)
+        if queries is None or self.store.lengths[slot] <= self.view.budget:
             return
         if self.view.reduction == "last":
             rows = path[-1:]  # the newest verified token
@@ -211,7 +238,6 @@ class ExactSpecPV(SpecPV):
     """
 
     exact = True
-    planned = False  # what a round brings shows rounds later
 
     def open(
         self,
@@ -255,11 +281,12 @@ class ExactSpecPV(SpecPV):
         # With nothing waiting, the root is the last certain token. With w rows waiting, they are that token and the
         # guesses but the last, which is the drafted tree's root: w guesses.
         right = min(accepted.from_draft, waiting)
+        confirmed = right == waiting
         # Nodes under a wrong guess ask for what nobody will need.
-        rows = range(waiting, verified.tree.size) if right == waiting else accepted.path
+        rows = range(waiting, verified.tree.size) if confirmed else accepted.path
         self._refresh(sequence, list(accepted.path), rows)
         if waiting:
-            margin = 2 * self._margins[sequence.index] if right == waiting else right
+            margin = 2 * self._margins[sequence.index] if confirmed else right
             self._margins[sequence.index] = min(max(margin, 2), self.view.room)
         guess = self.seen(sequence)
         self._rehearsing.discard(sequence.index)
@@ -268,6 +295,10 @@ class ExactSpecPV(SpecPV):
         return replace(
             event,
             sequence=guess,
+            # What was drafted behind a wrong guess is neither right nor wrong.
+            tree=event.tree if confirmed else event.tree.best(0),
+            path=tuple(node - waiting for node in accepted.path[waiting:]) if confirmed else (0,),
+            came=accepted.tokens[right:] if confirmed else (),
             accepted=accepted.from_draft - right,
             # A walk that ended with the text refuted nothing.
             taken_back=0 if sequence.finish_reason else waiting - right,
