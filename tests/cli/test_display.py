@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
@@ -107,3 +108,17 @@ def test_no_bar_without_a_terminal(capsys):
     with PrefillBar(1000) as bar:
         bar.update(512)
     assert capsys.readouterr() == ("", "Reading the prompt, 1,000 tokens ...\n")
+
+
+def test_what_is_left_of_a_prompt_whose_end_is_slower_than_its_beginning(monkeypatch, capsys):
+    """A token takes 1 ms, and 1 us for each before it: 64,000 take 2,112 s, of which 16,000 have taken 144."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with PrefillBar(64_000) as bar:
+        for read in range(1000, 17_000, 1000):
+            now[0] = 1e-3 * read + 1e-6 * read * read / 2
+            bar.update(read)
+        assert bar._left() == pytest.approx(2112 - 144, rel=0.02)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Reading the prompt, 64,000 tokens ..."
+    assert 3 < len(lines) < 12 and all(" of 64,000 tokens, about 0:" in line for line in lines[2:])

@@ -18,6 +18,7 @@ from longdraft.cli.bench_report import bench_report
 from longdraft.cli.cancel import interruptible
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
+from longdraft.cli.gamma import gamma
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
@@ -50,7 +51,9 @@ app = typer.Typer(
 
 for verb in (generate, bench, methods, doctor, export):
     app.command()(interruptible(options.spread(verb)))
-for name, part in (("acceptance", acceptance), ("quality", quality), ("needle", needle), ("report", bench_report)):
+for name, part in (
+    ("acceptance", acceptance), ("gamma", gamma), ("quality", quality), ("needle", needle), ("report", bench_report),
+):  # fmt: skip
     app.command(f"bench {name}")(interruptible(options.spread(part)))
 
 training = typer.Typer(cls=Trainers, no_args_is_help=True)

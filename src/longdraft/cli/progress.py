@@ -23,10 +23,11 @@ class Bar:
 
     Args:
         unit: of what is counted. total: None where it is not known.
+        timed: say what is left if all goes on as fast as it lately went.
         silent: shows nothing (another process speaks).
     """
 
-    def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
+    def __init__(self, unit: str = "", total: int | None = None, silent: bool = False, timed: bool = True) -> None:
         self.err, self.silent = console.stderr(), silent
         self.shown = self.err.is_terminal and not silent
         self._bar = Progress(
@@ -34,7 +35,7 @@ class Bar:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             *([TextColumn(unit)] if unit else []),
-            TimeRemainingColumn(),
+            *([TimeRemainingColumn()] if timed else []),
             TextColumn("{task.fields[figures]}", markup=False, style="dim"),
             console=self.err,
             transient=True,
