@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from longdraft.native import build
 from longdraft.native.library import kernels_for
+from longdraft.native.nibbled import nibbled
 from longdraft.native.rounded import rounded
 from tests.native.levels import LEVELS, kernels_of
 
@@ -61,3 +62,42 @@ def test_what_is_no_number_is_none_afterwards(level):
     got = kernels_of(level).linear(x, [(rounded(torch.ones(4, 64)), None)])[0]
     assert bool(got[:2].isnan().all())
     torch.testing.assert_close(got[2], torch.full((4,), 64.0))
+
+
+def test_four_bits_are_within_half_a_step_of_each_block():
+    w = torch.randn(5000, 70, generator=torch.Generator().manual_seed(0))
+    w[7], w[9, 32:64] = 0, 0.25
+    got = nibbled(w)
+    assert got.shape == (5000, 70) and got.data.shape == (313, 3 * 320)
+    blocks = torch.nn.functional.pad(w, (0, 26)).unflatten(1, (3, 32))
+    low, high = blocks.amin(2), blocks.amax(2)
+    # What stands for 0 and a step are rounded to eight bits themselves.
+    bound = (high - low) / 30 + 0.005 * (low.abs() + high.abs()) + 1e-6
+    assert bool(((got.floats() - w).abs() <= bound.repeat_interleave(32, 1)[:, :70]).all())
+    assert not bool(got.floats()[7].any()) and torch.equal(got.floats()[9, 32:64], w[9, 32:64])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 20), outs=st.integers(1, 120), size=st.integers(1, 200), seed=st.integers(0, 99))
+def test_products_with_four_bits(level, rows, outs, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, w, bias = (torch.randn(shape, generator=generator) for shape in ((rows, size), (outs, size), (outs,)))
+    w, kernels = nibbled(w), kernels_of(level)
+    got = kernels.linear(x, [(w, bias), (w, None)])
+    wanted = x.double() @ w.floats().double().T
+    bound = (0.5001 * x.abs().amax(1)[:, None] / 4095 * w.floats().abs().sum(1)).double() + 1e-4
+    assert bool(((got[1] - wanted).abs() <= bound).all())
+    assert bool(((got[0] - bias - wanted).abs() <= bound).all())
+    assert all(map(torch.equal, got, kernels_for(build.levels()[-1]).linear(x, [(w, bias), (w, None)])))
+    alone = torch.cat([kernels.linear(row[None], [(w, bias)])[0] for row in x])
+    assert torch.equal(got[0], alone)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_four_bits_of_what_is_no_number(level):
+    x = torch.ones(2, 64)
+    x[0, 3] = float("nan")
+    got = kernels_of(level).linear(x, [(nibbled(torch.ones(4, 64)), None)])[0]
+    assert bool(got[0].isnan().all())
+    torch.testing.assert_close(got[1], torch.full((4,), 64.0))

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from math import log2
 
 import torch
 
 from longdraft.drafters.agreement import Agreement
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.self_views import self_view
+from longdraft.drafters.self_views import BUDGET, self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
+from longdraft.drafters.whole_lm import WholeLM
 from longdraft.events import Event
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
-from longdraft.trees.level import Level
+from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
@@ -39,8 +41,9 @@ from longdraft.views.view import check_sizes, dtype_of
 FRESH_SHARE, FRESH = 4, 64
 # Verifications from one choice to the next.
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
-# Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md).
-AGREEMENT, USUAL_AGREEMENT = {"all": 0.95}, 0.4
+# Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md): of all rows; of 512,
+# and more each time these are doubled, up to the last one.
+ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.15, 0.8
 # Tokens that a round is believed to add, at most, before one was seen.
 HOPED = 6.0
 
@@ -97,7 +100,8 @@ class SelfDrafter(TreeDrafter):
         check_sizes(0, refresh=every)
         self.refresh = Refresh(every, adaptive)
         self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
-        self._share = AGREEMENT.get(view, USUAL_AGREEMENT)
+        more = log2(max(1.0, self.view.budget / BUDGET))
+        self._share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
         self._agreement: dict[int, Agreement] = {}  # of each text
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
@@ -136,6 +140,7 @@ class SelfDrafter(TreeDrafter):
             return runner.new_store(slots, capacity, feature_layers, resident=True, dtype=self.view_dtype)
 
         self.cache = TrueCache(full, new_store, self.view, self.rows)
+        self.whole = WholeLM.of(runner)
         self._queries = LastQueries(self.view.looks)
 
     @property
@@ -151,8 +156,8 @@ class SelfDrafter(TreeDrafter):
             texts = zip((sequences[row] for row in level.rows), log_probs, strict=True)
             return torch.stack([self.agreement(s).lifted(x) for s, x in texts])
 
-        expand = _Round(self, sequences).expand
-        return self.grow(sequences, expand, self.ids, self.runner.device, budget, lift=lift)
+        drafted, device = _Round(self, sequences), self.runner.device
+        return self.grow(sequences, drafted.expand, self.ids, device, budget, drafted.likeliest, lift)
 
     def agreement(self, sequence: Sequence) -> Agreement:
         """How often it chooses what the target does in a text."""
@@ -231,7 +236,21 @@ class _Round:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, vocabulary) of what follows each node; feeds them behind the levels before."""
-        drafter, sequences = self._drafter, [self._sequences[row] for row in level.rows]
+        drafter, (slots, bases) = self._drafter, self._places(level)
         drafter.forwards += 1
-        slots, bases = [s.slot for s in sequences], [_root(s) for s in sequences]
         return feed_level(drafter.runner, drafter.cache.store, slots, bases, level, self._ancestors.add(level))
+
+    def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node; feeds them too."""
+        drafter, (slots, bases) = self._drafter, self._places(level)
+        whole, store = drafter.whole, drafter.cache.store
+        if whole is None or not whole.takes(store, level.tokens.numel()):
+            return likeliest(self.expand(level), count)
+        drafter.forwards += 1
+        positions = [base + level.depth for base in bases]
+        return whole.nodes(store, slots, level.tokens, positions, self._ancestors.add(level), count)
+
+    def _places(self, level: Level) -> tuple[list[int], list[int]]:
+        """Slots of a level's sequences, and positions of their roots."""
+        sequences = [self._sequences[row] for row in level.rows]
+        return [s.slot for s in sequences], [_root(s) for s in sequences]

@@ -1,4 +1,4 @@
-"""A level of a small language model's tree in one call of our kernels: all layers, the head, the likeliest tokens.
+"""A level of a language model's tree in one call of our kernels: all layers, the head, the likeliest tokens.
 
 What a hosted forward does beside is left out: it takes as long in Python as the layers take in the kernels.
 """
@@ -15,20 +15,23 @@ from longdraft.host.fused import in_place
 from longdraft.host.parts import rotary_module
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
-from longdraft.native import Rows, kernels
+from longdraft.native import DecoderStack, Rows, kernels
+
+# Positions that are computed beyond those that are asked for.
+FURTHER = 4096
 
 
 class WholeLM:
-    """Forwards of a small Llama that is hosted, of few rows.
+    """Draft forwards of a Llama that is hosted, of few rows, with weights in fewer bytes than verifications read.
 
     Args:
-        runner: the model, all of whose layers our kernels compute; its rotary embedding does not change with the text.
+        runner: the model. stack: all of its layers, for our kernels.
     """
 
-    def __init__(self, runner: TargetRunner) -> None:
+    def __init__(self, runner: TargetRunner, stack: DecoderStack) -> None:
         found = kernels()
-        assert found is not None and runner.twin.fused.stack is not None
-        self._kernels, self._stack = found, runner.twin.fused.stack
+        assert found is not None
+        self._kernels, self._stack = found, stack
         self._embedding = runner.model.get_input_embeddings()
         rotary = rotary_module(runner.model)
         assert rotary is not None
@@ -38,8 +41,10 @@ class WholeLM:
 
     @classmethod
     def of(cls, runner: TargetRunner) -> WholeLM | None:
-        """None where our kernels do not compute all of the model."""
-        return cls(runner) if runner.twin.fused.stack is not None else None
+        """None where our kernels do not compute all of the model, or its positions turn otherwise in longer texts."""
+        stack, rotary = runner.twin.fused.draft_stack, rotary_module(runner.model)
+        steady = getattr(rotary, "rope_type", None) not in ("dynamic", "longrope")
+        return cls(runner, stack) if stack is not None and steady else None
 
     @staticmethod
     def takes(store: KVStore, rows: int) -> bool:
@@ -103,7 +108,7 @@ class WholeLM:
     def _turns(self, positions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (B, T, d)."""
         if (most := max(row[-1] for row in positions)) >= self._known.shape[1]:
-            places = torch.arange(max(1024, 2 * most))[None]
+            places = torch.arange(most + FURTHER)[None]
             self._known = torch.cat(self._rotary(torch.empty(0), places))
         cos, sin = self._known[:, torch.tensor(positions)]
         return cos, sin

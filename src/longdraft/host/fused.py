@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
+from longdraft.native.nibbled import Nibbled, nibbled
 from longdraft.native.rounded import Rounded, light
 from longdraft.native.structures import Norm, Weights
 
@@ -74,6 +76,12 @@ class FusedLayers:
         if self.stack is not None:
             self.stack = self.stack.changed(_lighter)
 
+    @cached_property
+    def draft_stack(self) -> DecoderStack | None:
+        """The whole model for its own drafts, made when first asked for: layers in four bits, the head in eight. Where
+        the weights are rounded already, they stay as they are."""
+        return None if self.stack is None else self.stack.changed(_least, _lighter)
+
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""
         if not self.layers or block.captured or not in_place(store):
@@ -121,6 +129,11 @@ def in_place(store: KVStore) -> bool:
 def _lighter(weights: Weights) -> Weights:
     matrix, bias = weights
     return matrix if isinstance(matrix, Rounded) else light(matrix), bias
+
+
+def _least(weights: Weights) -> Weights:
+    matrix, bias = weights
+    return matrix if isinstance(matrix, Rounded | Nibbled) else nibbled(matrix), bias
 
 
 class _Forward:

@@ -14,7 +14,7 @@ struct Matrix {
   std::int64_t outs;
   std::int64_t adds;    // whether y is added to, not overwritten
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
-                        // ROUNDED for a draft's (rounded.h)
+                        // ROUNDED or NIBBLED for a draft's (rounded.h)
 };
 
 // A decoder layer of the Llama kind.

@@ -182,6 +182,7 @@ void longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size,
 
 void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
   if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads);
+  if (matrices->format == NIBBLED) return nibbled_linear(x, rows, size, matrices, count, threads);
   const Rows in{x, rows, size};
   share_outputs<SHARE>(matrices, count, threads, [&](const Matrix &m, int64_t from, int64_t to) {
     if (!m.format) return share(in, m, from, to);

@@ -5,49 +5,25 @@
 // another, so no sum has to be gathered from lanes; and sums are whole numbers, the same for every instruction set.
 #include "rounded.h"
 #include "tiles.h"
-#include "vectors.h"
-
-#include <algorithm>
-#include <cmath>
-
-using std::int64_t;
+#include "whole_numbers.h"
 
 namespace {
 
 constexpr int64_t SHARE = 48;              // outputs that a thread takes at a time: whole tiles of every shape
 constexpr int64_t VECTORS = BAND / LANES;  // of sums, for a band's outputs
 
-typedef std::int16_t shorts __attribute__((vector_size(4 * LANES)));
-
 // 2 x LANES weights. (Compilers convert such vectors one number at a time.)
-inline shorts weights(const std::int8_t *p) {
+inline pairs weights(const std::int8_t *p) {
 #if defined(__AVX512BW__)
-  return (shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+  return (pairs)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 #elif defined(__AVX2__)
-  return (shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+  return (pairs)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 #elif defined(__aarch64__)
-  return (shorts)vmovl_s8(vld1_s8(p));
+  return (pairs)vmovl_s8(vld1_s8(p));
 #else
-  shorts x;
+  pairs x;
   for (int i = 0; i < 2 * LANES; i++) x[i] = p[i];
   return x;
-#endif
-}
-
-// Each lane of the sum plus the products of two numbers.
-inline ivec plus(ivec sum, shorts a, shorts b) {
-#if defined(__AVX512VNNI__)
-  return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-  return sum + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return sum + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__aarch64__)
-  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
-  return sum + (ivec)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
-#else
-  for (int i = 0; i < LANES; i++) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
-  return sum;
 #endif
 }
 
@@ -69,13 +45,13 @@ inline void Rows::tile(const Matrix &m, int64_t band, Group group) const {
   ivec acc[R * N] = {};
   // Two inputs at a time. (Were it four, compilers would regroup sums and run out of registers.)
   for (int64_t i = 0; i < size; i += 2, w += 2 * BAND) {
-    shorts b[N];
+    pairs b[N];
     UNROLLED for (int o = 0; o < O; o++) __builtin_prefetch(w + (O + o) * m.w_row);
     UNROLLED for (int v = 0; v < N; v++) b[v] = weights(w + v / VECTORS * m.w_row + v % VECTORS * 2 * LANES);
     UNROLLED for (int r = 0; r < R; r++) {
       std::int32_t pair;
       std::memcpy(&pair, numbers + r * size + i, sizeof pair);
-      const shorts a = (shorts)(ivec{} + pair);
+      const pairs a = (pairs)(ivec{} + pair);
       UNROLLED for (int v = 0; v < N; v++) acc[r * N + v] = plus(acc[r * N + v], a, b[v]);
     }
   }
@@ -92,34 +68,6 @@ inline void Rows::tile(const Matrix &m, int64_t band, Group group) const {
       here == LANES ? store(y, found) : store_some(y, found, here);
     }
   }
-}
-
-// Rounds a row of x to numbers of at most `limit`; returns its scale. Where one number is none, the row has none: its
-// scale is NaN.
-float round_row(const float *x, int64_t size, float limit, std::int16_t *to, int64_t padded) {
-  constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
-  vec most = {}, zeros = {};
-  const auto look = [&](vec a) {
-    most = larger(a, larger(-a, most));
-    zeros += a * 0.0f;
-  };
-  int64_t whole = 0;
-  for (; whole + LANES <= size; whole += LANES) look(load(x + whole));
-  if (whole < size) look(load_some(x + whole, size - whole));
-  const float largest = across<Larger, 1>(&most)[0], factor = limit / largest;
-  if (!std::isfinite(factor)) {  // nothing, or next to it; or too much
-    std::fill_n(to, padded, std::int16_t{0});
-    return sums<1>(&zeros)[0];
-  }
-  for (int64_t i = 0; i < size; i++) {
-    const float shifted = x[i] * factor + SHIFT;
-    std::int32_t bits, zero;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    std::memcpy(&zero, &SHIFT, sizeof zero);
-    to[i] = static_cast<std::int16_t>(bits - zero);
-  }
-  std::fill(to + size, to + padded, std::int16_t{0});
-  return largest / limit + sums<1>(&zeros)[0];
 }
 
 // Bands [from, to), in tiles that fill the registers. (Without AVX products need some, too.)

@@ -11,7 +11,7 @@ from longdraft.native.stored import Stored
 
 # Rows of a band; what a row is filled up to a multiple of; the longest row; rows that are rounded at a time, for a head
 # is large, and so is what is computed on the way.
-_BAND, _UNIT, LONGEST, _TOGETHER = 16, 4, 16384, 4096
+BAND, _UNIT, LONGEST, TOGETHER = 16, 4, 16384, 4096
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Rounded:
     def floats(self) -> torch.Tensor:
         """(out, in) float32: what the numbers stand for."""
         outs, size = self.shape
-        numbers = self.data[:, : -4 * _BAND].unflatten(1, (-1, _BAND, 2)).transpose(1, 2).flatten(2).flatten(0, 1)
-        scales = self.data[:, -4 * _BAND :].contiguous().view(torch.float32).view(-1, 1)
+        numbers = self.data[:, : -4 * BAND].unflatten(1, (-1, BAND, 2)).transpose(1, 2).flatten(2).flatten(0, 1)
+        scales = self.data[:, -4 * BAND :].contiguous().view(torch.float32).view(-1, 1)
         return numbers[:outs, :size].float() * scales[:outs]
 
 
@@ -47,14 +47,14 @@ def rounded(weights: torch.Tensor | Stored) -> Rounded:
     if size > LONGEST:
         raise ValueError(f"rows of at most {LONGEST} weights are rounded, got {size}")
     filled = (size + _UNIT - 1) // _UNIT * _UNIT
-    data = torch.empty((outs + _BAND - 1) // _BAND, (filled + 4) * _BAND, dtype=torch.int8)
-    for rows, bands in zip(_pieces(weights), data.split(_TOGETHER // _BAND), strict=True):
-        numbers, scales = torch.zeros(len(bands) * _BAND, filled), torch.zeros(len(bands) * _BAND, 1)
+    data = torch.empty((outs + BAND - 1) // BAND, (filled + 4) * BAND, dtype=torch.int8)
+    for rows, bands in zip(in_pieces(weights), data.split(TOGETHER // BAND), strict=True):
+        numbers, scales = torch.zeros(len(bands) * BAND, filled), torch.zeros(len(bands) * BAND, 1)
         scales[: len(rows)] = rows.float().abs().amax(1, keepdim=True) / 127
         numbers[: len(rows), :size] = rows
         numbers = (numbers / torch.where(scales > 0, scales, 1)).round().to(torch.int8)
-        bands[:, : -4 * _BAND] = numbers.view(len(bands), _BAND, -1, 2).transpose(1, 2).flatten(1)
-        bands[:, -4 * _BAND :] = scales.view(torch.int8).view(len(bands), -1)
+        bands[:, : -4 * BAND] = numbers.view(len(bands), BAND, -1, 2).transpose(1, 2).flatten(1)
+        bands[:, -4 * BAND :] = scales.view(torch.int8).view(len(bands), -1)
     return Rounded(data, (outs, size))
 
 
@@ -65,8 +65,9 @@ def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
     return weights.floats() if isinstance(weights, Stored) else weights.contiguous()
 
 
-def _pieces(weights: torch.Tensor | Stored) -> Iterator[torch.Tensor]:
+def in_pieces(weights: torch.Tensor | Stored) -> Iterator[torch.Tensor]:
+    """A matrix as floats, some rows at a time."""
     if isinstance(weights, torch.Tensor):
-        yield from weights.detach().split(_TOGETHER)
+        yield from weights.detach().split(TOGETHER)
     else:  # never all of it as floats
-        yield from (Stored(rows, weights.format).floats() for rows in weights.data.split(_TOGETHER))
+        yield from (Stored(rows, weights.format).floats() for rows in weights.data.split(TOGETHER))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from longdraft.native.nibbled import Nibbled
 from longdraft.native.rounded import Rounded
 from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
@@ -14,7 +15,7 @@ from longdraft.native.stored import Stored
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
 
 # A matrix (out, in), in float32, as it is stored, or rounded, and its bias.
-Weights = tuple[torch.Tensor | Stored | Rounded, torch.Tensor | None]
+Weights = tuple[torch.Tensor | Stored | Rounded | Nibbled, torch.Tensor | None]
 
 
 class Matrix(ctypes.Structure):
@@ -28,7 +29,7 @@ class Matrix(ctypes.Structure):
     @classmethod
     def of(cls, weights: Weights, y: torch.Tensor | None = None) -> Matrix:
         w, bias = weights
-        data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded)) else (w, 0)
+        data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded, Nibbled)) else (w, 0)
         places = [None if x is None else x.data_ptr() for x in (data, bias, y)]
         return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number)
 
@@ -139,9 +140,15 @@ class DecoderStack:
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         self.struct = _Stack(places, len(layers), weight, eps, Matrix() if head is None else Matrix.of(head))
 
-    def changed(self, change: Callable[[Weights], Weights]) -> DecoderStack:
-        """The layers and the head with other weights."""
-        head = None if self._head is None else change(self._head)
+    def changed(
+        self, change: Callable[[Weights], Weights], of_head: Callable[[Weights], Weights] | None = None
+    ) -> DecoderStack:
+        """The layers and the head with other weights.
+
+        Args:
+            of_head: None: as the layers'.
+        """
+        head = None if self._head is None else (of_head or change)(self._head)
         return DecoderStack([layer.changed(change) for layer in self.layers], self._norm, head)
 
 
