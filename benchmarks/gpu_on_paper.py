@@ -1,14 +1,13 @@
 """What plain decoding and the methods can take on one large GPU at best: from bytes and operations, without a GPU.
 
-    python benchmarks/gpu_on_paper.py [--config config.json] [--bandwidth GB/s --tflops N] [--context N ..] [--batch N ..]
+    python benchmarks/gpu_on_paper.py [--config config.json] [--bandwidth GB/s --tflops N] [--context N ...] [--batch N]
 
-Two Markdown tables a model: what each forward moves and computes; what a round of each method then costs in plain steps,
-and the speed-up with the tokens that papers report for it. tests/test_gpu_on_paper.py holds the formulas against what
-operators read and compute in runs of a tiny model. Not counted: activations, hidden states and logits on their way
-between operators, sampling, making trees, launches and waiting. Times are lower bounds, of plain decoding as of methods.
+Two Markdown tables a model: what each forward moves and computes; what a round of each method then costs in plain
+steps, and the speed-up with the tokens that papers report for it. Times are lower bounds, of plain decoding too. Not
+counted: activations, hidden states and logits between operators, sampling, making trees, launches and waiting.
+tests/test_gpu_on_paper.py holds the formulas against what operators read and compute in runs of a tiny model.
 
-In all formulas, m is the target, b texts are decoded at a time, each has n rows of KV (``prefix``: those that a forward
-sees), and a round brings a tokens.
+m is the target; b texts are decoded at a time; each has n rows of KV (``prefix``: those seen); a round brings a tokens.
 """
 
 from __future__ import annotations
@@ -148,11 +147,8 @@ def longspec_level(m: Model, b: int, fed: int, going: int, window: int, text: in
     own_kv = 2 * m.hidden * m.kv
     rest = 4 * m.hidden * m.q + 3 * m.hidden * m.intermediate + (vocabulary or m.vocabulary) * m.hidden
     biases_norms = 2 * m.q + 2 * m.kv + 3 * m.hidden
-    return [
-        products(m, own_kv + rest + biases_norms, b * fed, b * (fed * own_kv + going * rest)),
-        attention(m, b, going, window, fed),
-        attention(m, b, going, text, 0),
-    ]
+    once = products(m, own_kv + rest + biases_norms, b * fed, b * (fed * own_kv + going * rest))
+    return [once, attention(m, b, going, window, fed), attention(m, b, going, text, 0)]
 
 
 def eagle3_level(m: Model, b: int, fed: int, going: int, seen: int, root: bool, vocabulary: int = 32_000) -> Cost:
@@ -161,10 +157,8 @@ def eagle3_level(m: Model, b: int, fed: int, going: int, seen: int, root: bool, 
     projected first. Of the draft's own KV ``seen`` rows are seen, the tree's among them."""
     of_fed = 4 * m.hidden * m.kv + (3 * m.hidden * m.hidden if root else 0)
     rest = 3 * m.hidden * m.q + 3 * m.hidden * m.intermediate + vocabulary * m.hidden
-    return [
-        products(m, of_fed + rest + 4 * m.hidden, b * fed, b * (fed * of_fed + going * rest)),
-        attention(m, b, going, seen, fed),
-    ]
+    once = products(m, of_fed + rest + 4 * m.hidden, b * fed, b * (fed * of_fed + going * rest))
+    return [once, attention(m, b, going, seen, fed)]
 
 
 def gather(m: Model, b: int, rows: int, layers: int = 1) -> Part:
@@ -227,6 +221,8 @@ def specextend(m: Model, b: int, n: int, a: float) -> Round:
 
 def specpv(m: Model, b: int, n: int, a: float) -> Round:
     """The mean of a cycle with EAGLE-3's draft: partial rounds until more than the margin waits, then a refresh."""
+    if n <= PARTIAL:  # verified in full
+        return eagle3(m, b, n, a)
     count = int(MARGIN / a) + 1
     cycle = [forward(m, b, NODES, PARTIAL + round(i * a)) for i in range(count)]
     cycle.append(refresh(m, b, NODES, round(count * a), n))
@@ -260,8 +256,8 @@ STEPS: dict[str, Callable[[Model, int, int], Cost]] = {
 def step_cell(m: Model, model: str, step: str, b: int, n: int, cards: dict[str, Card]) -> str:
     """Bytes, operations, and milliseconds on each card."""
     cost = STEPS[step](m, b, n)
-    moved, computed = sum(p.bytes for p in cost) / 1e9, sum(p.operations for p in cost) / 1e12
-    return f"{moved:.2f}, {computed:.3g}: " + ", ".join(f"{1e3 * seconds(cost, card):.2f}" for card in cards.values())
+    moved, computed = sum(p.bytes for p in cost) / 1e9, sum(p.operations for p in cost) / 1e9
+    return f"{moved:.2f}, {computed:,.1f}: " + ", ".join(f"{1e3 * seconds(cost, card):.2f}" for card in cards.values())
 
 
 def method_cell(m: Model, model: str, method: str, b: int, n: int, cards: dict[str, Card]) -> str:
@@ -284,9 +280,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 32768, 65536])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     o = parser.parse_args()
-    cards = {"card": Card(1e9 * o.bandwidth, 1e12 * o.tflops)} if o.bandwidth and o.tflops else CARDS
+    if bool(o.bandwidth) != bool(o.tflops):
+        parser.error("--bandwidth and --tflops are given together")
+    cards = {"card": Card(1e9 * o.bandwidth, 1e12 * o.tflops)} if o.bandwidth else CARDS
     models = {o.config.parent.name: Model.from_config(json.loads(o.config.read_text()))} if o.config else MODELS
-    tables = (("GB, TFLOP: ms", STEPS, step_cell), ("plain steps a round: speed-up", METHODS, method_cell))
+    tables = (("GB, GFLOP: ms", STEPS, step_cell), ("plain steps a round: speed-up", METHODS, method_cell))
     for model, m in models.items():
         print(f"\n{model}: {parameters(m):,} parameters, {m.layers * m.kv_bytes:,} bytes of KV a token")
         for title, names, cell in tables:

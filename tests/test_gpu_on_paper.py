@@ -308,6 +308,15 @@ def test_a_part_takes_its_bytes_or_its_operations(paper):
     assert paper.seconds([paper.Part(20, 100), paper.Part(20, 500)], card) == 2 + 5
 
 
+def test_a_cycle_of_specpv(paper):
+    """With 4 tokens a round 20 wait after five partial rounds, so a sixth follows, then the refresh."""
+    m = paper.MODELS["Qwen3-8B"]
+    (draft, _), *rounds = paper.specpv(m, 1, 32768, 4.0)
+    assert draft == 1 and [often for often, _ in rounds] == [1 / 7] * 7
+    assert rounds[5][1] == paper.forward(m, 1, 60, 4256 + 20) and rounds[6][1] == paper.refresh(m, 1, 60, 24, 32768)
+    assert paper.specpv(m, 1, 4096, 4.0) == paper.eagle3(m, 1, 4096, 4.0)  # the partial cache would hold all of it
+
+
 def test_tables(paper, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gpu_on_paper.py"])
     paper.main()
