@@ -39,6 +39,7 @@ from longdraft.attention.block import Block
 from longdraft.attention.triton_tuning import Kind
 
 KIB = 1024
+KERNELS = ("prefix", "block", "merge")
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor
 QUERY_HEADS, KV_HEADS = 32, 8
 # So many rows that a slot's offset does not fit 32 bits any more: the larger of two kinds of offset is compiled.
@@ -143,7 +144,7 @@ class Offline:
 
 
 recorded: list[Launch] = []
-for _name in ("prefix_kernel", "block_kernel", "merge_kernel"):
+for _name in (f"{kernel}_kernel" for kernel in KERNELS):
     setattr(triton_backend, _name, Recorder(getattr(triton_backend, _name), recorded))
 triton_backend._processors = lambda device: 132
 
@@ -155,12 +156,13 @@ def inputs(
     tree: bool,
     heads: tuple[int, int] = (QUERY_HEADS, KV_HEADS),
     batch: int = 1,
+    prefix: int = PREFIX,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block]:
     """q as a model has it (heads inside rows), keys and values as the store has them, and the block."""
     q = torch.empty(batch, size, heads[0], head_dim, dtype=dtype, device="meta").transpose(1, 2)
     keys = torch.empty(batch, heads[1], CAPACITY, head_dim, dtype=dtype, device="meta")
     mask = torch.ones(batch, size, size, dtype=torch.bool) if tree else None
-    return q, keys, keys, Block.make(range(batch), [PREFIX] * batch, size, mask, "meta")
+    return q, keys, keys, Block.make(range(batch), [prefix] * batch, size, mask, "meta")
 
 
 def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool) -> list[Launch]:
@@ -235,21 +237,22 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def table(rows: list[Compiled]) -> Iterator[str]:
-    """Markdown: kernels and tiles down, targets across."""
+    """Markdown: kernels and tiles down, targets across. Of variants with the same tile (one row, several) the worst."""
     targets = sorted({row.target for row in rows})
-    cells: dict[tuple[Any, ...], dict[int, str]] = {}
-    for row in rows:
+    cells: dict[tuple[Any, ...], dict[int, Compiled]] = {}
+    for row in sorted(rows, key=lambda row: (KERNELS.index(row.kernel), bool(row.wrong), row.registers)):
         own = (row.kernel, row.dtype, row.head_dim, row.tile, row.mask, row.warps, row.stages or "")
-        cell = f"{row.registers}, {row.shared / KIB:.0f} KiB, {row.programs}" + (
-            f" **{row.wrong}**" if row.wrong else ""
-        )
-        cells.setdefault(own, {})[row.target] = cell
-    yield (
-        "| kernel | dtype | head size | tile | mask | warps | stages | " + " | ".join(f"sm_{t}" for t in targets) + " |"
-    )
-    yield "|---" * (7 + len(targets)) + "|"
-    for own, found in cells.items():
-        yield "| " + " | ".join([*(str(x) for x in own), *(found.get(t, "") for t in targets)]) + " |"
+        cells.setdefault(own, {})[row.target] = row
+    columns = ["kernel", "dtype", "head size", "tile", "mask", "warps", "stages", *(f"sm_{t}" for t in targets)]
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for own in sorted(cells, key=lambda own: (KERNELS.index(own[0]), *own[1:3], [int(x) for x in own[3].split(" x ")])):
+        found = [cells[own].get(target) for target in targets]
+        yield "| " + " | ".join([*(str(x) for x in own), *("" if row is None else _cell(row) for row in found)]) + " |"
+
+
+def _cell(row: Compiled) -> str:
+    return f"{row.registers}, {row.shared / KIB:.0f} KiB, {row.programs}" + (f" **{row.wrong}**" if row.wrong else "")
 
 
 def main() -> int:

@@ -65,9 +65,9 @@ class Kind:
     triton: str
 
 
-# What a tile may be, from compiling all of them for sm_80, sm_90 and sm_100 (benchmarks/triton_compiled.py). More scores
-# than these spill registers. More keys under way, and as many values, would leave a processor one program, where two
-# have as much under way.
+# What a tile may be, found by compiling all of them for sm_80, sm_90 and sm_100 (benchmarks/triton_compiled.py).
+# More scores than these spill registers. More keys under way, and as many values, would fill a processor's shared
+# memory with one program, where two smaller ones have as much under way.
 _MAX_SCORES, _MAX_UNDER_WAY = 4096, 16384
 
 
