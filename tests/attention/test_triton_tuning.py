@@ -33,7 +33,20 @@ def test_the_fastest_tiles_and_then_the_fastest_waves_are_taken(tmp_path):
     clock = Clock(n64w8s2x2=0.5, n64w8s2x4=0.4, n64w4s3x2=0.6, n64w4s3x1=0.1)
     found = Tuning(tmp_path).find(KIND, DEFAULT, clock)
     assert found == Choice(64, 8, 2, 4)
-    assert len(clock.asked) == len(set(clock.asked)) == len(candidates(DEFAULT)) + 2
+    assert len(clock.asked) == len(set(clock.asked)) == len(candidates(KIND, DEFAULT)) + 2
+
+
+def test_no_tile_is_tried_that_cannot_be_fast():
+    def tried(head_dim: int, rows: int) -> set[tuple[int, int, int]]:
+        kind = Kind("GPU of a test", head_dim, rows, "torch.bfloat16", "3.9")
+        return {(c.block_n, c.warps, c.stages) for c in candidates(kind, DEFAULT)} - {(64, 4, 2)}
+
+    most = {(32, 4, 3), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 3)}
+    assert tried(64, 16) == tried(40, 32) == most
+    assert tried(128, 16) == tried(80, 16) == most - {(128, 8, 3)}  # too much under way
+    assert tried(64, 64) == tried(128, 64) == {(32, 4, 3), (64, 4, 3), (64, 8, 2)}  # 64 x 128 scores spill
+    assert tried(128, 32) == {(32, 4, 3), (64, 8, 2), (128, 4, 2)}
+    assert tried(256, 16) == tried(256, 32) == {(32, 4, 3), (64, 8, 2)}  # shared memory
 
 
 def test_what_was_found_is_kept_for_later_processes_and_for_its_kind_alone(tmp_path):

@@ -65,12 +65,28 @@ class Kind:
     triton: str
 
 
-def candidates(default: Choice) -> list[Choice]:
+# What a tile may be, found by compiling all of them for sm_80, sm_90 and sm_100 (benchmarks/triton_compiled.py).
+# More scores than these spill registers. More keys under way, and as many values, would fill a processor's shared
+# memory with one program, where two smaller ones have as much under way.
+_MAX_SCORES, _MAX_UNDER_WAY = 4096, 16384
+
+
+def candidates(kind: Kind, default: Choice) -> list[Choice]:
     """Tiles to try, the default first; waves are tried with the best of them. Few: each takes a second to compile."""
     tiles = [
         Choice(n, w, s, default.waves) for n, w, s in ((32, 4, 3), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 3))
     ]
-    return [default, *(c for c in tiles if c != default)]
+    return [default, *(c for c in tiles if c != default and _fits(kind, c))]
+
+
+def _fits(kind: Kind, choice: Choice) -> bool:
+    """Whether the prefix kernel runs with a choice without spilling registers, and within the shared memory."""
+    padded = 1 << (kind.head_dim - 1).bit_length()
+    if (kind.rows, choice.block_n, choice.stages) == (32, 64, 3) and padded == 128:
+        # For sm_90 ptxas saves registers for four programs a processor and spills; shared memory has room for two.
+        return False
+    under_way = (choice.stages - 1) * choice.block_n * padded
+    return kind.rows * choice.block_n <= _MAX_SCORES and under_way <= _MAX_UNDER_WAY
 
 
 class Tuning:
@@ -100,7 +116,7 @@ class Tuning:
             seconds: how long the kernel takes with a choice. What it raises says that the choice does not run here.
         """
         logger.info("Tuning attention for %s (rows %d, %s; once)", kind.device, kind.rows, kind.dtype)
-        times = {choice: _time(seconds, choice) for choice in candidates(default)}
+        times = {choice: _time(seconds, choice) for choice in candidates(kind, default)}
         best = min(times, key=lambda c: times[c])
         if math.isinf(times[best]):  # nothing could be measured: perhaps another time
             self._known[kind] = default
