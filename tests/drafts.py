@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
+from longdraft.drafters.eagle_block import EagleBlock, EagleShape
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
@@ -158,6 +159,27 @@ def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | Non
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({k: x for k, x in (config | over).items() if x is not None}))
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
+    """A random draft of EAGLE-1 for this target, as its authors publish theirs; its heads are not the target's."""
+    shape = describe(model)
+    hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
+    block = EagleBlock(EagleShape(hidden, 2 * hidden, 4, 2, 12, hidden, vocabulary))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"embed_tokens.weight": torch.zeros(vocabulary, hidden)}
+    for name, weight in block.state_dict().items():
+        noise = torch.randn(weight.shape, generator=generator)
+        tensors[name.replace("midlayer", "layers.0")] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+        "hidden_act": "silu", "max_position_embeddings": 2048, "vocab_size": vocabulary,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(tensors, folder / "pytorch_model.bin")
     return folder
 
 

@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft import Speculator
-from tests.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
+from tests.drafts import published_eagle, random_draft, random_eagle3, random_heads, random_onepass, small_lm
 from tests.tiny import tiny_model
 
 SMALL_VIEW: dict[str, Any] = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
 EXACT = (
-    "ar", "prompt-lookup", "suffix", "longspec", "eagle3", "onepass", "small-lm", "specextend", "specextend-eagle3",
-    "self", "magicdec", "triforce", "nested", "heads", "tokenswift", "specpv-exact",
+    "ar", "prompt-lookup", "suffix", "longspec", "eagle3", "eagle", "onepass", "small-lm", "specextend",
+    "specextend-eagle3", "self", "magicdec", "triforce", "nested", "heads", "tokenswift", "specpv-exact",
 )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ class Specs:
         trained: dict[str, Any] = {
             "longspec": lambda: {"draft": random_draft(folder, self.model), "widths": (4, 2)},
             "eagle3": lambda: {"draft": self._eagle3(folder), "depth": 2, "top_k": 4},
+            "eagle": lambda: {"draft": published_eagle(folder, self.model), "depth": 2, "top_k": 4},
             "onepass": lambda: {"draft": random_onepass(folder, self.model, layers=(0, 1, 2)), "depth": 3, "top_k": 3},
             "specextend-eagle3": lambda: {"draft": self._eagle3(folder), "depth": 2, "nodes": 8},
             "small-lm": lambda: {

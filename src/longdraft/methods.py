@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafters import heads, longspec, onepass  # noqa: F401 - they register their kinds
+from longdraft.drafters import eagle, heads, longspec, onepass  # noqa: F401 - they register their kinds
 from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.kinds import KINDS, Kind, kind_of
@@ -132,7 +132,7 @@ _SPECPV = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
 # comes with the package for this target.
 DEFAULTS = ("longspec", "prompt-lookup")
 # Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
-DRAFTING = ("eagle3", "longspec", "onepass", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
+DRAFTING = ("eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
 
 METHODS = {
     m.name: m

@@ -10,15 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from longdraft import Speculator
 from longdraft.cli.main import main
 from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.training.config import Eagle3Config
-from longdraft.training.eagle3 import default_layers, train_eagle3
+from longdraft.host.rotary import yarn
+from longdraft.training.config import DEPTH, Eagle3Config
+from longdraft.training.eagle3 import Eagle3Trainee, default_layers, train_eagle3
+from longdraft.training.session import begin, never, silent
 from tests.drafts import published_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere
@@ -136,22 +140,113 @@ def test_drafts_that_cannot_be_trained_further(config, tmp_path):
         steps(config(init=str(init), out=str(tmp_path / "b")))
 
 
-def test_a_published_draft_is_adapted_to_long_text(config, target, tmp_path):
+KEPT = [i for i in range(61) if i % 3]
+# A later run, whose draft brings these.
+BROUGHT = {"feature_layers": (), "vocabulary": None, "intermediate_size": None, "window": None}
+
+
+@pytest.fixture
+def theirs(target, tmp_path) -> Callable[..., Path]:
+    """Writes a folder as EAGLE-3's authors publish theirs, for the tiny target."""
     model = AutoModelForCausalLM.from_pretrained(target)
-    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
-    theirs = published_eagle3(tmp_path / "theirs", model, max_position_embeddings=64, **layers)
-    more = {"feature_layers": (), "vocabulary": None, "intermediate_size": None, "max_length": 128, "epochs": 0.3}
-    steps(config(init=str(theirs), rope_factor=2.0, **more))
+
+    def write(name: str = "theirs", pickled: bool = True, **over: object) -> Path:
+        given = {
+            "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "head_dim": 12,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        }  # fmt: skip
+        folder = published_eagle3(tmp_path / name, model, KEPT, **(given | over))
+        if pickled:
+            torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+            (folder / "model.safetensors").unlink()
+        return folder
+
+    return write
+
+
+def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
+    """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
+    session = begin(config, DEPTH, silent, never)
+    reader = session.reader(draft.feature_layers(session.runner))
+    documents = [reader.read(d).on_host() for d in session.data.learned]
+    trainee = Eagle3Trainee(
+        draft.trainable(), session.runner.parts, draft.rotary(torch.float32, "cpu"), draft.ids, config.ttt
+    ).train()
+    rows = sum(trainee.learned(len(d.tokens), d.start, 0) for d in documents)
+    with torch.no_grad():
+        return float(trainee(documents).loss) / rows
+
+
+def test_a_published_draft_is_adapted_to_long_text(config, theirs, target, tmp_path):
+    """SpecPV's YaRN adaptation, two steps of it: all documents are one batch, so the first loss is the whole text's."""
+    init = theirs()
+    run = config(init=str(init), rope_factor=4.0, rope_factor_inference=8.0, max_length=192, rows=100_000, epochs=2.0,
+                 lr=1e-3, ttt=4, **BROUGHT)  # fmt: skip
+    reports = steps(run)
+    assert len(reports) == 2
+    before = Eagle3Draft.load(init, rope_factor=4.0)
+    assert reports[0].loss == pytest.approx(loss_of(run, before), rel=1e-5)
+    plain, other = Eagle3Draft.load(init), Eagle3Draft.load(init, rope_factor=4.0)
+    other.weights = {name: t[torch.randperm(len(t))] for name, t in other.weights.items()}
+    for wrong in (plain, other):  # unstretched, and other weights
+        assert abs(loss_of(run, wrong) - reports[0].loss) > 2e-4 * reports[0].loss
+    assert reports[1].loss < reports[0].loss
+
     found = Eagle3Draft.load(tmp_path / "run" / "last")
-    assert (found.layout, found.layers, found.trained_length, found.reach) == ("longdraft", (0, 1, 2), 128, 128)
-    before = Eagle3Draft.load(theirs)
-    assert found.shape == before.shape and found.ids is None
-    changed = [not torch.equal(found.weights[n], t.bfloat16()) for n, t in before.weights.items()]
-    assert any(changed)
-    stretched = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    theirs = published_eagle3(tmp_path / "stretched", model, **layers, **stretched)
-    with pytest.raises(ConfigError, match=r"stretches its positions \(linear\)"):
-        steps(config(init=str(theirs), out=str(tmp_path / "b"), **more))
+    assert (found.layout, found.layers, found.trained_length, found.reach) == ("longdraft", (0, 1, 2), 192, 8 * 64)
+    assert found.shape == before.shape and found.ids.tolist() == KEPT == before.ids.tolist()
+    given = found.config["rope_factor"], found.config["rope_factor_trained"], found.config["rope_original_length"]
+    assert given == (8.0, 4.0, 64)
+    moved = [(found.weights[n].float() - t.float()).abs().max() for n, t in before.weights.items()]
+    assert 0 < max(moved) < 0.05
+    model = AutoModelForCausalLM.from_pretrained(target)
+    prompts = [[7, 8, 9] * 30, [11, 5]]
+    one, two = (
+        Speculator(method, target=model, **draft).generate(prompts, max_new_tokens=24)
+        for method, draft in (("ar", {}), ("eagle3", {"draft": found, "plan": "fixed"}))
+    )
+    assert [r.token_ids for r in one] == [r.token_ids for r in two] and sum(r.accepted for r in two) > 0
+
+
+def test_positions_that_a_published_draft_stretches_are_kept(config, theirs, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}  # fmt: skip
+    init = theirs(rope_theta=5e5, rope_scaling=scaling)
+    run = config(init=str(init), rows=100_000, epochs=1.0, **BROUGHT)
+    (report,) = steps(run)
+    before, found = Eagle3Draft.load(init), Eagle3Draft.load(tmp_path / "run" / "last")
+    assert report.loss == pytest.approx(loss_of(run, before), rel=1e-5)
+    assert found.rope == before.rope == scaling | {"rope_theta": 5e5}
+    # A factor stands in for it; so does a base.
+    again = replace(run, init=str(tmp_path / "run" / "last"), out=str(tmp_path / "b"), rope_factor=2.0, rope_theta=1e4)
+    steps(again)
+    found = Eagle3Draft.load(tmp_path / "b" / "last")
+    assert found.rope == yarn(1e4, 2.0, 32) and "rope_parameters" not in found.config
+    # Without one, a draft of ours keeps its own.
+    steps(replace(again, init=str(tmp_path / "b" / "last"), out=str(tmp_path / "c"), rope_factor=None, rope_theta=None))
+    assert Eagle3Draft.load(tmp_path / "c" / "last").rope == found.rope
+
+
+def test_published_folders_that_cannot_be_trained_further(config, theirs, target, tmp_path):
+    def refused(folder: Path, message: str, **over: object) -> None:
+        held = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            steps(config(**({"init": str(folder)} | BROUGHT | over)))
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == held
+        assert not (tmp_path / "run").exists()
+
+    short = theirs("short")
+    path = short / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-5000])
+    refused(short, "truncated or damaged", target=str(tmp_path / "not read"))
+    refused(theirs("wrong", intermediate_size=97), r"\(96, 48\) where config.json asks for \(97, 48\)")
+    refused(theirs("other", vocab_size=62), r"vocab_size 62 \(this target: 61\)")
+    refused(theirs("deep", eagle_config=None), "must be there and increase")
+    refused(theirs("unsaid", max_position_embeddings=None), "set rope_original_length", rope_factor=4.0)
+    tensors = torch.load(theirs("first") / "pytorch_model.bin", weights_only=True)
+    first = {n.replace("midlayer", "layers.0"): t for n, t in tensors.items() if "norm" not in n}
+    torch.save(first, tmp_path / "first" / "pytorch_model.bin")
+    refused(tmp_path / "first", "a draft for eagle, not for eagle3")
 
 
 def test_settings_that_do_not_fit_the_target(config):

@@ -201,7 +201,7 @@ def test_a_chain_decoded_by_the_engine(window, tmp_path):
         for weight in block.parameters():
             weight.copy_(weight.bfloat16())
     config = Eagle3Config(window=window, max_length=64)
-    plan = Plan(block, None, LAYERS, window, 1000.0, None)
+    plan = Plan(block, None, LAYERS, window, yarn(1000.0))
     draft_folder.save(
         tmp_path,
         draft_folder.trained("eagle3", plan.described(config), block.state_dict(), None, runner.parts.description),

@@ -145,7 +145,7 @@ def test_a_chain_decoded_by_the_engine(window, tmp_path):
     with torch.no_grad():  # as a folder holds it
         for weight in block.parameters():
             weight.copy_(weight.bfloat16())
-    plan = Plan(block, None, LAYERS, window, 1000.0, None)
+    plan = Plan(block, None, LAYERS, window, yarn(1000.0))
     described = plan.described(Eagle3Config(window=window, max_length=64))
     draft_folder.save(
         tmp_path, draft_folder.trained("onepass", described, block.state_dict(), None, own.parts.description)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from longdraft.drafters import tensor_files
+from longdraft.drafters.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
 
 FORMAT = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
 # The table of a draft's own vocabulary: target id - draft id, for each draft id.
 OFFSETS = "d2t"
 # How configurations of transformers name what ours name otherwise.
 PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+# How tensors tell the drafts that others publish, most of them with the configuration of a whole Llama: EAGLE-3 norms
+# what it joins, LongSpec attends twice, EAGLE-1 and -2 have a layer of their own before the decoder's.
+_TOLD_BY = {r"(.*\.)?hidden_norm\..*": "eagle3", r".*cross_attn.*": "longspec", r"(\w*model\.)*fc\.weight": "eagle"}
 # Names that an error spells out before it only counts.
 _SHOWN = 6
 
@@ -106,38 +112,34 @@ def is_draft_folder(path: Path | str) -> bool:
 
 
 def kind(folder: Path | str) -> str:
-    """Which drafter reads a folder; empty where its config.json does not say, as in published LongSpec drafts.
+    """Which drafter reads a folder; empty where neither config.json nor the tensors say it, as for language models.
 
     Raises:
-        CheckpointError: no such folder, no or broken config.json.
+        CheckpointError: no such folder, no or broken config.json; missing or truncated weights where they have to tell.
     """
-    return _kind(read_config(folder))
+    return _kind(read_config(folder), folder)
 
 
-def _kind(config: Mapping[str, Any]) -> str:
-    """Folders that others publish are told by what transformers or `speculators` wrote into them."""
+def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
+    """Folders that others publish are told by what was written into config.json, or by their tensors."""
     if "drafter" in config or config.get("speculators_model_type"):
         return str(config.get("drafter") or config["speculators_model_type"])
-    return "eagle3" if "eagle3" in str(config.get("architectures")).lower() else ""
+    if "longdraft_format" in config:
+        return ""
+    if "eagle3" in str(config.get("architectures")).lower():
+        return "eagle3"
+    names = list(tensor_files.names(folder))
+    return next((kind for told, kind in _TOLD_BY.items() if any(re.fullmatch(told, name) for name in names)), "")
 
 
 def is_language_model(folder: Path | str) -> bool:
-    """Whether a folder holds a model of transformers that drafts as it is, not a part of one.
-
-    LongSpec's authors gave their drafts the configuration of a whole Llama: its tensors tell.
+    """Whether a folder that names no kind is a model of transformers, which drafts as it is.
 
     Raises:
         CheckpointError: no such folder, no or broken config.json.
     """
     config = read_config(folder)
-    if "longdraft_format" in config or not (config.get("model_type") or config.get("architectures")):
-        return False
-    try:
-        with safe_open(Path(folder) / WEIGHTS, framework="pt") as file:
-            return not any("cross_attn" in name for name in file.keys())  # noqa: SIM118
-    except (OSError, SafetensorError):
-        # In several files, or of another format: a published LongSpec draft is neither. What is damaged is said later.
-        return (Path(folder) / f"{WEIGHTS}.index.json").is_file() or any(Path(folder).glob("*.bin"))
+    return "longdraft_format" not in config and bool(config.get("model_type") or config.get("architectures"))
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
@@ -167,29 +169,10 @@ def load(folder: Path | str) -> DraftFolder:
         CheckpointError: no such folder, no or broken config.json, missing or truncated weights.
     """
     config = read_config(folder)
-    tensors = read_tensors(folder)
-    found = _kind(config)
+    tensors = tensor_files.read(folder)
+    found = _kind(config, folder)
     config.pop("drafter", None)
     return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
-
-
-def read_tensors(folder: Path | str) -> dict[str, torch.Tensor]:
-    """A folder's model.safetensors.
-
-    Raises:
-        CheckpointError: missing or truncated.
-    """
-    path = Path(folder) / WEIGHTS
-    if not path.exists():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}: copy the draft again.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read: {error}. It is truncated or damaged: copy the "
-            "draft again."
-        ) from error
 
 
 def shape_of(

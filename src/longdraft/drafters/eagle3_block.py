@@ -49,13 +49,13 @@ class Eagle3Shape:
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: Eagle3Shape) -> None:
+    def __init__(self, shape: Eagle3Shape, size: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         inner, kv, bias = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.attention_bias
-        self.q_proj = nn.Linear(2 * shape.hidden_size, inner, bias=bias)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, kv, bias=bias)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, kv, bias=bias)
+        self.q_proj = nn.Linear(size, inner, bias=bias)
+        self.k_proj = nn.Linear(size, kv, bias=bias)
+        self.v_proj = nn.Linear(size, kv, bias=bias)
         self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,13 +63,20 @@ class _Attention(nn.Module):
         return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
 
 
-class _Layer(nn.Module):
-    def __init__(self, shape: Eagle3Shape) -> None:
+class Layer(nn.Module):
+    """The decoder layer.
+
+    Args:
+        joins: its attention reads x and g side by side, each behind a norm of its own; else one vector, as it comes.
+    """
+
+    def __init__(self, shape: Eagle3Shape, joins: bool = True) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(shape)
+        if joins:
+            self.input_layernorm = nn.RMSNorm(size, eps)
+            self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(shape, 2 * size if joins else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = SwiGLU(size, shape.intermediate_size)
 
@@ -81,7 +88,7 @@ class Eagle3Block(nn.Module):
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(shape.feature_size, shape.hidden_size, bias=False)
-        self.midlayer = _Layer(shape)
+        self.midlayer = Layer(shape)
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocabulary, bias=False)
 
@@ -108,22 +115,21 @@ class Eagle3Block(nn.Module):
         out: torch.Tensor = self.fc(features)
         return out
 
-    def _inputs(
-        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(T, 2 hidden) input of the attention, its keys after RoPE and values (Hkv, T, d), and the normed g."""
-        layer, attention = self.midlayer, self.midlayer.self_attn
+    def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention reads (T, 2 hidden), and what its output is added to (T, hidden), of rows x and g."""
+        layer = self.midlayer
         normed: torch.Tensor = layer.hidden_norm(g)
-        n = torch.cat([layer.input_layernorm(x), normed], dim=-1)
-        k, v = rotate(attention.split(attention.k_proj(n)), cos, sin), attention.split(attention.v_proj(n))
-        return n, k, v, normed
+        return torch.cat([layer.input_layernorm(x), normed], -1), normed if self.shape.norm_before_residual else g
+
+    def _keys_values(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = self.midlayer.self_attn
+        return rotate(attention.split(attention.k_proj(n)), cos, sin), attention.split(attention.v_proj(n))
 
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (after RoPE) and values (Hkv, T, d) of rows: all that a prefill needs of the draft."""
-        _, k, v, _ = self._inputs(x, g, cos, sin)
-        return k, v
+        return self._keys_values(self.joined(x, g)[0], cos, sin)
 
     def forward(
         self,
@@ -147,9 +153,9 @@ class Eagle3Block(nn.Module):
             (Tq, hidden): o, before the last norm; :meth:`logits` takes it, and so does the next step as its g.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
-        n, k, v, normed = self._inputs(x, g, cos, sin)
-        residual = (normed if self.shape.norm_before_residual else g)[queries]
-        n, cos, sin = n[queries], cos[queries], sin[queries]
+        n, residual = self.joined(x, g)
+        k, v = self._keys_values(n, cos, sin)
+        n, residual, cos, sin = n[queries], residual[queries], cos[queries], sin[queries]
         q = rotate(attention.split(attention.q_proj(n)), cos, sin)
         attended = attend(q, k, v).transpose(0, 1).reshape(n.shape[0], -1)
         a = residual + attention.o_proj(attended)

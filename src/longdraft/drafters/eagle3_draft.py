@@ -109,7 +109,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
             CheckpointError: the target has no such layers.
         """
         count = runner.kv_shape.layers
-        layers = self.layers or usual_layers(count)
+        layers = self.layers or self.usual_layers(count)
         if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
             raise CheckpointError(
                 f"The draft in {self.folder} reads the outputs of layers {_listed(layers)} of its target, "
@@ -117,6 +117,10 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
                 "trained with, or correct the layers in its config.json."
             )
         return layers
+
+    def usual_layers(self, count: int) -> tuple[int, ...]:
+        """The layers that such drafts read, where their folders name none, of a target of so many."""
+        return usual_layers(count)
 
     def module(self) -> Eagle3Block:
         return Eagle3Block(self.shape)
@@ -144,7 +148,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
                 f"The draft in {self.folder} knows {shape.vocabulary} tokens, this target {size}, and its weights hold "
                 f"no {OFFSETS}, which would say which: copy the draft again."
             )
-        self._rotary(torch.float32, "cpu")
+        self.rotary(torch.float32, "cpu")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         """What costs acceptance, none of it correctness."""
@@ -158,7 +162,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
             )
         if shape.head_dim != target["head_dim"]:
             found.append(f"its head size is {shape.head_dim}, the target's {target['head_dim']}: check head_dim")
-        usual, layers = usual_layers(runner.kv_shape.layers), self.feature_layers(runner)
+        usual, layers = self.usual_layers(runner.kv_shape.layers), self.feature_layers(runner)
         if layers != usual:
             found.append(
                 f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"
@@ -175,7 +179,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         return found
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        block, rotary = self.placed(runner), self._rotary(runner.kv_shape.dtype, runner.device)
+        block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
         ids = None if self.ids is None else self.ids.to(runner.device)
         found = serves(runner, self.shape.head_dim)
         whole = None if found is None else _whole(found, block)
@@ -185,7 +189,8 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
         return BoundDraft(block, runner.parts.embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
 
-    def _rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
+    def rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
+        """Its rotary embedding; the target's may have another base, or be stretched otherwise."""
         return Rotary(self.shape.head_dim, self.rope, dtype, device)
 
 

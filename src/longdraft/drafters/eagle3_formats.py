@@ -1,27 +1,27 @@
-"""The layouts in which EAGLE-3 drafts come, read into one: ours, the published one, and that of `speculators`.
+"""The layouts in which EAGLE's drafts come, read into one: ours, the published ones, and that of `speculators`.
 
-Names of a published draft are those of our module; `speculators` calls the layer ``layers.0.`` instead of
-``midlayer.``. Both may carry the target's embedding, which is dropped, and count hidden states as transformers does:
-``hidden_states[i]`` is what enters decoder layer i, so the output of layer i - 1.
+Names of a published EAGLE-3 draft are those of our module; `speculators`, EAGLE-1 and EAGLE-2 call the layer
+``layers.0.`` instead of ``midlayer.``. All may carry the target's embedding, which is dropped. EAGLE-3's count hidden
+states as transformers does: ``hidden_states[i]`` is what enters decoder layer i, so the output of layer i - 1.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longdraft.drafters import draft_folder
+from longdraft.drafters import draft_folder, tensor_files
 from longdraft.drafters.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Shape
+from longdraft.drafters.eagle_block import EagleShape
 from longdraft.errors import CheckpointError
 from longdraft.host.rotary import yarn
 
 KIND = "eagle3"
-PICKLED = "pytorch_model.bin"
+EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2
 MEMBERS = "t2d"
 THETA = 10000.0
 # Flags of `speculators` whose norms the module does not have.
@@ -46,7 +46,7 @@ def read(
 
     Args:
         rope_theta, head_dim, rope_factor: instead of what config.json says (or fails to say).
-        kind: of draft that it should hold; EAGLE-3's alone come in other layouts.
+        kind: of draft that it should hold; EAGLE's alone come in other layouts.
 
     Returns:
         The contents, and RoPE's parameters as transformers names them.
@@ -57,16 +57,17 @@ def read(
     config = draft_folder.read_config(folder)
     held = draft_folder.kind(folder)
     if held != kind:
-        raise CheckpointError(f"{folder} holds a draft for {held or 'longspec'}, not for {kind}.")
-    if kind != KIND and "longdraft_format" not in config:
+        raise CheckpointError(f"{folder} holds a draft for {held or 'another method'}, not for {kind}.")
+    if kind not in (KIND, EAGLE) and "longdraft_format" not in config:
         raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
     given = {"head_dim": head_dim} if head_dim else {}
     try:
+        tensors = tensor_files.read(folder)
         if "longdraft_format" in config:
-            found, rope = _ours(config | given, draft_folder.read_tensors(folder), folder, kind)
+            found, rope = _ours(config | given, tensors, folder, kind)
         else:
-            found, rope = _foreign(config, given, _named_as_ours(_foreign_tensors(Path(folder)), folder), folder)
-        return found, _completed(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
+            found, rope = _foreign(config, given, _named_as_ours(tensors, folder), folder, kind)
+        return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
     except (TypeError, ValueError, AttributeError, IndexError) as error:  # words where numbers belong, and the like
         raise CheckpointError(
             f"config.json of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
@@ -80,7 +81,9 @@ def _ours(
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
     length = config.get("rope_original_length") or config.get("trained_length")
-    rope = yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
+    # RoPE that a published draft brought into training, stretched otherwise than ours are.
+    rope = config.get("rope_parameters")
+    rope = dict(rope) if rope else yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
     tensors.pop(MEMBERS, None)
     own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
     own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
@@ -88,43 +91,64 @@ def _ours(
 
 
 def _foreign(
-    config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
+    config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
 ) -> tuple[DraftFolder, dict[str, Any]]:
     speculators = "speculators_model_type" in config
+    if speculators and kind == EAGLE:
+        raise CheckpointError(
+            f"{folder} holds an EAGLE-1 draft as `speculators` writes it: get the folder that it was converted from."
+        )
     sizes: dict[str, Any] = dict(config.get("transformer_layer_config") or {}) if speculators else dict(config)
     sizes |= given
-    if flags := [name for name in _FOREIGN_NORMS if config.get(name)]:
+    if flags := [name for name in _FOREIGN_NORMS if config.get(name) or _nested(config).get(name)]:
         raise CheckpointError(
             f"{folder} sets {', '.join(flags)}: longdraft's EAGLE-3 has no such norm. Use a draft whose config.json "
             "has them false, as drafts of EAGLE's own code do."
         )
     if sizes.get("hidden_act") not in (None, "silu"):
-        raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's EAGLE-3 knows silu alone.")
+        raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's EAGLE knows silu alone.")
     sizes = draft_folder.filled_in(sizes)
-    fc, members = tensors.get("fc.weight"), tensors.pop(MEMBERS, None)
-    known = sizes | {
-        "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
-        "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        "norm_before_residual": bool(config.get("norm_before_residual")),
-        "attention_bias": "midlayer.self_attn.q_proj.bias" in tensors,
-    }
-    shape = draft_folder.shape_of(Eagle3Shape, known, folder, "EAGLE-3", draft_folder.PUBLISHED)
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or _layers_of(config)
+    members = tensors.pop(MEMBERS, None)
+    sizes["attention_bias"] = "midlayer.self_attn.q_proj.bias" in tensors
+    shape = (_eagle_shape if kind == EAGLE else _eagle3_shape)(config, sizes, tensors, folder)
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or _nested(config).get("eagle_aux_hidden_state_layer_ids")
     vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
     target = {"hidden_size": shape.hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
     ours = shape.as_dict() | {
         "layout": "speculators" if speculators else "published",
         "feature_layers": [int(i) - 1 for i in ids] if ids else None,
         "trained_length": sizes.get("max_position_embeddings"),
-        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors else None,
+        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors and kind == KIND else None,
     }
-    return DraftFolder(KIND, ours, tensors, target), _foreign_rope(sizes)
+    return DraftFolder(kind, ours, tensors, target), _foreign_rope(sizes)
 
 
-def _layers_of(config: Mapping[str, Any]) -> list[int] | None:
-    """Published configurations that name the layers nest them."""
+def _eagle3_shape(
+    config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path | str
+) -> Eagle3Shape:
+    fc = tensors.get("fc.weight")
+    known = {
+        **sizes,
+        "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
+        "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
+        "norm_before_residual": bool(config.get("norm_before_residual")),
+    }
+    return draft_folder.shape_of(Eagle3Shape, known, folder, "EAGLE-3", draft_folder.PUBLISHED)
+
+
+def _eagle_shape(
+    config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path | str
+) -> EagleShape:
+    """It reads one layer, and says what the target's head can."""
+    known = {**sizes, "norm_before_residual": False, "fc_bias": "fc.bias" in tensors}
+    names = draft_folder.PUBLISHED | {"feature_size": "hidden_size", "vocabulary": "vocab_size"}
+    return draft_folder.shape_of(EagleShape, known, folder, "EAGLE", names)
+
+
+def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Some published configurations nest what is EAGLE's in them."""
     nested = config.get("eagle_config")
-    return nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
+    return nested if isinstance(nested, dict) else {}
 
 
 def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,10 +160,15 @@ def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"rope_type": kind, "rope_theta": float(theta)}
 
 
-def _completed(
+def stretched(
     rope: dict[str, Any], trained: int | None, theta: float | None, factor: float | None, folder: Path | str
 ) -> dict[str, Any]:
-    """RoPE's parameters as asked for, with the length that YaRN stretches."""
+    """RoPE's parameters as asked for, with the length that YaRN stretches.
+
+    Args:
+        rope: a draft's own parameters. trained: the length it was trained for, stretched where ``rope`` names no other.
+        theta, factor: instead of its base, and instead of any stretching of its own; None leaves them.
+    """
     rope = rope if theta is None else rope | {"rope_theta": float(theta)}
     length = rope.get("original_max_position_embeddings") or trained
     if factor is not None:
@@ -154,26 +183,8 @@ def _completed(
     return rope
 
 
-def _foreign_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """From safetensors, or from a pickle of tensors and nothing else."""
-    path = folder / PICKLED
-    if (folder / draft_folder.WEIGHTS).exists() or not path.exists():
-        return draft_folder.read_tensors(folder)
-    try:
-        # weights_only: a file from anywhere must not run code.
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as tensors alone: {str(error).splitlines()[0]} "
-            "Copy the draft again, or get it as model.safetensors."
-        ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
-    return tensors
-
-
 def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-    """Drops names of models around the draft, and the embedding, and calls the layer as our module does."""
+    """Drops names of models around the draft, the embedding and frequencies, and calls the layer as our module does."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
@@ -183,6 +194,7 @@ def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> d
             own = "midlayer." + own.removeprefix("layers.0.")
         if own in found:
             raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
-        if parts[start] != "embed_tokens":
+        # Old transformers saved the frequencies of RoPE too.
+        if parts[start] != "embed_tokens" and parts[-1] != "inv_freq":
             found[own] = tensor
     return found

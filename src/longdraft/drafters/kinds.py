@@ -52,7 +52,7 @@ class Kind:
         drafter: builds a drafter from keyword options; ``draft`` is one of them.
         summary, paper: of the method, for the list of methods.
         training: how one is trained; None: not by ``longdraft train``.
-        claims: whether a folder whose config.json names no kind is of this one.
+        claims: whether a folder that names no kind, neither in config.json nor by its tensors, is of this one.
         layouts: what writes a draft for other programs, by the layout's name.
     """
 
@@ -92,6 +92,8 @@ def kind_of(folder: Path | str) -> Kind:
     else:
         found = next((kind for kind in KINDS.values() if kind.claims is not None and kind.claims(folder)), None)
     if found is None:
+        if not name:
+            raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/eagle3.md for the layouts.")
         raise CheckpointError(
             f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. Where a file of "
             "yours registers it, run that first (--load FILE)."

@@ -16,7 +16,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.longspec_block import CrossAttend
-from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft, claims
+from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.drafters.whole_level import Text
 from longdraft.events import Event
@@ -201,6 +201,5 @@ register(
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),
-        claims=claims,
     )
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import PUBLISHED, DraftFolder, filled_in, is_language_model, shape_of
+from longdraft.drafters.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.whole_level import WholeLevel, products_of, serves
 from longdraft.errors import UnsupportedModelError
@@ -59,7 +59,8 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
     kind, label = KIND, "LongSpec"
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
-        super().__init__(folder, contents if contents.kind else _as_ours(folder, contents))
+        theirs = contents.kind == KIND and "longdraft_format" not in contents.config
+        super().__init__(folder, _as_ours(folder, contents) if theirs else contents)
 
     @cached_property
     def shape(self) -> LongSpecShape:
@@ -120,8 +121,3 @@ def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
     tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}
     return DraftFolder(KIND, ours, tensors, target | published.target)
-
-
-def claims(folder: Path | str) -> bool:
-    """Published drafts do not say what they are."""
-    return not is_language_model(folder)

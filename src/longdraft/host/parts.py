@@ -84,6 +84,11 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     return next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
 
 
+def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
+    """The norm between the last layer and the head; None where there is none."""
+    return next((m for name, m in reversed(list(model.get_decoder().named_children())) if "norm" in name), None)
+
+
 def final_norm(model: PreTrainedModel) -> torch.Tensor:
     """(hidden,) float32: the weight of the norm between the last layer and the head, as an RMSNorm has it.
 
@@ -91,11 +96,11 @@ def final_norm(model: PreTrainedModel) -> torch.Tensor:
         UnsupportedModelError: no such norm.
     """
     size = int(hosting.decoder_config(model).hidden_size)
-    norms = [m for name, m in model.get_decoder().named_children() if "norm" in name]
+    norm = norm_before_head(model)
     ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
     # What it makes of ones is its weight, however it stores it; a norm that takes the mean off leaves none.
     with torch.no_grad():
-        weight = norms[-1](ones)[0].float() if norms else torch.zeros(size)
+        weight = torch.zeros(size) if norm is None else norm(ones)[0].float()
     if not bool(weight.any()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no RMSNorm before its head, so no heads can be trained for it."

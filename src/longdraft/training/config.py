@@ -147,13 +147,13 @@ class Eagle3Config(RunConfig):
         decay: weight of a step, against the one before.
         retain: share of a batch's documents that goes on from a step to the next; less than 1 makes steps cheaper.
         feature_layers: decoder layers whose output the draft reads (0 is the first); none takes 1, L//2-1 and L-4. A
-            draft in ``init`` brings its own, as it does the rotary base.
+            draft in ``init`` brings its own.
         window: keys of its own that the draft sees, a row's own included; None for all.
         distill: here, all of the loss follows the target by default.
-        rope_theta: base of the draft's rotary embedding; None takes the target's.
-        rope_factor: YaRN's factor in training, None for no stretching; rope_factor_inference: the one to decode with,
-            None for the same. rope_original_length: the length that is stretched; None takes the length that the
-            draft in ``init`` was trained for.
+        rope_theta: base of the draft's rotary embedding; None takes that of the draft in ``init``, or the target's.
+        rope_factor: YaRN's factor in training, None for no stretching but what the draft in ``init`` brings;
+            rope_factor_inference: the one to decode with, None for the same. rope_original_length: the length that is
+            stretched; None takes the one that the draft in ``init`` names, or was trained for.
     """
 
     ttt: int = 5

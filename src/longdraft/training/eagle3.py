@@ -6,8 +6,8 @@ every step, and sees just what it will see when drafting (:mod:`longdraft.traini
 
 Row t joins the features of position t with token t+1 and says token t+2; its rotary position is t's in every step.
 
-The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a draft that was trained on short text,
-``rope_factor`` stretches its positions with YaRN.
+The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a draft of short texts, in any layout
+that decodes; ``rope_factor`` stretches its positions with YaRN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_formats import KIND, THETA, usual_layers
+from longdraft.drafters.eagle3_formats import KIND, THETA, stretched, usual_layers
 from longdraft.drafters.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.host.parts import SharedParts
@@ -205,27 +205,33 @@ class Plan:
     Attributes:
         kept: target ids of the draft's vocabulary, None for all.
         layers: decoder layers whose output is read.
-        rope_length: tokens that YaRN stretches; None where nothing is stretched.
+        rope: RoPE's parameters in training, as transformers names them.
+        rope_factor: YaRN's in training, rope_factor_inference: to decode with; None where nothing is stretched, or a
+            published draft stretches its positions in a way of its own.
     """
 
     block: Eagle3Block
     kept: torch.Tensor | None
     layers: tuple[int, ...]
     window: int | None
-    rope_theta: float
-    rope_length: int | None
+    rope: dict[str, Any]
+    rope_factor: float | None = None
+    rope_factor_inference: float | None = None
 
     def described(self, config: Eagle3Config) -> dict[str, Any]:
         """As the draft's config.json has it."""
+        rope, factor = self.rope, self.rope_factor
+        own = factor is not None or rope["rope_type"] == "default"
         return self.block.shape.as_dict() | {
             "feature_layers": list(self.layers),
             "draft_vocab_size": self.block.shape.vocabulary,
             "window": self.window,
-            "rope_theta": self.rope_theta,
-            "rope_factor": config.rope_factor_inference or config.rope_factor,
-            "rope_factor_trained": config.rope_factor,
-            "rope_original_length": self.rope_length,
+            "rope_theta": rope["rope_theta"],
+            "rope_factor": self.rope_factor_inference,
+            "rope_factor_trained": factor,
+            "rope_original_length": None if factor is None else rope["original_max_position_embeddings"],
             "trained_length": config.max_length,
+            **({} if own else {"rope_parameters": rope}),
         }
 
 
@@ -249,21 +255,22 @@ def run(
     Args:
         kind: of draft. trained: its step. shaped: its block, from EAGLE-3's.
     """
+    # Read before the target is: a folder that will not do is said at once.
+    init = None if config.init is None else _read(config.init, kind)
     # A row for every step, the steps of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
     runner = session.runner
-    plan = _plan(config, session, kind)
+    plan = _plan(config, session) if init is None else _further(config, init, session)
     plan = replace(plan, block=shaped(plan.block))
     reader = session.reader(plan.layers)
     if (source := session.source(reader)) is None:
         return
-    if config.init is None:
+    if init is None:
         fit(plan.block, source[0], len(plan.layers))
-    rope = yarn(plan.rope_theta, config.rope_factor, plan.rope_length)
     trainee = trained(
         plan.block,
         runner.parts,
-        Rotary(plan.block.shape.head_dim, rope, device=runner.device),
+        Rotary(plan.block.shape.head_dim, plan.rope, device=runner.device),
         plan.kept,
         config.ttt,
         config.decay,
@@ -305,11 +312,9 @@ def default_layers(layers: int) -> tuple[int, ...]:
     return found
 
 
-def _plan(config: Eagle3Config, session: Session, kind: str) -> Plan:
-    """A new draft, or the one in ``config.init``: it keeps its sizes, vocabulary, layers and rotary base."""
+def _plan(config: Eagle3Config, session: Session) -> Plan:
+    """A new draft."""
     runner = session.runner
-    if config.init is not None:
-        return _further(config, session, kind)
     parts, kv = runner.parts, runner.kv_shape
     layers = config.feature_layers or default_layers(kv.layers)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < kv.layers:
@@ -330,30 +335,39 @@ def _plan(config: Eagle3Config, session: Session, kind: str) -> Plan:
     block = Eagle3Block(shape)
     block.initialise(config.seed, head=rows_of(parts.head, kept).cpu())
     theta = config.rope_theta or parts.description.get("rope_theta") or THETA
-    length = config.rope_original_length
-    if config.rope_factor is not None and length is None:
+    factor, length = config.rope_factor, config.rope_original_length
+    if factor is not None and length is None:
         raise ConfigError("rope_factor without init needs rope_original_length: the length that it stretches.")
-    return Plan(block, kept, layers, config.window, float(theta), length if config.rope_factor else None)
+    rope = yarn(float(theta), factor, length)
+    return Plan(block, kept, layers, config.window, rope, factor, config.rope_factor_inference or factor)
 
 
-def _further(config: Eagle3Config, session: Session, kind: str) -> Plan:
-    found = kind_of(config.init or "")
+def _read(folder: str, kind: str) -> Eagle3Draft:
+    """The draft to start from: of the run's kind, or EAGLE-3's."""
+    found = kind_of(folder)
     if found.name not in (KIND, kind):
-        raise CheckpointError(f"{config.init} holds a draft for {found.name}, not for {kind}.")
-    init = found.load(config.init or "")
+        raise CheckpointError(f"{folder} holds a draft for {found.name}, not for {kind}.")
+    init = found.load(folder)
     assert isinstance(init, Eagle3Draft)
+    return init
+
+
+def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Plan:
+    """A draft as it is: it keeps its sizes, vocabulary and layers, and its positions where no setting changes them."""
     init.check(session.runner)
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
-    if init.layout != "longdraft" and init.rope["rope_type"] != "default":
-        raise ConfigError(
-            f"{config.init} stretches its positions ({init.rope['rope_type']}): start from one that does not."
-        )
     window = config.window if "window" in config.fields_set else init.window
-    length = None
-    if config.rope_factor is not None:
-        length = config.rope_original_length or init.config.get("rope_original_length") or init.trained_length
-        if length is None:
-            raise ConfigError(f"{config.init} does not say how long its texts were: set rope_original_length.")
-    return Plan(init.trainable(), init.ids, layers, window, float(init.rope["rope_theta"]), length)
+    own, rope = init.config, init.rope
+    factor, inference = config.rope_factor, config.rope_factor_inference or config.rope_factor
+    if factor is None:
+        factor, inference = own.get("rope_factor_trained") or own.get("rope_factor"), own.get("rope_factor")
+    length = own.get("rope_original_length") or init.trained_length
+    if factor is not None:
+        if config.rope_original_length is not None:
+            rope = rope | {"original_max_position_embeddings": config.rope_original_length}
+        if not (rope.get("original_max_position_embeddings") or length):
+            raise ConfigError(f"{init.folder} does not say how long its texts were: set rope_original_length.")
+    rope = stretched(rope, length, config.rope_theta, factor, init.folder)
+    return Plan(init.trainable(), init.ids, layers, window, rope, factor, inference)

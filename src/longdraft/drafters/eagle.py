@@ -1,0 +1,61 @@
+"""EAGLE-1 and EAGLE-2: a one-layer drafter that foresees the target's last hidden states, from drafts as published.
+
+It drafts as EAGLE-3 does (:mod:`longdraft.drafters.eagle3`); what differs is the module, and that it reads one layer.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from longdraft.drafters.draft_folder import shape_of
+from longdraft.drafters.eagle3 import Eagle3Drafter
+from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
+from longdraft.drafters.eagle3_formats import EAGLE
+from longdraft.drafters.eagle_block import EagleBlock, EagleShape
+from longdraft.drafters.kinds import Kind, register
+from longdraft.errors import UnsupportedModelError
+from longdraft.few_rows import FewRowsLinear, FewRowsModule
+from longdraft.host.parts import norm_before_head
+from longdraft.host.runner import TargetRunner
+
+
+class EagleDraft(Eagle3Draft):
+    """A draft in the layout of EAGLE's authors."""
+
+    kind, label = EAGLE, "EAGLE"
+
+    @cached_property
+    def shape(self) -> EagleShape:
+        return shape_of(EagleShape, self.config, self.folder, self.label)
+
+    def module(self) -> EagleBlock:
+        return EagleBlock(self.shape)
+
+    def usual_layers(self, count: int) -> tuple[int, ...]:
+        return (count - 1,)
+
+    def check(self, runner: TargetRunner) -> None:
+        super().check(runner)
+        if norm_before_head(runner.model) is None:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} has no norm before its head, behind which EAGLE's drafts read it."
+            )
+
+    def make(self, runner: TargetRunner) -> BoundDraft:
+        block, norm = self.placed(runner), norm_before_head(runner.model)
+        assert norm is not None
+        # Calls, not modules: they are the target's, and no part of the block.
+        block.borrow(norm.__call__, FewRowsLinear(runner.parts.head).__call__)
+        rotary = self.rotary(runner.kv_shape.dtype, runner.device)
+        return BoundDraft(block, runner.parts.embedding, rotary, None, None, None, FewRowsModule(block))
+
+
+register(
+    Kind(
+        EAGLE,
+        EagleDraft.load,
+        Eagle3Drafter,
+        "published drafts of EAGLE-1 and EAGLE-2: one layer that foresees the model's last hidden states",
+        "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
+    )
+)
