@@ -41,8 +41,8 @@ from longdraft.views.view import check_sizes, dtype_of
 FRESH_SHARE, FRESH = 4, 64
 # Verifications from one choice to the next.
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
-# Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md): on all rows; on 512;
-# and so much more each time these are doubled, up to a most.
+# Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md): on all rows; on
+# 512; so much more each time these are doubled; at most, on some rows.
 ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.15, 0.8
 # Tokens that a round is believed to add, at most, before one was seen.
 HOPED = 6.0
