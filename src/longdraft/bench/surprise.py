@@ -29,8 +29,8 @@ def surprise(runner: TargetRunner, cache: PromptCache, prompt: Sequence[int], ou
         while (done := store.lengths[0]) < len(text):
             end = min(done + PREFILL_CHUNK, first) if done < first else done + ROWS
             chunk = text[done:end]
-            logits = "none" if done < first else "all"
-            out = runner.forward(store.block([0], [chunk], prompt=done < first), store, logits=logits)
+            block = store.block([0], [chunk], prompt=done < first)
+            out = runner.forward(block, store, logits="none" if done < first else "all")
             store.commit(0, range(len(chunk)))
             if out.logits is not None:
                 said = torch.tensor(output[done - first : done - first + len(chunk)], device=out.logits.device)

@@ -128,7 +128,7 @@ def in_place(store: KVStore) -> bool:
 
 def _lighter(weights: Weights) -> Weights:
     matrix, bias = weights
-    return matrix if isinstance(matrix, Rounded) else light(matrix), bias
+    return matrix if isinstance(matrix, Rounded | Nibbled) else light(matrix), bias
 
 
 def _least(weights: Weights) -> Weights:
