@@ -42,9 +42,10 @@ class WholeLM:
     @classmethod
     def of(cls, runner: TargetRunner) -> WholeLM | None:
         """None where our kernels do not compute all of the model, or its positions turn otherwise in longer texts."""
-        stack, rotary = runner.twin.fused.draft_stack, rotary_module(runner.model)
-        steady = getattr(rotary, "rope_type", None) not in ("dynamic", "longrope")
-        return cls(runner, stack) if stack is not None and steady else None
+        if getattr(rotary_module(runner.model), "rope_type", None) in ("dynamic", "longrope"):
+            return None
+        stack = runner.twin.fused.draft_stack
+        return None if stack is None else cls(runner, stack)
 
     @staticmethod
     def takes(store: KVStore, rows: int) -> bool:

@@ -16,10 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
-from longdraft.errors import LongdraftError
+from longdraft.errors import LongdraftError, MemoryBudgetError
 from longdraft.few_rows import MOST, weights_of
 from longdraft.host import hosting
 from longdraft.host.parts import rotary_module
+from longdraft.kv import memory
 from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
@@ -79,8 +80,15 @@ class FusedLayers:
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
         """The whole model for its own drafts, made when first asked for: layers in four bits, the head in eight. Where
-        the weights are rounded already, they stay as they are."""
-        return None if self.stack is None else self.stack.changed(_least, _lighter)
+        the weights are rounded already, they stay as they are. None, too, where there is no memory for that."""
+        if self.stack is None:
+            return None
+        try:
+            memory.require(self._model.num_parameters(), torch.device("cpu"), "A model that drafts for itself")
+        except MemoryBudgetError as error:
+            logger.info("Drafts read the weights that verifications read: %s", error)
+            return None
+        return self.stack.changed(_least, _lighter)
 
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""

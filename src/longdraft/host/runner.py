@@ -95,7 +95,7 @@ class TargetRunner:
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
         self.kv_dtype = kv_dtype or self.kv_shape.dtype
-        if self.rounds and (offload is not None or not self._can_round):
+        if self.rounds and (offload is not None or not self.can_round):
             other = (
                 "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
             )
@@ -159,7 +159,8 @@ class TargetRunner:
         return self.kv_dtype != self.kv_shape.dtype
 
     @property
-    def _can_round(self) -> bool:
+    def can_round(self) -> bool:
+        """Whether its attention reads keys and values that were rounded."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
@@ -199,7 +200,7 @@ class TargetRunner:
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_shape.dtype:
-            if not self._can_round:
+            if not self.can_round:
                 raise CapabilityError(
                     f"Views in {dtype} are for models {_ROUNDED}; this one is {self._what}: leave view_dtype out; a "
                     "view of all rows needs it, so take another."
