@@ -23,7 +23,7 @@ import torch
 
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.self_views import BUDGET, SINK
+from longdraft.drafters.self_views import SINK
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.events import Event
@@ -233,7 +233,7 @@ def triforce(
     Args:
         draft: the small model.
         budget, chunk, sink, window, refresh, view_dtype: of the target's view, as
-            :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them, the budget 512 by default.
+            :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them.
         depth: tokens that the target on its chunks emits before it verifies them on everything (gamma_2); None: 6, and
             with a planner as many as pay.
         drafted: tokens that the small model drafts at a time (gamma_1).
@@ -246,9 +246,7 @@ def triforce(
         if type(size) is not int or size < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
     small = SmallLMDrafter(draft, tree="chain", depth=drafted, view="streaming", sink=SINK, recent=streamed - SINK)
-    level = SelfDrafter(
-        "chunks", BUDGET if budget is None else budget, sink, window, chunk, refresh, view_dtype=view_dtype
-    )
+    level = SelfDrafter("chunks", budget, sink, window, chunk, refresh, view_dtype=view_dtype)
     return NestedDrafter(small, level, depth)
 
 
@@ -263,16 +261,12 @@ def nested(
     level_depth: int | None = None,
     level_dtype: str | None = None,
 ) -> NestedDrafter:
-    """A drafter with the target on a sparse view over it.
-
-    Args:
-        level_view, ...: options of :class:`SelfDrafter`, of chunks 512 rows by default. level_depth: of the chain.
+    """A drafter with the target on a sparse view over it; the options of :class:`SelfDrafter`, and the depth.
 
     Raises:
         ValueError: as :class:`NestedDrafter` and :class:`SelfDrafter` do.
     """
-    budget = BUDGET if level_view == "chunks" and level_budget is None else level_budget
     level = SelfDrafter(
-        level_view, budget, level_sink, level_window, level_chunk, level_refresh, view_dtype=level_dtype
+        level_view, level_budget, level_sink, level_window, level_chunk, level_refresh, view_dtype=level_dtype
     )
     return NestedDrafter(inner, level, level_depth)

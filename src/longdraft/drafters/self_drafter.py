@@ -44,8 +44,8 @@ REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
 # Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md): on all rows; on
 # 512; so much more each time these are doubled; at most, on some rows.
 ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.15, 0.8
-# Rows of a view of chunks where nobody says how many: of what was measured at 13K tokens, the fastest.
-CHUNKS = 4096
+# Rows of a view by attention where nobody says how many (docs/self-drafting.md).
+MANY = 2048
 # Tokens that a round is believed to add, at most, before one was seen.
 HOPED = 6.0
 
@@ -55,8 +55,8 @@ class SelfDrafter(TreeDrafter):
 
     Args:
         view: what it sees: "all" rows, rounded; "streaming" (the first and the last rows), or these and the rows that
-            its queries choose: "chunks", "snapkv", "tokens", "minmax", "quest" or "attention".
-        budget: rows of each layer and KV head, sink and window among them; by default 4,096 with "chunks", else 512.
+            its queries choose: "attention", "chunks", "snapkv", "tokens", "minmax" or "quest".
+        budget: rows of each layer and KV head, sink and window among them; by default 2,048 with "attention", else 512.
         sink, window: first and last rows, always seen; 16 and 32 by default, with "streaming" a window of all that the
             budget leaves.
         chunk: rows that are chosen together; 8 by default, 1 with "snapkv" and "tokens".
@@ -68,7 +68,7 @@ class SelfDrafter(TreeDrafter):
             :func:`~longdraft.trees.options.tree_kind` takes them; by default a chain of 4, and with a planner one as
             long as pays.
         view_dtype: what the view's keys and values are rounded to: "float32", "bfloat16" or "int8"; None: "int8" with
-            "all", and with so many chunks where the model's attention reads that; else nothing.
+            "all", and with so many rows by "attention" where the model's attention reads that; else nothing.
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
@@ -79,7 +79,7 @@ class SelfDrafter(TreeDrafter):
 
     def __init__(
         self,
-        view: str = "chunks",
+        view: str = "attention",
         budget: int | None = None,
         sink: int | None = None,
         window: int | None = None,
@@ -96,9 +96,8 @@ class SelfDrafter(TreeDrafter):
         view_dtype: str | None = None,
     ) -> None:
         self.view_dtype = dtype_of("int8" if view == "all" and view_dtype is None else view_dtype)
-        # Chunks are chosen at little cost, so there may be many.
-        self._many = view == "chunks" and budget is None and view_dtype is None
-        budget = CHUNKS if self._many else budget
+        self._many = view == "attention" and budget is None and view_dtype is None
+        budget = MANY if self._many else budget
         sizes = self_view(view, budget, sink, window, chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
         every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh
