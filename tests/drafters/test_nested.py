@@ -78,7 +78,7 @@ def test_fewer_forwards_of_the_level_where_its_drafter_is_good():
 def test_three_levels_and_a_small_model_as_one(tmp_path):
     model = three_layers()
     draft = SmallLMDraft.load(small_lm(tmp_path))
-    lookup = NestedDrafter(SuffixDrafter(), SparseLMDrafter(draft, budget=24, window=4), 3)
+    lookup = NestedDrafter(SuffixDrafter(), SparseLMDrafter(draft, view="snapkv", budget=24, window=4), 3)
     streaming = NestedDrafter(lookup, SelfDrafter("streaming", budget=24), 4)
     drafter = NestedDrafter(streaming, SelfDrafter("chunks", **VIEW | {"budget": 40}), 6)
     sequences = run(drafter, model, PROMPTS, 24)
@@ -95,7 +95,7 @@ def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
     model = three_layers()
     draft = SmallLMDraft.load(small_lm(tmp_path))
     for sampling in (Sampling(), DRAWN_HARD):
-        level = SparseLMDrafter(draft, budget=24, window=4)
+        level = SparseLMDrafter(draft, view="snapkv", budget=24, window=4)
         bind = level.bind
 
         def trimmed(runner, store, level=level, bind=bind):

@@ -106,7 +106,9 @@ def test_snapkvs_window_of_queries_whatever_the_pieces_of_the_prompt(length):
     assert seen[0] == seen[2] == min(length, 4) and seen[1] == seen[3]
 
 
-@pytest.mark.parametrize("view", [{"view": "streaming"}, {"window": 4}, {"view": "chunks", "chunk": 4, "window": 4}])
+@pytest.mark.parametrize(
+    "view", [{"view": "streaming"}, {"view": "snapkv", "window": 4}, {"view": "chunks", "chunk": 4, "window": 4}]
+)
 def test_specpv_takes_it_for_a_drafter(view):
     """Its views then hold rows that partial verification computed, until a full one replaces them."""
     model = tiny_model(vocab=11, dtype=torch.float64)
@@ -165,7 +167,7 @@ def test_a_small_model_that_a_text_outgrows_is_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("method", "options", "says"),
     [
-        ("self", {"budget": 40}, r"budget must be at least sink \+ window \(48 tokens\)"),
+        ("self", {"budget": 40}, r"budget must be at least sink \+ window \+ chunk \(56 tokens\)"),
         ("self", {"view": "some"}, "view must be"),
         ("self", {"view": "chunks", "sink": 12}, "multiple of chunk"),
         ("self", {"refresh": -1}, "refresh must be"),

@@ -128,6 +128,7 @@ VARIANTS = {
     "quantspec under lookups": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
     "self bfloat16": Case("self", None, CHUNKS | {"refresh": 2, "view_dtype": "bfloat16"}),
     "self int8 tree": Case("self", None, CHUNKS | {"refresh": 2, "widths": (3, 4, 4), "view_dtype": "int8"}),
+    "self as it comes": Case("self", None),
     "self snapkv by chunks": Case("self", None, CHUNKS | {"view": "snapkv", "refresh": 2}),
     "magicdec small-lm bfloat16": Case(
         "magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, "view_dtype": "bfloat16", **SNAPKV}
@@ -170,7 +171,7 @@ VARIANTS = {
     "specpv-exact small-lm retrieval": specpv("small-lm", view="retrieval", chunk=4, chunks=4, every=1),
     "specpv-exact int8": specpv("longspec", drafter="longspec", widths=(3, 4), view_dtype="int8"),
     "specpv-exact self streaming": specpv(None, drafter="self", view="streaming", budget=24),
-    "specpv-exact self snapkv": specpv(None, drafter="self", window=4, budget=24),
+    "specpv-exact self snapkv": specpv(None, drafter="self", view="snapkv", window=4, budget=24),
     "specpv-exact self chunks": specpv(None, drafter="self", view="chunks", chunk=4, window=4, budget=24),
     "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
     "specpv-exact heads": specpv("heads"),

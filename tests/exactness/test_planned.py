@@ -29,7 +29,7 @@ PLANNED = {
     "small-lm": Case("small-lm", "small-lm"),
     "small-lm lookup": Case("small-lm", "small-lm", {"lookup": True}),
     "specextend": Case("specextend", "small-lm", {"sink": 4, "recent": 8, "chunk": 4, "chunks": 4}),
-    "self": Case("self", None, {"budget": 24, "window": 4}),
+    "self": Case("self", None, {"view": "snapkv", "budget": 24, "window": 4}),
     "magicdec": Case("magicdec", None, {"budget": 24, "window": 4}),
     "magicdec streaming": Case("magicdec", None, {"budget": 24, "view": "streaming"}),
     "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "budget": 24, "window": 4}),
