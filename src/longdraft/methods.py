@@ -15,11 +15,12 @@ from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.kinds import KINDS, Kind, kind_of
 from longdraft.drafters.magicdec import magicdec_self, magicdec_small_lm
 from longdraft.drafters.nested import nested, triforce
-from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.self_drafter import SelfDrafter, drafts_lightly
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import tokenswift
 from longdraft.errors import UnknownMethodError
+from longdraft.host.runner import TargetRunner
 from longdraft.verify.schedule import Schedule
 from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
 from longdraft.views.view import dtype_of
@@ -42,6 +43,7 @@ class Method:
         wraps: builds its drafter around that one, from options of its own; None: takes it as it is.
         draft_kind: of :data:`longdraft.drafters.kinds.KINDS`, which drafts it takes; several methods may take the same.
         schedule: builds what verifies, from keyword options of its own.
+        pays: on which targets it is worth taking unasked, where rounds are planned.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Method:
     drafters: tuple[Method, ...] = ()
     wraps: Callable[..., Drafter] | None = None
     joined: bool = False
+    pays: Callable[[TargetRunner], bool] = lambda runner: True
 
     @property
     def choices(self) -> dict[str, Method]:
@@ -128,9 +131,9 @@ _MAGICDEC = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"
 _TRIFORCE = "Sun et al. 2024, TriForce, arXiv:2404.11912"
 _SPECPV = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
 
-# What decodes where nobody names a method: the first that has the given options and whose draft, if it needs one,
-# comes with the package for this target.
-DEFAULTS = ("longspec", "prompt-lookup")
+# What decodes where nobody names a method: the first that has the given options and pays on this target (`pays`), and
+# whose draft, if it needs one, comes with the package.
+DEFAULTS = ("self", "longspec", "prompt-lookup")
 # Whose drafter a method takes that has none of its own: the first whose draft, if it needs one, is there.
 DRAFTING = ("eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
 
@@ -181,6 +184,7 @@ METHODS = {
             "the model itself drafts on a part of its KV cache, and verifies on all of it",
             SelfDrafter,
             joined=True,
+            pays=drafts_lightly,
         ),
         Method(
             "quantspec",

@@ -10,6 +10,7 @@ from typing import Any
 from longdraft import drafts
 from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.kinds import KINDS, kind_of
+from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.suffixes import Earlier
 from longdraft.drafters.united import UnitedDrafter
@@ -113,6 +114,8 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
     """
     if named is None:
         able = [METHODS[name] for name in DEFAULTS if set(options) <= set(METHODS[name].options)]
+        # The target's own drafts are worth their forwards where a planner sizes them; fixed trees are of small drafts.
+        able = [m for m in able if m.drafter is not SelfDrafter or (lookup and m.pays(runner))]
         named = next((m for m in able if _ready(m, options, runner)), (able or [METHODS[DEFAULTS[-1]]])[0])
         if lookup and "lookup" in named.options:
             options = {"lookup": True, **options}

@@ -17,6 +17,7 @@ from longdraft.engine import Engine, Result, eos_rule, stop_string_rule
 from longdraft.errors import CapabilityError, PromptError, RequestError
 from longdraft.host import support
 from longdraft.host.chat import chat_prompt, encode
+from longdraft.host.checkpoints import Progress
 from longdraft.host.lock import lock_of
 from longdraft.host.runner import TargetRunner
 from longdraft.kv import offload as offloading
@@ -125,7 +126,7 @@ class Speculator:
                     self._recipes[runner] = found = recipe(self._named, self.options, runner, lookup)
         return found
 
-    def planner(self, progress: Callable[[str], None] | None = None) -> Planner | None:
+    def planner(self, progress: Progress | None = None) -> Planner | None:
         """What plans the rounds; None with fixed trees. The first call may measure what verifications cost.
 
         Args:
@@ -133,7 +134,7 @@ class Speculator:
         """
         return self._planner(self.runner(), progress)
 
-    def _planner(self, runner: TargetRunner, progress: Callable[[str], None] | None = None) -> Planner | None:
+    def _planner(self, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
         with runner.lock:  # also while it is measured what verifications cost: others would be measured with them
             if runner not in self._planners:
                 chosen = self._recipe(runner)

@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.native import build
+from longdraft.native import nibbled as in_four_bits
+from longdraft.native import rounded as in_eight_bits
+from longdraft.native.dequantise import FORMATS
 from longdraft.native.library import kernels_for
 from longdraft.native.nibbled import nibbled
 from longdraft.native.rounded import rounded
+from longdraft.native.stored import Stored
 from tests.native.levels import LEVELS, kernels_of
 
 
@@ -92,6 +96,31 @@ def test_products_with_four_bits(level, rows, outs, size, seed):
     assert all(map(torch.equal, got, kernels_for(build.levels()[-1]).linear(x, [(w, bias), (w, None)])))
     alone = torch.cat([kernels.linear(row[None], [(w, bias)])[0] for row in x])
     assert torch.equal(got[0], alone)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=15, deadline=None)
+@given(
+    outs=st.integers(1, 90),
+    size=st.integers(1, 200),
+    size_of=st.sampled_from([1e-30, 1.0, 1e20]),
+    seed=st.integers(0, 99),
+)
+def test_the_kernel_makes_the_same_four_bits(level, outs, size, size_of, seed):
+    w = size_of * torch.randn(outs, size, generator=torch.Generator().manual_seed(seed))
+    w[0] = w[-1, 0]
+    assert torch.equal(kernels_of(level).nibbled(w).data, nibbled(w).data)
+    assert torch.equal(kernels_of(level).nibbled(w.bfloat16()).data, nibbled(w.bfloat16()).data)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_four_bits_of_stored_weights(name, monkeypatch):
+    monkeypatch.setattr(in_four_bits, "TOGETHER", 32)
+    monkeypatch.setattr(in_eight_bits, "TOGETHER", 32)
+    weights, size = FORMATS[name][:2]
+    data = torch.randint(0, 60, (70, 2 * 256 // weights * size), dtype=torch.uint8)
+    w = Stored(data, name)
+    assert torch.equal(kernels_of(LEVELS[-1]).nibbled(w).data, nibbled(w).data)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from longdraft.errors import MemoryBudgetError
 from longdraft.host.runner import TargetRunner
 from longdraft.planning import costs
 from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
+from longdraft.planning.load import Others
 from tests.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
@@ -87,6 +89,16 @@ def test_a_batch_is_reckoned_until_it_was_seen():
 # --- measuring ---
 
 
+class Said:
+    """What progress was told, each line once."""
+
+    def __init__(self):
+        self.lines: list[str] = []
+
+    def __call__(self, what, share=None):
+        self.lines += [what] * (what not in self.lines)
+
+
 @pytest.fixture
 def runner():
     return TargetRunner(tiny_model(context=256))
@@ -109,12 +121,40 @@ def test_noise_makes_nothing_cheaper_than_less_of_it(runner, monkeypatch):
 def test_a_table_from_a_busy_machine_is_measured_again(runner, tmp_path):
     table = table_for(runner, tmp_path)
     seconds = table.at(WAKING, 1)
-    said: list[str] = []
-    assert table_for(runner, tmp_path, said.append, seconds=0.8 * seconds) == table
-    assert table_for(runner, tmp_path, said.append, seconds=5 * seconds) == table  # the machine is busy now
-    assert not said
-    assert table_for(runner, tmp_path, said.append, seconds=0.1 * seconds) is not None
-    assert len(said) == 1 and wake(runner) > 0
+    said = Said()
+    assert table_for(runner, tmp_path, said, seconds=(0.9 if table.busy else 0.8) * seconds) == table
+    assert table_for(runner, tmp_path, said, seconds=5 * seconds) == table  # the machine is busy now
+    assert not said.lines
+    assert table_for(runner, tmp_path, said, seconds=0.1 * seconds) is not None
+    assert len(said.lines) == 1 and wake(runner) > 0
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_table_knows_whether_others_were_in_the_way(runner, tmp_path, monkeypatch, caplog, busy):
+    monkeypatch.setattr(Others, "in_the_way", busy)
+    monkeypatch.setattr(logging.getLogger("longdraft"), "propagate", True)
+    table = table_for(runner, tmp_path)
+    assert table.busy is busy and ("beside other work" in caplog.text) is busy
+    again = table_for(runner, tmp_path, seconds=0.8 * table.at(WAKING, 1))  # somewhat faster now
+    assert (again is table or again == table) is not busy
+
+
+@pytest.mark.parametrize("each", [0.5, 3.0])
+def test_measuring_ends_in_time(runner, monkeypatch, each):
+    """A forward takes half a second, or three seconds: what there is after 20 is the table."""
+    now = [0.0]
+
+    def slow(runner, store, rows):
+        now[0] += each * (1 + rows / 4)
+        return each * (1 + rows / 4)
+
+    monkeypatch.setattr(costs, "_time", slow)
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    shares: list[float] = []
+    table = measure(runner, lengths=(16, 32, 64), rows=(1, 2, 4, 8, 16), done=shares.append)
+    assert table is not None and len(table.rows) >= 2 and now[0] <= 20.0
+    assert all(0.0 <= share <= 1.0 for share in shares) and shares == sorted(shares)
+    assert table.at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
 
 
 def test_a_context_shorter_than_every_length(runner):
@@ -132,16 +172,16 @@ def test_without_memory_there_is_no_table(runner, tmp_path, monkeypatch):
 
 
 def test_it_is_measured_once(runner, tmp_path, monkeypatch):
-    said: list[str] = []
-    table = table_for(runner, tmp_path, said.append)
-    assert len(said) == 1 and "Measuring" in said[0]
+    said = Said()
+    table = table_for(runner, tmp_path, said)
+    assert len(said.lines) == 1 and "Measuring" in said.lines[0]
 
-    def never(*_):
+    def never(*_, **__):
         raise AssertionError("measured twice")
 
     monkeypatch.setattr(costs, "measure", never)
     again = TargetRunner(runner.model)
-    assert table_for(again, tmp_path, said.append) == table and len(said) == 1
+    assert table_for(again, tmp_path, said) == table and len(said.lines) == 1
     with pytest.raises(AssertionError):
         table_for(TargetRunner(tiny_model(context=256, seed=1)), tmp_path)
     monkeypatch.setattr(costs, "device_name", lambda device: "another machine")

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from longdraft.kv import memory
@@ -22,7 +23,7 @@ def hardware() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": _cores(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": int(psutil.virtual_memory().total),
         "memory_available_bytes": memory.available_bytes(torch.device("cpu")),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
     }
@@ -71,13 +72,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -79,6 +79,12 @@ def line(text: str) -> None:
     sys.stdout.flush()
 
 
+def bar(share: float, width: int = 20) -> Text:
+    """A share of something as a bar."""
+    done = round(min(max(share, 0.0), 1.0) * width)
+    return Text.assemble(("━" * done, "green"), ("━" * (width - done), "dim"))
+
+
 class Status:
     """What is being done, on stderr: one line that goes away on a terminal, else a line each.
 
@@ -87,11 +93,16 @@ class Status:
     """
 
     def __init__(self, animated: bool) -> None:
-        self._console = stderr()
+        self._console, self._said = stderr(), ""
         self._spinner = self._console.status(Text("")) if animated and self._console.is_terminal else None
 
-    def __call__(self, message: str) -> None:
+    def __call__(self, message: str, share: float | None = None) -> None:
         text = Text(message + " ...")
+        if share is not None and self._console.is_terminal:
+            text = Text.assemble(bar(share), " ", text)
+        elif share is not None and message == self._said:
+            return
+        self._said = message
         if self._spinner is not None:
             self._spinner.update(text)
             self._spinner.start()

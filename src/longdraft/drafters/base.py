@@ -35,6 +35,9 @@ class Drafter(ABC):
     hoped: float = 0.0
     """Tokens that a round with it is believed to add before it was tried, where more is known than that it may pay."""
 
+    lightness: float = 1.0
+    """Time of a forward of the target's own layers on the weights that it drafts with, of one on the target's."""
+
     query_window: int = 1
     """Of how many of a prompt's last tokens it wants the queries, where it wants any; the first event brings them."""
 

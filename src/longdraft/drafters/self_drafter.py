@@ -43,11 +43,18 @@ FRESH_SHARE, FRESH = 4, 64
 REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
 # Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md): on all rows; on
 # 512; so much more each time these are doubled; at most, on some rows.
-ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.15, 0.8
+ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.225, 0.85
 # Rows of a view by attention where nobody says how many (docs/self-drafting.md).
 MANY = 2048
+# Time of a forward on lighter weights, of one on the target's.
+LIGHTER = 0.6
 # Tokens that a round is believed to add, at most, before one was seen.
 HOPED = 6.0
+
+
+def drafts_lightly(runner: TargetRunner) -> bool:
+    """Whether a model drafts on lighter weights and an eight-bit view than it verifies on, by kernels of ours."""
+    return runner.can_round and not runner.rounds and runner.offload is None and runner.twin.fused.stack is not None
 
 
 class SelfDrafter(TreeDrafter):
@@ -107,6 +114,7 @@ class SelfDrafter(TreeDrafter):
         more = log2(max(1.0, self.view.budget / BUDGET))
         self._share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
         self._agreement: dict[int, Agreement] = {}  # of each text
+        self.whole: WholeLM | None = None
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
 
@@ -114,6 +122,10 @@ class SelfDrafter(TreeDrafter):
     def hoped(self) -> float:  # type: ignore[override]
         """Tokens of a chain before the first that would be the target's by chance alone."""
         return min(self._share / (1.0 - self._share), HOPED)
+
+    @property
+    def lightness(self) -> float:  # type: ignore[override]
+        return 1.0 if self.whole is None else LIGHTER
 
     def own_rows(self, length: int) -> float | None:
         kept = self.runner.kv_dtype

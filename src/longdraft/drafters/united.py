@@ -51,6 +51,10 @@ class UnitedDrafter(Drafter):
     def hoped(self) -> float:  # type: ignore[override]
         return self.paid.hoped
 
+    @property
+    def lightness(self) -> float:  # type: ignore[override]
+        return self.paid.lightness
+
     def own_rows(self, length: int) -> float | None:
         return self.paid.own_rows(length)
 

@@ -25,7 +25,7 @@ from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
 from longdraft.native.library import HEAD_UNIT
-from longdraft.native.nibbled import Nibbled, nibbled
+from longdraft.native.nibbled import Nibbled
 from longdraft.native.rounded import Rounded, light
 from longdraft.native.structures import Norm, Weights
 
@@ -88,7 +88,11 @@ class FusedLayers:
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None
-        return self.stack.changed(_least, _lighter)
+        return self.stack.changed(self._least, _lighter)
+
+    def _least(self, weights: Weights) -> Weights:
+        matrix, bias = weights
+        return matrix if isinstance(matrix, Rounded | Nibbled) else self._kernels.nibbled(matrix), bias
 
     def take(self, store: KVStore, block: Block) -> bool:
         """Whether a forward over a block is one of theirs."""
@@ -137,11 +141,6 @@ def in_place(store: KVStore) -> bool:
 def _lighter(weights: Weights) -> Weights:
     matrix, bias = weights
     return matrix if isinstance(matrix, Rounded | Nibbled) else light(matrix), bias
-
-
-def _least(weights: Weights) -> Weights:
-    matrix, bias = weights
-    return matrix if isinstance(matrix, Rounded | Nibbled) else nibbled(matrix), bias
 
 
 class _Forward:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from longdraft.errors import MemoryBudgetError
@@ -18,22 +18,9 @@ def available_bytes(device: torch.device) -> int | None:
         # What torch's allocator holds but does not use is ours to use again.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu":
-        candidates = [c for c in (_meminfo_available(), _cgroup_available()) if c is not None]
-        return min(candidates) if candidates else None
+        free, limit = int(psutil.virtual_memory().available), _cgroup_available()
+        return free if limit is None else min(free, limit)
     return None
-
-
-def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:  # macOS and others: all physical memory is the best bound there is.
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _cgroup_available() -> int | None:

@@ -105,6 +105,9 @@ int longdraft_lanes();
 // The OpenMP library's GOMP_parallel, whose threads share the work from then on; null: the calling thread does it all.
 void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
 
+// Weights (outs, size) in four bits, in `data` as rounded.h says.
+void longdraft_nibble(const float *weights, std::int64_t outs, std::int64_t size, std::uint8_t *data, int threads);
+
 // Multiplies x with several matrices, their outputs shared out among the threads.
 void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                       int threads);

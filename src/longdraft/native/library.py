@@ -18,6 +18,7 @@ import torch
 
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.draft import DraftBlock, Nodes
+from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
@@ -47,6 +48,8 @@ class Kernels:
         self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
         self._unpack = library.longdraft_unpack
         self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
+        self._nibble = library.longdraft_nibble
+        self._nibble.restype, self._nibble.argtypes = None, [Pointer, Long, Long, Pointer, ctypes.c_int]
         self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
         self._draft, self._on = library.longdraft_draft, library.longdraft_attend_on
         self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
@@ -78,6 +81,20 @@ class Kernels:
         places = (data.data_ptr(), weights.number, *weights.shape, data.stride(0), out.data_ptr())
         launch("unpack", [data, out], self._unpack, *places, torch.get_num_threads())
         return out
+
+    def nibbled(self, weights: torch.Tensor | Stored) -> Nibbled:
+        """A matrix (out, in) in four bits, as :func:`~longdraft.native.nibbled.nibbled` makes it, to the bit."""
+        found = Nibbled.empty(weights.shape)
+        for rows, bands in found.pieces():
+            some = (
+                self.unpack(Stored(weights.data[rows], weights.format))
+                if isinstance(weights, Stored)
+                else weights[rows]
+            )
+            some = some.detach().float().contiguous()
+            places = (some.data_ptr(), *some.shape, bands.data_ptr())
+            launch("nibbled", [some, bands], self._nibble, *places, torch.get_num_threads())
+        return found
 
     def attend(
         self, q: torch.Tensor, k: KeptRows, v: KeptRows, tree: torch.Tensor | None, scale: float

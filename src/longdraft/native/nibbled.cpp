@@ -139,3 +139,38 @@ void nibbled_linear(const float *x, int64_t rows, int64_t size, const Matrix *ma
     outputs<LANES == 16 ? 4 : 2, LANES == 16 ? 3 : 1>(in, m, from / BAND, (to + BAND - 1) / BAND);
   });
 }
+
+// A float to bfloat16 and back.
+static inline float shortened(float number, std::uint16_t *to) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  *to = static_cast<std::uint16_t>(bits >> 16);
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+void longdraft_nibble(const float *weights, int64_t outs, int64_t size, std::uint8_t *data, int threads) {
+  const int64_t blocks = (size + NIBBLED_BLOCK - 1) / NIBBLED_BLOCK, bands = (outs + BAND - 1) / BAND;
+  share_out(threads, bands, [=](int64_t band) {
+    std::uint8_t *to = data + band * blocks * NIBBLED_BYTES;
+    std::memset(to, 0, blocks * NIBBLED_BYTES);
+    for (int64_t o = 0; o < std::min(BAND, outs - band * BAND); o++) {
+      const float *row = weights + (band * BAND + o) * size;
+      for (int64_t block = 0; block < blocks; block++) {
+        float each[NIBBLED_BLOCK] = {};  // a last block is filled up with zeros
+        std::copy_n(row + block * NIBBLED_BLOCK, std::min(NIBBLED_BLOCK, size - block * NIBBLED_BLOCK), each);
+        std::uint8_t *own = to + block * NIBBLED_BYTES;
+        std::uint16_t ends[2];
+        const float least = shortened(*std::min_element(each, each + NIBBLED_BLOCK), ends + 1);
+        const float scale = shortened((*std::max_element(each, each + NIBBLED_BLOCK) - least) / 15, ends);
+        for (int64_t i = 0; i < NIBBLED_BLOCK; i++) {
+          const float number = std::nearbyintf((each[i] - least) / (scale > 0 ? scale : 1.0f));
+          const auto four = static_cast<std::uint8_t>(std::min(std::max(number, 0.0f), 15.0f));
+          own[i / 4 * 2 * BAND + 2 * o + i % 2] |= i % 4 < 2 ? four : four << 4;
+        }
+        for (int end = 0; end < 2; end++) std::memcpy(own + (16 + 2 * end) * BAND + 2 * o, ends + end, 2);
+      }
+    }
+  });
+}

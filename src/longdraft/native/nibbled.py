@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,18 @@ class Nibbled:
     number = -2
     """Of the format, for the kernels."""
 
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> Nibbled:
+        """A matrix of this shape, its numbers yet to be written."""
+        outs, size = shape
+        bands, blocks = (outs + BAND - 1) // BAND, (size + BLOCK - 1) // BLOCK
+        return cls(torch.empty(bands, blocks * _BYTES, dtype=torch.uint8), (outs, size))
+
+    def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows that are written together, and the bands that hold them."""
+        for at in range(0, self.shape[0], TOGETHER):
+            yield slice(at, at + TOGETHER), self.data[at // BAND : (at + TOGETHER) // BAND]
+
     def floats(self) -> torch.Tensor:
         """(out, in) float32: what the numbers stand for."""
         outs, size = self.shape
@@ -39,10 +52,9 @@ class Nibbled:
 
 def nibbled(weights: torch.Tensor | Stored) -> Nibbled:
     """A matrix (out, in) in four bits, each block of 32 between its smallest and its largest weight."""
-    outs, size = weights.shape
-    blocks = (size + BLOCK - 1) // BLOCK
-    data = torch.empty((outs + BAND - 1) // BAND, blocks * _BYTES, dtype=torch.uint8)
-    for rows, bands in zip(in_pieces(weights), data.split(TOGETHER // BAND), strict=True):
+    found = Nibbled.empty(weights.shape)
+    size, blocks = found.shape[1], found.data.shape[1] // _BYTES
+    for rows, (_, bands) in zip(in_pieces(weights), found.pieces(), strict=True):
         filled = torch.zeros(len(bands) * BAND, blocks * BLOCK)
         filled[: len(rows), :size] = rows
         each = filled.unflatten(1, (blocks, BLOCK))
@@ -57,4 +69,4 @@ def nibbled(weights: torch.Tensor | Stored) -> Nibbled:
         parts[..., : 16 * BAND] = both.flatten(2)
         ends = torch.stack([scale, least]).view(2, len(bands), BAND, blocks).permute(1, 3, 0, 2).contiguous()
         parts[..., 16 * BAND :] = ends.view(torch.uint8).flatten(2)
-    return Nibbled(data, (outs, size))
+    return found

@@ -73,32 +73,32 @@ class Worth:
 
     def __init__(self, prior: Hope | Worth) -> None:
         self._prior = prior
-        self._tokens = self._doubts = self._steps = self._rounds = 0.0
+        self._tokens = self._new = self._steps = self._rounds = 0.0
 
     @property
     def tokens(self) -> float:
-        """Mean of a Gamma posterior: tokens are counted as Poisson's are, and a round counts by its doubt."""
-        return (PRIOR * self._prior.tokens + self._tokens) / (PRIOR + self._doubts)
+        """Mean of a Gamma posterior: tokens are counted as Poisson's are, and a round counts by what is new in it."""
+        return (PRIOR * self._prior.tokens + self._tokens) / (PRIOR + self._new)
 
     @property
     def steps(self) -> float:
         """In time of plain decoding."""
         return (PRIOR * self._prior.steps + self._steps) / (PRIOR + self._rounds)
 
-    def saw(self, tokens: float, doubt: float, steps: float) -> None:
+    def saw(self, tokens: float, new: float, steps: float) -> None:
         """A round with the draft.
 
         Args:
-            tokens: that it added. doubt: the chance that there was anything to add. steps: that it took longer.
+            tokens: that it added. new: the share of its tokens that nothing else proposed. steps: that it took longer.
         """
         self._tokens += tokens
-        self._doubts += doubt
+        self._new += new
         self._steps += steps
         self._rounds += 1.0
 
     def fade(self) -> None:
         """Once a round."""
         self._tokens *= KEEP
-        self._doubts *= KEEP
+        self._new *= KEEP
         self._steps *= KEEP
         self._rounds *= KEEP

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from longdraft.host.checkpoints import Progress
 from longdraft.host.runner import TargetRunner
 from longdraft.planning.costs import table_for, wake
 from longdraft.planning.planner import Planner
@@ -35,7 +36,7 @@ def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
     return (plan or checked(os.environ.get(VARIABLE) or None) or PLANS[0]) == "auto"
 
 
-def planner_for(runner: TargetRunner, progress: Callable[[str], None] | None = None) -> Planner | None:
+def planner_for(runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
     """A planner with what verifications cost on this machine; None where there is no memory to measure it in."""
     table = table_for(runner, progress=progress, seconds=wake(runner))
     return None if table is None else Planner(table)

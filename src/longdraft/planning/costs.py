@@ -15,6 +15,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,9 +24,11 @@ import torch
 from longdraft import native
 from longdraft.errors import MemoryBudgetError
 from longdraft.folders import cache_folder
+from longdraft.host.checkpoints import Progress
 from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import is_stored
 from longdraft.kv.store import KVStore
+from longdraft.planning.load import Others
 from longdraft.planning.machine import device_name
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.schedule import verify_trees
@@ -34,12 +38,15 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LENGTHS = (64, 2048, 7168)
 REPEATS = 3
-# Once this much has been spent on measuring, what is left of it is made shorter: a large model on a slow machine.
-PATIENCE_SECONDS = 15.0
+# Measuring ends after this long, with what there is by then: a large model, or a machine that does something else too.
+LIMIT_SECONDS = 20.0
+# Of which the shortest text, without which there is no table, may take so much.
+FIRST_SHARE = 0.5
 # Raise it when a table means something else than before.
-_FORMAT = 3
-# Rows of the forwards that wake a model up, and how much faster than its table the machine may be.
-WAKING, _BUSY = 4, 0.6
+_FORMAT = 4
+# Rows of the forwards that wake a model up; how much faster than its table the machine may be, and than one that was
+# measured beside other work.
+WAKING, _BUSY, _QUIET = 4, 0.6, 0.85
 # How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
 _FOLLOW, OUTLIER = 0.15, 2.0
 
@@ -51,11 +58,13 @@ class CostTable:
     Attributes:
         lengths: tokens of text, ascending. rows: rows of a forward, ascending, the first of them 1.
         seconds: for each length, for each number of rows.
+        busy: other processes were in the way while it was measured.
     """
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
+    busy: bool = False
 
     def __post_init__(self) -> None:
         shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
@@ -124,15 +133,15 @@ class Costs:
 def table_for(
     runner: TargetRunner,
     folder: Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     seconds: float | None = None,
 ) -> CostTable | None:
     """The costs of a target on this machine: found, or measured and kept.
 
     Args:
         folder: where tables are kept; None: in the package's cache.
-        progress: called with a line of text before anything is measured.
-        seconds: what :func:`wake` saw: a table that was measured on a busy machine is measured again.
+        progress: told that it is measured, and how much of it is done.
+        seconds: what :func:`wake` saw: a table that was measured on a busy machine is measured again on a quiet one.
 
     Returns:
         None where not even the shortest text fits the memory that is free.
@@ -143,27 +152,40 @@ def table_for(
     known = _read(file, key)
     if known is not None and not outdated(known, seconds):
         return known
-    line = "Measuring what a verification costs on this machine (once for this model; up to half a minute)"
+    line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    if progress is not None:
-        progress(line)
-    found = measure(runner)
+    found = measure(runner, done=(lambda share: None) if progress is None else partial(progress, line))
     if found is not None:
+        if found.busy:
+            logger.warning(
+                "Costs were measured beside other work on this machine, and are measured again when it has ended."
+            )
         _write(file, key, found)
     return found
 
 
-def measure(runner: TargetRunner, lengths: Sequence[int] = LENGTHS, rows: Sequence[int] = ROWS) -> CostTable | None:
+def measure(
+    runner: TargetRunner,
+    lengths: Sequence[int] = LENGTHS,
+    rows: Sequence[int] = ROWS,
+    done: Callable[[float], None] = lambda share: None,
+) -> CostTable | None:
     """Times forwards, the sizes in turn: the best times. The text is made up: what a forward costs does not
     depend on it.
+
+    After :data:`LIMIT_SECONDS` it ends with what there is: fewer lengths, or fewer rows of a forward, as the last of
+    which all larger ones are reckoned.
+
+    Args:
+        done: told which share of the work, or of the time, is over.
 
     Returns:
         None where memory does not even allow the shortest length; lengths that do not fit are left out.
     """
     wanted = [n for n in lengths if n + rows[-1] <= runner.context_length] or [max(1, runner.context_length - rows[-1])]
-    start = time.perf_counter()
+    others, start = Others(), time.perf_counter()
     seconds: list[list[float]] = []
-    for length in wanted:
+    for i, length in enumerate(wanted):
         try:
             store = runner.new_store(1, length + rows[-1])
         except MemoryBudgetError:
@@ -172,19 +194,32 @@ def measure(runner: TargetRunner, lengths: Sequence[int] = LENGTHS, rows: Sequen
             for tensor in store.layer(layer):
                 tensor.zero_()
         store.lengths[0] = length
-        times: list[list[float]] = [[] for _ in rows]
+        until = start + LIMIT_SECONDS * (FIRST_SHARE if i == 0 else 1.0)
+        found: list[float] = []
         # The first pass warms up and is not kept, unless the machine is so slow that there is no other.
-        for turn in range(REPEATS + 1):
-            if turn > 1 and time.perf_counter() - start > PATIENCE_SECONDS:
+        for turn, (column, n) in product(range(REPEATS + 1), enumerate(rows)):
+            spent = time.perf_counter() - start
+            done(max((i + turn / (REPEATS + 1)) / len(wanted), spent / LIMIT_SECONDS))
+            # The next forward takes what one of this size took, or twice what a smaller one did.
+            expected = found[column] if turn else seconds[-1][column] if seconds else 2 * found[-1] if found else 0.0
+            if start + spent + expected > until and (seconds or turn or column > 1):
                 break
-            for column, n in enumerate(rows):
-                taken = _time(runner, store, n)
-                times[column] = [taken] if turn == 1 else [*times[column], taken]
-        seconds.append([min(t) for t in times])
+            taken = _time(runner, store, n)
+            if turn == 0:
+                found.append(taken)
+            else:
+                found[column] = taken if turn == 1 else min(found[column], taken)
+        if i == 0:
+            rows = rows[: len(found)]
+        if len(found) < len(rows):
+            break
+        seconds.append(found)
     # Other work on the machine only ever adds. What is left of it: fewer rows, or less text, cannot cost more.
     seconds = [[min(s[column] for s in seconds[i:]) for column in range(len(rows))] for i in range(len(seconds))]
     seconds = [[min(s[column:]) for column in range(len(rows))] for s in seconds]
-    return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(map(tuple, seconds))) if seconds else None
+    if not seconds:
+        return None
+    return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(map(tuple, seconds)), others.in_the_way)
 
 
 def wake(runner: TargetRunner) -> float | None:
@@ -200,17 +235,17 @@ def wake(runner: TargetRunner) -> float | None:
                 tensor.zero_()
         store.lengths[0] = 1
         first = _time(runner, store, WAKING)
-        return min(_time(runner, store, WAKING) for _ in range(REPEATS)) if first < PATIENCE_SECONDS / 10 else first
+        return min(_time(runner, store, WAKING) for _ in range(REPEATS)) if first < LIMIT_SECONDS / 20 else first
     return None
 
 
 def outdated(table: CostTable, seconds: float | None) -> bool:
-    """Whether the machine is much faster than a table says, which was then measured beside other work.
+    """Whether the machine is faster than a table says, which was then measured beside other work.
 
     Args:
         seconds: as :func:`wake` returns them.
     """
-    return seconds is not None and seconds < _BUSY * table.at(WAKING, 1)
+    return seconds is not None and seconds < (_QUIET if table.busy else _BUSY) * table.at(WAKING, 1)
 
 
 def _tree(nodes: int) -> TokenTree:
@@ -252,7 +287,8 @@ def _read(file: Path, key: dict[str, object]) -> CostTable | None:
         if found["key"] != key:
             return None
         table = found["table"]
-        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), tuple(map(tuple, table["seconds"])))
+        times = tuple(map(tuple, table["seconds"]))
+        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), times, bool(table["busy"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

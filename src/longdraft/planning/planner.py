@@ -6,8 +6,8 @@ a second is verified; n = 0 is plain decoding. In a batch a forward is as wide a
 what all texts get from as many.
 
 A lookup costs next to nothing: it is asked first, and says how sure it is. A draft costs forwards, so whether to ask it
-is decided before it has said anything: by the tokens it added lately where a lookup failed, times the chance that this
-one fails, against what they take (:class:`~longdraft.planning.chances.Worth`). At first it is believed to pay by a
+is decided before it has said anything: by the tokens it added lately, less those that the lookup has already, against
+what they take (:class:`~longdraft.planning.chances.Worth`). At first it is believed to pay by a
 little, so a bad one is given up after two or three trials. Evidence fades, so that it is tried again.
 
 What is emitted does not depend on any of this: any tree verifies exactly.
@@ -15,7 +15,6 @@ What is emitted does not depend on any of this: any tree verifies exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from longdraft.drafters.base import Drafter
@@ -31,6 +30,8 @@ FORWARD = 0.15
 # Odds of a node are taken for so much of what they are: chosen nodes are those whose chances are most overrated, and a
 # wide forward between narrow ones costs more than one after another of its kind, which is how costs are measured.
 CAUTION = 0.45
+# Drafted rows by which what one more costs is reckoned.
+TYPICAL = 8
 # How fast averages follow: time of a draft forward and of a round with it, nodes worth verifying.
 FOLLOW = 0.2
 
@@ -55,14 +56,13 @@ class Planner:
         self.worth = {greedy: Worth(self.hope) for greedy in (True, False)}
         self.forward = FORWARD
         self.nodes = 8.0  # lately worth verifying
-        # Rows of KV that a draft's forward reads of a text of so many, where it is the target's own.
-        self.own_rows: Callable[[int], float | None] = lambda length: None
+        self.drafter: Drafter | None = None
         self.tried = False
         self.rate = 1.0  # tokens of a text that lately came in the time of a plain step: what that time is worth
 
     def expect(self, drafter: Drafter) -> None:
         """Told whose drafts it plans, before a run."""
-        self.hope.known, self.own_rows = drafter.hoped, drafter.own_rows
+        self.hope.known, self.drafter = drafter.hoped, drafter
 
     def start(self) -> Plan:
         """Plans a run."""
@@ -89,10 +89,14 @@ class Plan:
         if not planner.tried:
             self._guess()
         self._worth = {s.index: self._worth.get(s.index) or Worth(planner.worth[s.greedy]) for s in sequences}
-        # Of each sequence that is drafted for: what is proposed without, cut to what would pay, and the doubt in it.
+        # Of each sequence that is drafted for: what is proposed without, cut to what would pay, and the share of drafts
+        # that is not in that.
         self._without: dict[int, tuple[TokenTree, float]] = {}
         self._drafting = 0.0
-        return Budget(round(planner.nodes) + 2, len(sequences) * planner.forward * planner.rate, self._choose)
+        # A level more: its forward, and a row more of the verification.
+        wide = self._costs.verification(1 + TYPICAL, self._lengths)
+        level = len(sequences) * planner.forward + (wide / self._plain - 1.0) / TYPICAL
+        return Budget(round(planner.nodes) + 2, level * planner.rate, self._choose)
 
     def plain(self, sequences: SequenceOf[Sequence]) -> float:
         """Seconds of a plain step on all of the texts."""
@@ -100,11 +104,11 @@ class Plan:
 
     def _guess(self) -> None:
         """Before the first draft: what a forward of the target on a part of its KV takes is known."""
-        planner = self._planner
-        rows = [planner.own_rows(length) for length in self._lengths]
-        if None not in rows:
+        planner, drafter = self._planner, self._planner.drafter
+        rows = [None if drafter is None else drafter.own_rows(length) for length in self._lengths]
+        if drafter is not None and None not in rows:
             own = self._costs.verification(1, [max(1, round(n or 0)) for n in rows])
-            planner.forward = own / self._plain
+            planner.forward = drafter.lightness * own / self._plain
             planner.hope.steps = max(1.0, planner.hope.known) * planner.forward
 
     def _choose(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
@@ -112,18 +116,19 @@ class Plan:
         if not sequences:
             return []
         n, tokens, seconds = self._best(sequences, trees, 0.0)
-        doubts = [self._doubt(s, tree) for s, tree in zip(sequences, trees, strict=True)]
+        trees = [tree.best(n) for tree in trees]
         worth = [self._worth[s.index] for s in sequences]
+        new = [self._new(s, tree, w.tokens) for s, tree, w in zip(sequences, trees, worth, strict=True)]
         # Tokens that decoding makes in a plain step, without.
         rate = tokens / seconds * self._plain
-        added = [doubt * w.tokens for doubt, w in zip(doubts, worth, strict=True)]
+        added = [share * w.tokens for share, w in zip(new, worth, strict=True)]
         chosen = [i for i, w in enumerate(worth) if added[i] > rate * w.steps / len(sequences)]
         if not chosen:
             return []
         steps = max(worth[i].steps for i in chosen)
         if sum(added[i] for i in chosen) <= rate * steps:
             return []
-        self._without = {sequences[i].index: (trees[i].best(n), doubts[i]) for i in chosen}
+        self._without = {sequences[i].index: (trees[i], new[i]) for i in chosen}
         self._seconds, self._drafting = seconds, steps * self._plain
         return [sequences[i] for i in chosen]
 
@@ -152,10 +157,15 @@ class Plan:
                 found = (n, tokens, seconds)
         return found
 
-    def _doubt(self, s: Sequence, tree: TokenTree) -> float:
-        """The chance that none of a tree's first tokens is right."""
-        first = [p for p, parent in zip(self._chances(s, tree), tree.parents, strict=True) if parent == 0]
-        return max(0.0, 1.0 - sum(first))
+    def _new(self, s: Sequence, tree: TokenTree, tokens: float) -> float:
+        """The share of what a draft would add that a tree does not hold already.
+
+        A draft of ``tokens`` on average goes on with the chance ``a``, so it reaches depth k with a^k; where the tree
+        is right down to there, that adds nothing. Whether one is right is taken to say nothing of the other.
+        """
+        a = tokens / (1.0 + tokens)
+        held = zip(self._chances(s, tree)[1:], tree.depths[1:], strict=True)
+        return max(0.0, 1.0 - sum(p * a**depth for p, depth in held) / max(tokens, 1e-9))
 
     def _chances(self, s: Sequence, tree: TokenTree) -> list[float]:
         """Of each node's path, the root's first. A path is never likelier than a part of it."""
@@ -202,7 +212,7 @@ class Plan:
         planner.hope.steps += FOLLOW * (steps - planner.hope.steps)
         for event in events:
             if event.sequence.index in self._without:
-                without, doubt = self._without[event.sequence.index]
+                without, new = self._without[event.sequence.index]
                 added = max(0, event.accepted - without.follows(event.came))
                 for worth in (self._worth[event.sequence.index], planner.worth[event.sequence.greedy]):
-                    worth.saw(added, doubt, steps)
+                    worth.saw(added, new, steps)

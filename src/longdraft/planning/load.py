@@ -1,0 +1,42 @@
+"""What else the machine does: other processes on the cores that a run wants."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import torch
+
+# Cores that others may take of a run's without a word: a shell, a clock, what the system does.
+SLACK = 0.3
+
+
+class Others:
+    """Cores that other processes keep busy from the time this is made."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._own = time.perf_counter(), _busy(), _own()
+
+    @property
+    def cores(self) -> float:
+        """How many, on average; 0 before the clock of the system has moved."""
+        elapsed = time.perf_counter() - self._start
+        return max(0.0, (_busy() - self._busy) - (_own() - self._own)) / elapsed if elapsed > 0.1 else 0.0
+
+    @property
+    def in_the_way(self) -> bool:
+        """Whether they leave fewer cores than torch has threads."""
+        return self.cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + SLACK
+
+
+def _busy() -> float:
+    """Seconds that all cores have worked, since the machine started."""
+    times = psutil.cpu_times()._asdict()
+    # Guests' seconds are counted among user's.
+    return float(sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
+
+
+def _own() -> float:
+    times = os.times()
+    return times.user + times.system
