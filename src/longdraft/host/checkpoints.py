@@ -40,6 +40,9 @@ class LoadedModel(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
+    def __repr__(self) -> str:
+        return f"LoadedModel(model={type(self.model).__name__}, tokenizer={type(self.tokenizer).__name__})"
+
 
 def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model without its tokenizer, ready to run: a folder in Hugging Face layout, else a hub id.
