@@ -52,7 +52,7 @@ def meant(name: str, known: Iterable[str]) -> str:
         return f"it is {elsewhere} here."
     if elsewhere and not elsewhere.isidentifier():
         return f"{elsewhere}."
-    close = get_close_matches(name, names, n=1)
+    close = get_close_matches(name, names, n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else ""
 
 

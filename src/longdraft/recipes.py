@@ -183,7 +183,7 @@ def _able(options: Mapping[str, Any]) -> list[Method]:
             owners = [m.name for m in METHODS.values() if unknown in m.options]
             if owners:
                 advice = f"it is one of {', '.join(owners)}; name the method."
-            raise ValueError(f"There is no option {unknown}: {advice or 'name the method that has it.'}")
+            raise ValueError(f"There is no option {unknown}: {advice or 'no method has one.'}")
         raise ValueError(f"No method that is chosen by itself has {' and '.join(options)} together: name the method")
     for m in able:
         m.check(options)

@@ -220,7 +220,7 @@ def test_a_difference_is_shown_for_what_it_is(generate, monkeypatch):
         (["-p", "x", "-f", "no such file"], "There is no file no such file"),
         (["-p", "x", "-f", "."], "is a folder"),
         (["-p", "x", "--method", "magic"], "There is no method 'magic'"),
-        (["-p", "x", "-o", "magic=1"], "has no option magic"),
+        (["-p", "x", "-o", "magic=1"], "no option magic: no method has one"),
         (["-p", "x", "-o", "magic"], "takes name=value"),
         (["-p", "x", "-o", "branches=many"], "branches"),
         (["-p", "x", "-n", "0"], "at least 1"),

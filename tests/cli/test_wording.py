@@ -59,6 +59,12 @@ def test_wrong_options_are_said_before_anything_loads(generate, monkeypatch, arg
     assert ended.err.startswith("error: ") and len(ended.err.splitlines()) == 1
 
 
+def test_a_draft_in_the_place_of_a_model(shell, tmp_path):
+    (tmp_path / "config.json").write_text('{"longdraft_format": 1, "drafter": "longspec"}')
+    ended = shell("generate", "--model", tmp_path, "-p", "hi")
+    assert ended.code == 1 and "holds a draft, which drafts for a model: give it as the draft (--draft)" in ended.err
+
+
 def test_too_long_a_text_is_said_in_flags(generate):
     err = generate("-p", "hi", "-n", "9999").err
     assert "lower --max-tokens (-n), or stretch the context with --rope-factor (YaRN)" in err

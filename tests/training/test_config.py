@@ -29,7 +29,8 @@ def test_words_override_the_file(tmp_path):
     ("word", "said"),
     [
         ("rows", "not of the form key=value"),
-        ("speed=3", "No setting speed. Settings: accumulate, anchor_offset"),
+        ("quick=3", r"No setting quick\. Settings: accumulate, anchor_offset"),
+        ("speed=3", r"Did you mean seed\? Settings: accumulate, anchor_offset"),
         ("rows=many", "rows takes a whole number, got 'many'"),
         ("rows=1.5", "rows takes a whole number"),
         ("rows=true", "rows takes a whole number"),

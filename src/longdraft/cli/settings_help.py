@@ -37,7 +37,7 @@ def _table(settings: Sequence[Described]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("setting", style="bold cyan", no_wrap=True)
     table.add_column("default", no_wrap=True)
-    table.add_column("values", max_width=20)
+    table.add_column("values")
     table.add_column("meaning", ratio=1)
     for each in settings:
         table.add_row(*map(Text, each))

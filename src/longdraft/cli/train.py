@@ -100,6 +100,10 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
         for file in (*settings_.data, *settings_.vocabulary_from):
             if not Path(file).is_file():
                 raise ConfigError(f"There is no file {file}: check data and vocabulary_from.")
+        if settings_.init and not Path(settings_.init).is_dir():
+            raise ConfigError(
+                f"There is no draft folder {settings_.init}: check init, or leave it out to start afresh."
+            )
     except ConfigError:
         if main:
             raise
@@ -194,6 +198,7 @@ def data(
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
     lengths = options.whole_numbers("--passage-tokens", passage_tokens)
     heats = options.numbers("--temperatures", temperatures)
+    asked = None if layers is None else options.whole_numbers("--layers", layers)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not heats or min(heats) < 0:
@@ -240,8 +245,8 @@ def data(
             kept = None
             if features:
                 count = runner.kv_shape.layers
-                wanted = options.whole_numbers("--layers", layers) if layers else (*usual_layers(count), count - 1)
-                if layers and not {*range(count)}.issuperset(wanted):
+                wanted = asked or (*usual_layers(count), count - 1)
+                if asked and not {*range(count)}.issuperset(wanted):
                     raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {layers!r}.")
                 # A shallow target has no layer at some of the usual places.
                 held = sorted({layer for layer in wanted if layer >= 0})

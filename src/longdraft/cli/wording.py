@@ -21,17 +21,22 @@ _NAMES = (
 )  # fmt: skip
 _FLAGS = flags(_NAMES) | {"max_new_tokens": "--max-tokens (-n)", "top_k": "--tree-top-k"}
 
+# The name of a flag of sampling too, and of options of methods.
+_FIRST = ("top_k",)
+
 
 def flagged(message: str, names: Mapping[str, str] = _FLAGS) -> str:
     """A message with flags for names.
 
     A name is told from an English word by its underscore, by a value (device='cpu') or by standing first.
     """
+    message = message.replace("(draft=)", "(--draft)")
     for name, flag in names.items():
         if re.search(rf"--?{name}\b|-o {name}=", message):
             continue  # it speaks of the flag already
         message = re.sub(rf"\b{name}='?(\w+)'?", rf"{flag} \1", message)
-        message = re.sub(rf"(?<![\w-]){name}(?![\w=-])" if "_" in name else rf"^{name}(?= )", flag, message)
+        anywhere = "_" in name and name not in _FIRST
+        message = re.sub(rf"(?<![\w-]){name}(?![\w=-])" if anywhere else rf"^{name}(?= )", flag, message)
     return message
 
 
