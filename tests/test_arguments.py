@@ -178,6 +178,8 @@ def test_one_stop_string_and_one_end(spec):
         ({"branches": 2, "widths": (2, 2)}, RequestError, "branches and widths together"),
         ({"view": "chunks"}, RequestError, "it is one of"),
         ({"model": 5}, RequestError, "it is target here"),
+        ({"temperature": 0.7}, RequestError, "a setting of what is generated"),
+        ({"method": "ar", "max_new_tokens": 7}, RequestError, "a setting of what is generated"),
         ({"method": "longspec", "widths": (0,)}, RequestError, "widths must be"),
         ({"plan": 5}, RequestError, "plan must be auto or fixed"),
         ({"offload": 5}, RequestError, "offload takes"),

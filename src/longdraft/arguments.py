@@ -18,9 +18,12 @@ R = TypeVar("R")
 _NO_BEAMS = "longdraft decodes greedily or by sampling, one output a prompt: leave it out"
 _SEVERAL = "give the prompt several times; each samples with a seed of its own"
 _GREEDY = "temperature=0 is greedy, a temperature above 0 samples"
+_PENALTY = "there is repetition_penalty here, and Request(prompt, processors=[...]) for others"
+_GENERATED = "it is a setting of what is generated, not of the method"
 # What others call it: the argument's name here, or what to do.
 _ELSEWHERE = {
-    "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens counts the new tokens alone",
     "num_tokens": "max_new_tokens", "new_tokens": "max_new_tokens", "n_predict": "max_new_tokens",
     "stop_strings": "stop", "stop_sequences": "stop", "stop_words": "stop",
     "eos_token_id": "eos_token_ids", "stop_token_ids": "eos_token_ids", "eos": "eos_token_ids",
@@ -29,17 +32,20 @@ _ELSEWHERE = {
     "n": _SEVERAL, "best_of": _SEVERAL, "num_return_sequences": _SEVERAL,
     "sampling_params": "sampling", "generation_config": "give its values by name, such as temperature= and top_p=",
     "temp": "temperature", "random_seed": "seed", "generator": "seed",
-    "frequency_penalty": "repetition_penalty", "presence_penalty": "repetition_penalty",
+    "frequency_penalty": _PENALTY, "presence_penalty": _PENALTY,
     "logits_processor": "Request(prompt, processors=[...]) takes them",
     "streamer": "iterate over stream(...), whose steps have the text", "stream": "iterate over stream(...)",
     "batch_size": "batch", "max_num_seqs": "batch", "past_key_values": "cache", "prompt_cache": "cache",
     "use_cache": "the KV is always kept; cache=PromptCache() keeps it for the next call",
     "prompt": "prompts", "inputs": "prompts", "input_ids": "prompts", "prompt_token_ids": "prompts", "text": "prompts",
-    "messages": "give the token ids of tokenizer.apply_chat_template(messages, add_generation_prompt=True)",
+    "messages": "give the token ids of tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+    "return_dict=False)",
     "apply_chat_template": "chat", "raw": "chat=False continues a text as it is",
     "model": "target", "base_model": "target", "target_model": "target", "draft_model": "draft",
     "assistant_model": "draft", "speculative_model": "draft", "num_speculative_tokens": "depth",
     "num_assistant_tokens": "depth", "prompt_lookup_num_tokens": "max_draft", "gamma": "depth",
+    "temperature": _GENERATED, "top_p": _GENERATED, "min_p": _GENERATED, "repetition_penalty": _GENERATED,
+    "max_new_tokens": _GENERATED, "seed": _GENERATED, "stop": _GENERATED, "sampling": _GENERATED,
     "torch_dtype": "dtype", "device_map": "device", "model_id": "model", "model_name": "model", "path": "model",
 }  # fmt: skip
 
