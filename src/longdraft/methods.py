@@ -109,7 +109,7 @@ class Method:
                 raise ValueError(f"Method {self.name} has no option {name}: {advice}")
         for name, value in options.items():
             if (kind := wrong_kind(known[name].default, value)) is not None:
-                raise ValueError(f"{name} takes {kind}, got {value!r}")
+                raise ValueError(f"{name} must be {kind}, got {value!r}")
 
 
 def wrong_kind(default: Any, value: Any) -> str | None:
