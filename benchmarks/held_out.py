@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.drafters.kinds import kind_of
-from longdraft.training.config import DEPTH, read_config
+from longdraft.training.config import DEPTH
 from longdraft.training.measure import by_step, simulate
 from longdraft.training.session import Session
+from longdraft.training.settings import read_config
 
 
 def measured(self: Session, trainee: Any, reader: Any, *_: Any, **how: Any) -> Iterator[Any]:

@@ -158,7 +158,7 @@ def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
     last = session.add(Request([5], max_new_tokens=3))
     finished(session)
     assert [len(session.take(n).token_ids) for n in (*small, large, last)] == [9, 9, 30, 3]
-    assert not session._sequences and not session._engine.stats
+    assert not session._told and not session._engine.stats
 
 
 def test_fewer_at_a_time_where_memory_is_short(spec, monkeypatch, caplog):

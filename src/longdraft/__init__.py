@@ -8,7 +8,8 @@ from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.loading import load
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import methods
-from longdraft.session import Generation, Request, Session
+from longdraft.request import Request
+from longdraft.session import Generation, Session
 from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
 

@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 from longdraft.drafters import kinds
 from longdraft.drafters.base import Drafter
+from longdraft.errors import values_checked
 from longdraft.methods import METHODS, Method, of_kind
 from longdraft.verify.schedule import Schedule
 
 _BUILT_IN = frozenset(METHODS)
 
 
+@values_checked(instead_of=(ValueError, TypeError))
 def compose(
     name: str,
     drafter: Callable[..., Drafter],
@@ -39,7 +41,7 @@ def compose(
         summary, paper: for the list of methods.
 
     Raises:
-        ValueError: the name is that of a method of this package or cannot be one, no such kind of draft, or a factory
+        RequestError: the name is that of a method of this package or cannot be one, no such kind of draft, or a factory
             that does not take what it is given.
     """
     _check_name(name)
@@ -57,6 +59,7 @@ def compose(
     return METHODS[name]
 
 
+@values_checked(instead_of=(ValueError, TypeError))
 def register(kind: kinds.Kind) -> Method:
     """Makes a kind of trained draft known, and with it the method of its name. One of the same name is replaced.
 
@@ -64,8 +67,10 @@ def register(kind: kinds.Kind) -> Method:
     it is trained.
 
     Raises:
-        ValueError: the name is that of a method of this package or cannot be one, or the drafter takes no ``draft``.
+        RequestError: the name is that of a method of this package or cannot be one, or the drafter takes no ``draft``.
     """
+    if not isinstance(kind, kinds.Kind):
+        raise TypeError(f"register takes a Kind, got {kind!r}")
     _check_name(kind.name)
     if "draft" not in inspect.signature(kind.drafter).parameters:
         raise ValueError(f"the drafter of {kind.name} takes no `draft`")
@@ -74,6 +79,8 @@ def register(kind: kinds.Kind) -> Method:
 
 
 def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"a method's name is a text, got {name!r}")
     if name in _BUILT_IN:
         raise ValueError(f"{name} is a method of longdraft: give yours another name")
     if not name or any(c in name for c in ":, /="):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LongdraftError(Exception):
     """Base class: catch this to catch all of them."""
@@ -17,6 +20,10 @@ class ContextError(LongdraftError, ValueError):
 
 class RequestError(LongdraftError, ValueError):
     """A setting of a run has a value that cannot be used, such as a budget of no tokens."""
+
+
+class ArgumentError(RequestError, TypeError):
+    """A call was given an argument that it does not have, or lacks one that it needs."""
 
 
 class MemoryBudgetError(LongdraftError, MemoryError):
@@ -50,3 +57,21 @@ class ConfigError(LongdraftError, ValueError):
 def reason_of(error: Exception) -> str:
     """What another library's error says, for a sentence of ours: its first line, without a full stop; else its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+
+
+@contextmanager
+def values_checked(
+    kind: type[LongdraftError] = RequestError, instead_of: tuple[type[Exception], ...] = (ValueError,)
+) -> Iterator[None]:
+    """Inside it, an error of these types that is none of ours is about a value that the user gave.
+
+    Raises:
+        LongdraftError: of this kind, in its place.
+    """
+    try:
+        yield
+    except LongdraftError:
+        raise
+    except instead_of as error:
+        said = str(error).rstrip(".")
+        raise kind(said if said.endswith("?") else f"{said}.") from error

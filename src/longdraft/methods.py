@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from longdraft.arguments import meant
 from longdraft.drafters import eagle, heads, longspec, onepass  # noqa: F401 - they register their kinds
 from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
@@ -97,13 +99,32 @@ class Method:
         """Whether a draft folder means anything to it."""
         return "draft" in self.options
 
-    def check_names(self, options: Iterable[str]) -> None:
-        """Raises ValueError for an option that the method does not have, naming those it has."""
-        if unknown := sorted(set(options) - set(self.options)):
-            raise ValueError(
-                f"Method {self.name} has no option {', '.join(unknown)}. Its options: "
-                f"{', '.join(self.options) or 'none'}."
-            )
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuses options that the method does not have, and values of another kind than the defaults'.
+
+        Raises:
+            ValueError: naming the options there are, or the kind.
+        """
+        known = self.options
+        for name in options:
+            if name not in known:
+                advice = meant(name, known) or f"its options are {', '.join(known) or 'none'}."
+                raise ValueError(f"Method {self.name} has no option {name}: {advice}")
+        for name, value in options.items():
+            if (kind := wrong_kind(known[name].default, value)) is not None:
+                raise ValueError(f"{name} must be {kind}, got {value!r}")
+
+
+def wrong_kind(default: Any, value: Any) -> str | None:
+    """What an option with this default takes, where a value is something else; None where nothing is wrong with it."""
+    kind: Any = type(default)
+    if kind not in _KINDS or (value is None and kind is not bool):
+        return None
+    fits = isinstance(value, Integral if kind is int else Real if kind is float else bool)
+    return None if fits and isinstance(value, bool) == (kind is bool) else _KINDS[kind]
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -266,8 +287,10 @@ def method(name: str) -> Method:
     try:
         return METHODS[name]
     except KeyError:
+        advice = meant(name, METHODS) if isinstance(name, str) else ""
         raise UnknownMethodError(
-            f"There is no method {name!r}. Methods: {', '.join(METHODS)}. See `longdraft methods`."
+            f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(METHODS)}. "
+            "See `longdraft methods`."
         ) from None
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from longdraft import drafts
+from longdraft.arguments import meant
 from longdraft.drafters.base import Drafter, NoDrafter
+from longdraft.drafters.draft import Draft
 from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.suffix import SuffixDrafter
@@ -61,12 +63,15 @@ class Recipe:
         return {name: self.options[name] for name in known if name in self.options}
 
 
-def asked_for(name: str | Path | Method | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
+def asked_for(
+    name: str | Path | Method | None, options: Mapping[str, Any], alone: bool = False
+) -> tuple[Method | None, dict[str, Any]]:
     """The method and the options that a user's words stand for, checked as far as that goes without a target.
 
     Args:
         name: a method, its name or a draft folder; None leaves the choice to :func:`recipe`.
         options: the method's own; a draft folder among them is read.
+        alone: there will be no target soon that they could be checked with: do so now, as far as that goes.
 
     Raises:
         UnknownMethodError: neither a method nor a folder.
@@ -74,19 +79,32 @@ def asked_for(name: str | Path | Method | None, options: Mapping[str, Any]) -> t
         ValueError: for an option that the method does not have, or a value it cannot use.
     """
     options = dict(options)
+    given = options.get("draft")
+    if given is not None and not isinstance(given, str | Path | Draft):
+        raise ValueError(f"draft takes a draft folder, got {given!r}")
     if isinstance(name, Method):
         found: Method | None = name
-    elif isinstance(name, str) and (name in METHODS or not Path(name).is_dir()):
+    elif isinstance(name, str) and (not name or name in METHODS or not Path(name).is_dir()):
         found = method(name)
-    elif name is not None:
+    elif isinstance(name, str | Path):
         options = {"draft": name} | options
         found = method_of(name)
+    elif name is not None:
+        raise ValueError(
+            f"A method is a name or a draft folder, not {type(name).__name__}. A model is the target: "
+            "Speculator(target=model)"
+        )
     else:
-        given = options.get("draft")
         # A draft that has been read knows whose it is.
         found = method_of(given) if isinstance(given, str | Path) else method(given.kind) if given else None
-    if found is not None:
-        found.check_names(options)
+    if found is None:
+        for able in _able(options):
+            if not able.needs_draft:
+                _checked(able, able, options)
+            elif options and alone:
+                _check_with_shipped(able, able, options)
+    else:
+        found.check(options)
         if found.takes_draft and isinstance(options.get("draft"), str | Path):
             kind = KINDS[found.draft_kind] if found.draft_kind else kind_of(options["draft"])
             options["draft"] = kind.load(options["draft"])
@@ -96,7 +114,28 @@ def asked_for(name: str | Path | Method | None, options: Mapping[str, Any]) -> t
         drafting = _drafting(found, options, None)
         if not drafting.needs_draft or options.get("draft") is not None:
             _checked(found, drafting, options)
+        elif options and alone:
+            _check_with_shipped(found, drafting, options)
     return found, options
+
+
+def _check_with_shipped(found: Method, drafting: Method, options: Mapping[str, Any]) -> None:
+    """Options of a method whose draft is chosen for the target later: with one of the shipped ones they must do.
+
+    Raises:
+        ValueError: with none of them.
+    """
+    wrong: ValueError | None = None
+    for folder in drafts.folders():
+        kind = kind_of(folder)
+        if kind.name == drafting.draft_kind:
+            try:
+                _checked(found, drafting, {**options, "draft": kind.load(folder)})
+                return
+            except ValueError as error:
+                wrong = error
+    if wrong is not None:
+        raise wrong
 
 
 def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
@@ -113,13 +152,13 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
         ValueError: for an option that the method does not have, or a value it cannot use.
     """
     if named is None:
-        able = [METHODS[name] for name in DEFAULTS if set(options) <= set(METHODS[name].options)]
+        able = _able(options)
         # The target's own drafts are worth their forwards where a planner sizes them; fixed trees are of small drafts.
-        able = [m for m in able if m.drafter is not SelfDrafter or (lookup and m.pays(runner))]
-        named = next((m for m in able if _ready(m, options, runner)), (able or [METHODS[DEFAULTS[-1]]])[0])
+        fit = [m for m in able if m.drafter is not SelfDrafter or (lookup and m.pays(runner))]
+        named = next((m for m in fit if _ready(m, options, runner)), able[-1])
         if lookup and "lookup" in named.options:
             options = {"lookup": True, **options}
-    named.check_names(options)
+    named.check(options)
     drafting = _drafting(named, options, runner)
     if drafting.needs_draft:
         draft = options.get("draft")
@@ -130,6 +169,28 @@ def recipe(named: Method | None, options: Mapping[str, Any], runner: TargetRunne
     if options.get("earlier"):  # kept for all runs with this target
         options = {**options, "earlier": Earlier(options["earlier"])}
     return _checked(named, drafting, options)  # and so is a wrong value
+
+
+def _able(options: Mapping[str, Any]) -> list[Method]:
+    """The methods that decode where nobody names one, those that have all of the options.
+
+    Raises:
+        ValueError: none of them has.
+    """
+    defaults = [METHODS[name] for name in DEFAULTS]
+    able = [m for m in defaults if set(options) <= set(m.options)]
+    if not able:
+        known = dict.fromkeys(name for m in defaults for name in m.options)
+        if unknown := next((name for name in options if name not in known), None):
+            advice = meant(unknown, ["target", "tokenizer", *known])
+            owners = [m.name for m in METHODS.values() if unknown in m.options]
+            if owners:
+                advice = f"it is one of {', '.join(owners)}; name the method."
+            raise ValueError(f"There is no option {unknown}: {advice or 'no method has one.'}")
+        raise ValueError(f"No method that is chosen by itself has {' and '.join(options)} together: name the method")
+    for m in able:
+        m.check(options)
+    return able
 
 
 def _checked(named: Method, drafting: Method, options: Mapping[str, Any]) -> Recipe:

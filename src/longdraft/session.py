@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from longdraft.engine import Engine, Result, Step
-from longdraft.errors import RequestError
+import torch
+
+from longdraft.engine import Engine, Result, Step, eos_rule, stop_string_rule
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.host import support
+from longdraft.host.runner import TargetRunner
 from longdraft.kv import memory
-from longdraft.verify.sampling import Sampling
+from longdraft.request import Prompt, Request, stops_of
+from longdraft.sequence import Sequence, StopRule
+from longdraft.streaming import Piece, TextStream
+from longdraft.verify.draws import OwnDraws
+from longdraft.verify.sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
     from longdraft.methods import Method
-    from longdraft.sequence import Sequence
     from longdraft.speculator import Speculator
 
-Prompt = str | list[int]
 # Sequences decoded at a time where nobody says how many: each more makes a step a little slower and its KV is memory.
 BATCH, BATCH_ON_GPU = 8, 32
 
 
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and how it is to be continued.
+@dataclass
+class _Told:
+    """What is kept of a request beside its sequence.
 
     Attributes:
-        prompt: a text, or token ids.
-        max_new_tokens: emitted at most.
-        sampling: temperature and filters; None is greedy.
-        seed: the same seed gives the same text, whatever the method and whoever else is decoded (but see
-            :attr:`Speculator.draws_anew`); None: another text each time.
-        processors: logits processors of transformers' interface, applied before those of ``sampling``. One with a state
-            belongs to one request.
-        eos_token_ids: where to end; None takes the model's own, an empty list none.
-        stop: strings that end the output; they are cut from the text.
-        chat: wrap a text prompt in the tokenizer's chat template, where it has one.
+        text: turns its tokens into text; None without a tokenizer.
+        from_draft: of each token, whether it was drafted. pieces: of the text so far.
+        seconds: of its prefill, and of the rounds that it took part in.
     """
 
-    prompt: Prompt
-    max_new_tokens: int = 256
-    sampling: Sampling | None = None
-    seed: int | None = None
-    processors: SequenceOf[Any] = ()
-    eos_token_ids: SequenceOf[int] | None = None
-    stop: SequenceOf[str] = ()
-    chat: bool = True
+    sequence: Sequence
+    stops: tuple[str, ...]
+    text: TextStream | None
+    from_draft: list[bool] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def follow(self, step: Step) -> Step:
+        """The step with its text."""
+        self.from_draft += [i < step.from_draft for i in range(len(step.token_ids))]
+        if self.text is None:
+            return step
+        pieces = self.text.push(step.token_ids, step.from_draft, step.finish_reason is not None)
+        self.pieces += pieces
+        return replace(step, pieces=tuple(pieces))
 
 
 class Session:
@@ -56,19 +61,19 @@ class Session:
     first = session.add("Why is the sky blue?")
     while session.busy:
         for step in session.step():
-            ...  # step.sequence, step.token_ids, step.finish_reason
+            ...  # step.sequence, step.text, step.token_ids, step.finish_reason
         # others may be added at any time
     print(session.result(first).text)
     """
 
     def __init__(self, spec: Speculator, method: Method, engine: Engine) -> None:
         self._spec, self._method, self._engine = spec, method, engine
-        self._sequences: dict[int, Sequence] = {}
-        self._stops: dict[int, tuple[str, ...]] = {}
-        self._flags: dict[int, list[bool]] = {}
-        # Seconds of each request's prefill, and of the rounds that it took part in.
-        self._seconds: dict[int, list[float]] = {}
+        self._told: dict[int, _Told] = {}
         self._next = 0
+
+    def __repr__(self) -> str:
+        ended = sum(map(self.ended, self._told))
+        return f"{type(self).__name__}({self._method.name}, {len(self._told)} requests, {ended} ended)"
 
     def add(self, request: Request | Prompt) -> int:
         """A request joins as soon as a slot is free.
@@ -77,19 +82,19 @@ class Session:
             Its number, which its steps carry as ``sequence``.
 
         Raises:
-            RequestError: ``max_new_tokens`` below 1.
-            PromptError: an empty prompt, or a token id that the model does not have.
+            RequestError: a setting that cannot be used, such as ``max_new_tokens`` below 1.
+            PromptError: no prompt, an empty one, or a token id that the model does not have.
             ContextError: prompt and new tokens exceed the model's context.
             CapabilityError: a text or stop strings without a tokenizer.
         """
         index = self._next
-        if not isinstance(request, Request):
-            request = Request(request)
-        sequence = self._spec.sequence(index, request, self._engine.drafter.max_nodes)
+        request = (request if isinstance(request, Request) else Request(request)).checked()
+        sequence = _sequence(self._spec, index, request, self._engine.drafter.max_nodes)
         self._engine.add(sequence)
         self._next += 1
-        self._sequences[index], self._stops[index] = sequence, tuple(request.stop)
-        self._flags[index], self._seconds[index] = [], [0.0, 0.0]
+        stops = stops_of(request.stop)
+        text = None if self._spec.tokenizer is None else TextStream(self._spec.decode, stops)
+        self._told[index] = _Told(sequence, stops, text)
         return index
 
     def step(self) -> list[Step]:
@@ -106,13 +111,12 @@ class Session:
         steps = self._engine.step()
         decoding = sum(step.seconds for step in steps if step.mode != "prefill")
         for step in steps:
-            seconds = self._seconds[step.sequence]
+            seconds = self._told[step.sequence].seconds
             if step.mode == "prefill":
                 seconds[0] += step.seconds
             else:
                 seconds[1] += decoding
-            self._flags[step.sequence] += [i < step.from_draft for i in range(len(step.token_ids))]
-        return steps
+        return [self._told[step.sequence].follow(step) for step in steps]
 
     def abort(self, number: int) -> None:
         """Ends a request where it is; its last step says "cancelled". One that has ended is left as it is."""
@@ -133,9 +137,9 @@ class Session:
         Raises:
             RequestError: the session has no such request, or not any more.
         """
-        if number not in self._sequences:
+        if number not in self._told:
             raise RequestError(f"this session has no request {number}, or its result was taken")
-        return self._result(number, *self._seconds[number])
+        return self._result(number, *self._told[number].seconds)
 
     def ended(self, number: int) -> bool:
         """Whether a request has ended, and no step of it will follow."""
@@ -150,14 +154,14 @@ class Session:
         found = self.result(number)
         if not self.ended(number):
             raise RequestError(f"request {number} is still decoded: take it when its last step has come, or abort it")
-        for kept in (self._sequences, self._stops, self._flags, self._seconds, self._engine.stats):
-            del kept[number]
+        del self._told[number], self._engine.stats[number]
         return found
 
     def _result(self, number: int, prefill_seconds: float, decode_seconds: float) -> Result:
-        s, stats = self._sequences[number], self._engine.stats[number]
+        told, stats = self._told[number], self._engine.stats[number]
+        s = told.sequence
         return Result(
-            text=self._text(s),
+            text=self._text(told),
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
             method=self._method.name,
@@ -172,15 +176,16 @@ class Session:
             partial_tokens=stats.unconfirmed,
             rolled_back=stats.taken_back,
             peak_memory_bytes=memory.peak_bytes(self._engine.runner.device),
-            from_draft=self._flags[number],
+            from_draft=list(told.from_draft),
+            pieces=list(told.pieces),
         )
 
-    def _text(self, s: Sequence) -> str:
+    def _text(self, told: _Told) -> str:
         if self._spec.tokenizer is None:
             return ""
-        text: str = self._spec.decode(s.output)
+        text: str = self._spec.decode(told.sequence.output)
         # The earliest stop string ends the text.
-        ends = [text.find(stop) for stop in self._stops[s.index] if s.finish_reason == "stop" and stop in text]
+        ends = [text.find(stop) for stop in told.stops if told.sequence.finish_reason == "stop" and stop in text]
         return text[: min(ends)] if ends else text
 
 
@@ -206,12 +211,12 @@ class Generation(Session):
     @property
     def prompt_tokens(self) -> list[int]:
         """Prompt length of each sequence, in tokens."""
-        return [len(s.prompt) for s in self._sequences.values()]
+        return [len(told.sequence.prompt) for told in self._told.values()]
 
     def _run(self) -> Iterator[Step]:
         while self.busy:
             if self._cancelled():
-                for number in self._sequences:
+                for number in self._told:
                     self.abort(number)
             for step in self.step():
                 if step.mode == "prefill":
@@ -227,7 +232,43 @@ class Generation(Session):
         """Runs whatever is left and returns one result a prompt. Seconds are those of the whole list."""
         for _ in self._steps:
             pass
-        return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._sequences]
+        return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._told]
+
+
+def _sequence(spec: Speculator, index: int, request: Request, max_nodes: int) -> Sequence:
+    """A checked request as the engine decodes it; for errors, see :meth:`Session.add`."""
+    runner, sampling = spec.runner(), request.sampling or Sampling()
+    ids = spec.encode(request.prompt, request.chat)
+    support.check_tokens(runner.model, ids)
+    support.check_length(runner.model, len(ids) + request.max_new_tokens, max_nodes)
+    generator = None
+    if not sampling.greedy:
+        generator = torch.Generator(runner.device)
+        generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
+    given = request.eos_token_ids
+    eos = _model_eos(spec, runner) if given is None else frozenset([given] if isinstance(given, int) else given)
+    rules: list[StopRule] = [eos_rule(eos)] if eos else []
+    if request.stop:
+        if spec.tokenizer is None:
+            raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
+        rules.append(stop_string_rule(stops_of(request.stop), spec.decode))
+    return Sequence(
+        index,
+        ids,
+        request.max_new_tokens,
+        runner.device,
+        greedy=sampling.greedy,
+        sampler=Sampler(sampling.greedy, sampling.processors(request.processors), OwnDraws(generator)),
+        rules=rules,
+    )
+
+
+def _model_eos(spec: Speculator, runner: TargetRunner) -> frozenset[int]:
+    """The generation config's EOS ids, and the tokenizer's (a chat model's end of turn)."""
+    found = runner.eos_token_ids
+    if spec.tokenizer is not None and spec.tokenizer.eos_token_id is not None:
+        found |= {int(spec.tokenizer.eos_token_id)}
+    return found
 
 
 def batch_for(device_type: str) -> int:

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from longdraft import integration
+from longdraft.arguments import answering, whole
 from longdraft.drafters.draft import Draft
-from longdraft.engine import Engine, Result, eos_rule, stop_string_rule
-from longdraft.errors import CapabilityError, PromptError, RequestError
+from longdraft.engine import Engine, Result
+from longdraft.errors import CapabilityError, RequestError, values_checked
 from longdraft.host import support
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import Progress
@@ -26,14 +27,16 @@ from longdraft.methods import Method
 from longdraft.planning.choice import checked, planned, planner_for
 from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
-from longdraft.sequence import Sequence, StopRule
-from longdraft.session import Generation, Prompt, Request, Session, batch_for
-from longdraft.verify.draws import OwnDraws
-from longdraft.verify.sampling import Sampler, Sampling
+from longdraft.request import Prompt, Request, prompt_of, requests_of
+from longdraft.session import Generation, Session, batch_for
+from longdraft.verify.sampling import Sampling
 from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# One prompt or several: texts, token ids, requests.
+Prompts = Prompt | Request | SequenceOf[Prompt | Request]
 
 
 class Speculator:
@@ -64,12 +67,14 @@ class Speculator:
 
     Raises:
         UnknownMethodError: no such method.
-        UnsupportedModelError: the target has layers that cannot be hosted exactly.
+        RequestError: an option that the method does not have, or a value that cannot be used.
+        UnsupportedModelError: the target is no model, or has layers that cannot be hosted exactly.
         CheckpointError: the draft cannot be read, or was made for another target; no such folder to offload to.
         CapabilityError: the method needs a draft, and none comes with the package for this target; or the target's
             device cannot offload that way, or its KV cannot be rounded.
     """
 
+    @answering
     def __init__(
         self,
         method: str | Path | Method | None = None,
@@ -81,10 +86,16 @@ class Speculator:
         kv_dtype: str | None = None,
         **options: Any,
     ) -> None:
-        self._named, self.options = asked_for(method, options)  # a wrong option is refused now
-        self.offload = offloading.parse(offload)
-        self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
-        self._plan = checked(plan)
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise RequestError(
+                f"tokenizer is a tokenizer of transformers, not {tokenizer!r}: take that of longdraft.load(...), or "
+                "AutoTokenizer.from_pretrained(...)"
+            )
+        with values_checked():
+            self._named, self.options = asked_for(method, options, target is None)  # wrong ones are refused now
+            self.offload = offloading.parse(offload)
+            self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
+            self._plan = checked(plan)
         self.tokenizer = tokenizer
         # Never changed in place, so it can be read without a lock. Whoever holds the second waits for no other lock.
         self._runners: list[TargetRunner] = []
@@ -105,12 +116,23 @@ class Speculator:
         """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
         return cls(name, target, tokenizer, **options)
 
+    def __repr__(self) -> str:
+        found = self._recipes.get(self._runners[0]) if self._runners else None
+        method, options = (self._named, self.options) if found is None else (found.method, found.options)
+        said = [
+            repr(method.name) if method else "method of the target's",
+            f"plan={'auto' if planned(self._plan, options) else 'fixed'}",
+        ]
+        said += [f"{name}={value!r}" for name, value in options.items()]
+        said += [f"target={type(runner.model).__name__}" for runner in self._runners]
+        return f"Speculator({', '.join(said)})"
+
     @property
     def method(self) -> Method:
         """How it decodes: the method that was named, else the one chosen for its (first) target.
 
         Raises:
-            ValueError: no method was named, and which one it will be depends on a target that is not there yet.
+            RequestError: no method was named, and which one it will be depends on a target that is not there yet.
         """
         return self._named or self._recipe(self.runner()).method
 
@@ -123,7 +145,9 @@ class Speculator:
                 if found is None:
                     # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
                     lookup = planned(self._plan, self.options)
-                    self._recipes[runner] = found = recipe(self._named, self.options, runner, lookup)
+                    with values_checked():
+                        found = recipe(self._named, self.options, runner, lookup)
+                    self._recipes[runner] = found
         return found
 
     def planner(self, progress: Progress | None = None) -> Planner | None:
@@ -146,7 +170,7 @@ class Speculator:
         """The hosted target; made once a model."""
         if target is None:
             if not self._runners:
-                raise ValueError("This Speculator has no target: Speculator(name, target=model).")
+                raise RequestError("This Speculator has no target: Speculator(name, target=model).")
             target = self._runners[0].model
         found = self._known(target)
         if found is None:
@@ -192,30 +216,61 @@ class Speculator:
 
     def decode(self, tokens: list[int]) -> str:
         """Token ids to text, special tokens left out."""
-        assert self.tokenizer is not None
+        if self.tokenizer is None:
+            raise CapabilityError("Text needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
         """Token ids of a prompt: as they are; or text, as the user's turn of a chat if the model is instructed."""
+        prompt = prompt_of(prompt)
         if not isinstance(prompt, str):
-            return [int(t) for t in prompt]
+            return prompt
         if self.tokenizer is None:
             raise CapabilityError("A text prompt needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
         return chat_prompt(self.tokenizer, prompt) if chat else encode(self.tokenizer, prompt)
 
-    def generate(self, prompts: Prompt | Request | SequenceOf[Prompt | Request], **settings: Any) -> list[Result]:
-        """Decodes to the end: :meth:`stream` and its results."""
-        return self.stream(prompts, **settings).results()
-
-    def stream(
+    @answering
+    def generate(
         self,
-        prompts: Prompt | Request | SequenceOf[Prompt | Request],
+        prompts: Prompts,
         *,
         max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         sampling: Sampling | None = None,
         seed: int | None = None,
-        eos_token_ids: SequenceOf[int] | None = None,
-        stop: SequenceOf[str] = (),
+        eos_token_ids: SequenceOf[int] | int | None = None,
+        stop: SequenceOf[str] | str | None = (),
+        chat: bool = True,
+        batch: int | None = None,
+        cache: PromptCache | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Result]:
+        """Decodes to the end: the results of :meth:`stream`, one a prompt. Arguments and errors are its own."""
+        return self.stream(
+            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids,
+            stop=stop, chat=chat, batch=batch, cache=cache, cancelled=cancelled,
+        ).results()  # fmt: skip
+
+    @answering
+    def stream(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        eos_token_ids: SequenceOf[int] | int | None = None,
+        stop: SequenceOf[str] | str | None = (),
         chat: bool = True,
         batch: int | None = None,
         cache: PromptCache | None = None,
@@ -227,11 +282,13 @@ class Speculator:
             prompts: one prompt or several, each a text, a list of token ids, or a :class:`~longdraft.Request` with
                 settings of its own; lengths may differ.
             max_new_tokens: emitted at most, a prompt.
-            sampling: temperature and filters; None is greedy.
+            temperature: 0 is greedy, as is None; above 0, ``top_k``, ``top_p`` and ``min_p`` may leave tokens out.
+            repetition_penalty: above 1 makes tokens of the text less likely, in greedy text too.
+            sampling: all of these in one object, in their place.
             seed: the same seed gives the same text, whatever the method (but see :attr:`draws_anew`); prompt i samples
                 with seed + i.
             eos_token_ids: where to end; None takes the model's own, an empty list none.
-            stop: strings that end the output; they are cut from the text.
+            stop: strings that end the output, or one; they are cut from the text.
             chat: wrap text prompts in the tokenizer's chat template, where it has one.
             batch: prompts decoded at a time; when one has ended, the next takes its place. None: 8, on a GPU 32. Fewer
                 where the memory does not hold the KV of so many, unless there is a ``cache``.
@@ -239,26 +296,25 @@ class Speculator:
             cancelled: asked between forwards; True ends the run.
 
         Raises:
-            RequestError: ``max_new_tokens`` or ``batch`` below 1.
+            RequestError: a value that cannot be used, such as ``max_new_tokens`` below 1; as ArgumentError, an argument
+                that there is not, with what was meant.
             PromptError: no prompt, an empty one, or a token id that the model does not have.
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: when asked for the first step, before any work.
         """
-        alone = isinstance(prompts, (str, Request)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        each = cast("list[Prompt | Request]", [prompts] if alone else list(prompts))  # type: ignore[arg-type]
-        if not each:
-            raise PromptError("There is no prompt. Give a text or token ids, or a list with at least one of them.")
-        requests = [
-            p
-            if isinstance(p, Request)
-            else Request(
-                p, max_new_tokens, sampling, None if seed is None else seed + i, (), eos_token_ids, tuple(stop), chat
-            )
-            for i, p in enumerate(each)
-        ]
+        requests = requests_of(
+            prompts,
+            Request(
+                "", max_new_tokens, sampling, seed, (), eos_token_ids, stop, chat, temperature, top_k, top_p, min_p,
+                repetition_penalty,
+            ),
+        )  # fmt: skip
+        if not callable(cancelled):
+            raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests))
         return Generation(self, chosen.method, engine, requests, cancelled)
 
+    @answering
     def session(self, batch: int | None = None, *, context: int = 0, cache: PromptCache | None = None) -> Session:
         """A session, to which requests are added while others are decoded.
 
@@ -278,10 +334,10 @@ class Speculator:
     def _engine(
         self, batch: int | None, cache: PromptCache | None, most: int | None, context: int = 0
     ) -> tuple[Recipe, Engine]:
-        if batch is not None and batch < 1:
-            raise RequestError(f"batch must be at least 1, got {batch}")
+        if cache is not None and not isinstance(cache, PromptCache):
+            raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
-        slots = batch or batch_for(runner.device.type)
+        slots = batch_for(runner.device.type) if batch is None else whole("batch", batch, 1)
         chosen = self._recipe(runner)
         return chosen, Engine(
             runner,
@@ -290,44 +346,8 @@ class Speculator:
             cache,
             self._planner(runner),
             slots=slots if most is None else min(slots, most),
-            capacity=context,
+            capacity=whole("context", context, 0),
         )
-
-    def sequence(self, index: int, request: Request, max_nodes: int) -> Sequence:
-        """A request as the engine decodes it; for errors, see :meth:`Session.add`."""
-        if request.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        runner = self.runner()
-        ids = self.encode(request.prompt, request.chat)
-        support.check_tokens(runner.model, ids)
-        support.check_length(runner.model, len(ids) + request.max_new_tokens, max_nodes)
-        sampling = request.sampling or Sampling()
-        generator = None
-        if not sampling.greedy:
-            generator = torch.Generator(runner.device)
-            generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
-        eos = self._model_eos(runner) if request.eos_token_ids is None else frozenset(request.eos_token_ids)
-        rules: list[StopRule] = [eos_rule(eos)] if eos else []
-        if request.stop:
-            if self.tokenizer is None:
-                raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-            rules.append(stop_string_rule(tuple(request.stop), self.decode))
-        return Sequence(
-            index,
-            ids,
-            request.max_new_tokens,
-            runner.device,
-            greedy=sampling.greedy,
-            sampler=Sampler(sampling.greedy, sampling.processors(request.processors), OwnDraws(generator)),
-            rules=rules,
-        )
-
-    def _model_eos(self, runner: TargetRunner) -> frozenset[int]:
-        """The generation config's EOS ids, and the tokenizer's (a chat model's end of turn)."""
-        found = runner.eos_token_ids
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            found |= {int(self.tokenizer.eos_token_id)}
-        return found
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from longdraft.cli import generate as verb
-from longdraft.cli.streaming import TextStream
 from longdraft.host.runner import TargetRunner
+from longdraft.streaming import TextStream
 
 KEYS = [
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
@@ -152,12 +152,12 @@ def test_compare_reads_the_prompt_once(generate, monkeypatch):
 def interrupt_at(monkeypatch, call: int, times: int = 1) -> None:
     push, calls = TextStream.push, []
 
-    def interrupting(self, tokens, from_draft):
+    def interrupting(self, tokens, from_draft, last):
         calls.append(1)
         if len(calls) == call:
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
-        return push(self, tokens, from_draft)
+        return push(self, tokens, from_draft, last)
 
     monkeypatch.setattr(TextStream, "push", interrupting)
 
@@ -220,7 +220,7 @@ def test_a_difference_is_shown_for_what_it_is(generate, monkeypatch):
         (["-p", "x", "-f", "no such file"], "There is no file no such file"),
         (["-p", "x", "-f", "."], "is a folder"),
         (["-p", "x", "--method", "magic"], "There is no method 'magic'"),
-        (["-p", "x", "-o", "magic=1"], "has no option magic"),
+        (["-p", "x", "-o", "magic=1"], "no option magic: no method has one"),
         (["-p", "x", "-o", "magic"], "takes name=value"),
         (["-p", "x", "-o", "branches=many"], "branches"),
         (["-p", "x", "-n", "0"], "at least 1"),

@@ -101,6 +101,49 @@ def test_files_that_cannot_be_used(tmp_path, content, message):
     assert str(path) in str(caught.value)
 
 
+def pdf(text: str) -> bytes:
+    """The smallest PDF with a line of text."""
+    page = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(page), page),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    data, places = b"%PDF-1.4\n", []
+    for i, body in enumerate(objects, 1):
+        places.append(len(data))
+        data += b"%d 0 obj%s endobj\n" % (i, body)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    end = b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % len(data)
+    return data + b"xref\n0 6\n0000000000 65535 f \n" + table + end
+
+
+def test_a_pdf_without_pypdf_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    (tmp_path / "a.pdf").write_bytes(pdf("one two"))
+    with pytest.raises(PromptError, match=r'a\.pdf is a PDF: pip install "longdraft\[pdf\]".*pdftotext'):
+        reading.read("why?", [str(tmp_path / "a.pdf")])
+
+
+def test_a_pdf_is_read(tmp_path):
+    pytest.importorskip("pypdf")
+    path = tmp_path / "a.pdf"
+    path.write_bytes(pdf("one two"))
+    assert reading.read("why?", [str(path)]).document.strip() == "one two"
+    for data, said in ((pdf(""), "a PDF without text"), (b"%PDF-1.4\n\0", "a PDF that cannot be read")):
+        path.write_bytes(data)
+        with pytest.raises(PromptError, match=said):
+            reading.read("why?", [str(path)])
+
+
+def test_an_office_document_is_answered(tmp_path):
+    (tmp_path / "a.docx").write_bytes(b"PK\x03\x04\x14\0")
+    with pytest.raises(PromptError, match="Word"):
+        reading.read("why?", [str(tmp_path / "a.docx")])
+
+
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(PromptError, match="is a folder"):
         reading.read("why?", [str(tmp_path)])

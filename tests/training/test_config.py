@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from longdraft.errors import ConfigError
-from longdraft.training.config import Eagle3Config, LmConfig, read_config
+from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
+from longdraft.training.settings import read_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "longspec").glob("*.yaml"))
@@ -18,17 +19,18 @@ LM_CONFIGS = sorted((ROOT / "configs" / "lm").glob("**/*.yaml"))
 def test_words_override_the_file(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("lr: 1e-3\ndata: [a.jsonl, b.jsonl]\nprecision: no\nthreads: 2\n")
-    found = read_config(path, ["rows=100", "data=c.jsonl", "cache=x:y", "threads="])
+    found = read_config(path, ["rows=100", "data=c.jsonl", "cache=x:y", "threads="], TrainConfig)
     assert (found.lr, found.rows, found.data, found.cache) == (1e-3, 100, ("c.jsonl",), "x:y")
     assert (found.precision, found.threads) == ("no", None)
-    assert read_config(None, ["precision=bf16", "betas=[0.8,0.9]"]).betas == (0.8, 0.9)
+    assert read_config(None, ["precision=bf16", "betas=[0.8,0.9]"], TrainConfig).betas == (0.8, 0.9)
 
 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
         ("rows", "not of the form key=value"),
-        ("speed=3", "No setting speed. Settings: accumulate, anchor_offset"),
+        ("quick=3", r"No setting quick\. Settings: accumulate, anchor_offset"),
+        ("speed=3", r"Did you mean seed\? Settings: accumulate, anchor_offset"),
         ("rows=many", "rows takes a whole number, got 'many'"),
         ("rows=1.5", "rows takes a whole number"),
         ("rows=true", "rows takes a whole number"),
@@ -46,7 +48,7 @@ def test_words_override_the_file(tmp_path):
 )
 def test_what_is_wrong_is_said(word, said):
     with pytest.raises(ConfigError, match=said) as caught:
-        read_config(None, [word])
+        read_config(None, [word], TrainConfig)
     assert "\n" not in str(caught.value)
 
 
@@ -56,11 +58,11 @@ def test_files_that_are_no_settings(tmp_path, text, said):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        read_config(path)
+        read_config(path, (), TrainConfig)
 
 
 def test_the_three_stages_follow_each_other():
-    stages = [read_config(path, ["data=text.jsonl"]) for path in CONFIGS]
+    stages = [read_config(path, ["data=text.jsonl"], TrainConfig) for path in CONFIGS]
     assert [path.stem for path in CONFIGS] == ["1-short", "2-long", "3-answers"]
     assert [s.init for s in stages] == [None, f"{stages[0].out}/best", f"{stages[1].out}/best"]
     assert (stages[0].max_length, stages[0].lr) == (1024, 5e-4) and stages[0].anchor_offset
@@ -73,7 +75,7 @@ def test_eagle3_configurations_are_complete(path):
     found = read_config(path, ["data=x.jsonl"], Eagle3Config)
     assert found.out.startswith("drafts/") and found.decay == 0.8
     with pytest.raises(ConfigError, match="No setting"):
-        read_config(path)  # LongSpec has no training-time test
+        read_config(path, (), TrainConfig)  # LongSpec has no training-time test
 
 
 @pytest.mark.parametrize(

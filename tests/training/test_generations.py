@@ -132,6 +132,16 @@ def test_stopped_in_the_middle(runner, tmp_path):
     assert run(runner, out, total=3) >= TOTAL  # what is there is kept
 
 
+@pytest.mark.parametrize("total", [1, 3, 4, 5, 7])
+def test_so_many_rows_as_are_asked_for_and_then_more(runner, tmp_path, total):
+    """Answers that were left out of a passage are not made up for there."""
+    out = tmp_path / "a.jsonl"
+    assert run(runner, out, total=total) == len(rows_of(out)) == total
+    first = rows_of(out)
+    assert run(runner, out, total=total + 6) == len(rows_of(out)) == total + 6
+    assert rows_of(out)[:total] == first
+
+
 @pytest.mark.parametrize("text", ['{"text": "mine"}\n', "a diary\n", '{"tokens": [1, 2], "start": 1, "text": "old"}\n'])
 def test_a_file_of_something_else_is_left_alone(runner, tmp_path, text):
     (tmp_path / "a.jsonl").write_text(text)

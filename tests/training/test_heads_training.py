@@ -20,11 +20,12 @@ from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.host.loading import load
 from longdraft.host.parts import final_norm
 from longdraft.host.runner import TargetRunner
-from longdraft.training.config import HeadsConfig, read_config
+from longdraft.training.config import HeadsConfig
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader
 from longdraft.training.heads import HeadsTrainee, train_heads
 from longdraft.training.measure import by_step, simulate
+from longdraft.training.settings import read_config
 from tests.drafts import random_draft, random_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import ROOT, checkpoint_tensors, losses_of, run_elsewhere

@@ -18,12 +18,13 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.host.rotary import Rotary, yarn
 from longdraft.host.runner import TargetRunner
 from longdraft.speculator import Speculator
-from longdraft.training.config import Eagle3Config, OnePassConfig, read_config
+from longdraft.training.config import Eagle3Config, OnePassConfig
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan, train_eagle3
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.measure import UNSEEN, by_step, simulate
 from longdraft.training.onepass import OnePassTrainee, train_onepass
+from longdraft.training.settings import read_config
 from tests.drafts import random_draft
 from tests.tiny import tiny_model
 from tests.training.helpers import masked_attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from longdraft.cli import console, options, progress
 from longdraft.cli.main import main
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.drafters import draft_folder
+from longdraft.drafters.kinds import KINDS
 from longdraft.drafters.longspec_block import LongSpecBlock
 from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.errors import CheckpointError
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report
+from longdraft.training.settings import described
 from tests import elsewhere
 from tests.training.helpers import losses_of
 
@@ -47,7 +51,7 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path, caps
     assert "--method is ignored" in made.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     assert json.loads(made.out) == {"out": str(answers), "rows": len(rows), "left_out": {}}
-    assert len(rows) >= 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "at"}
+    assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "at"}
     index = json.loads((tmp_path / "answers.features" / "index.json").read_text())
     assert index["layers"] == [0, 1, 2] and index["top"] == 8
 
@@ -80,6 +84,9 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
         (["longspec"], "No data"),
         (["longspec", "--config", "none.yaml"], "There is no configuration none.yaml"),
         (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
+        (["longspec", "data=x.jsonl", "epoch=1"], "No setting epoch. Did you mean epochs?"),
+        (["longspec", "data=none.jsonl"], "There is no file none.jsonl"),
+        (["longspec", "data=x.jsonl", "target_rope_factor=0.5"], "target_rope_factor stretches"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--passage-tokens", "5"], "--passage-tokens takes two numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", "warm"], "--temperatures takes numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", ","], "--temperatures takes numbers"),
@@ -88,6 +95,7 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
 )
 def test_wrong_settings_in_one_line(shell, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").touch()
     ended = shell(*arguments)
     assert ended.code == 2
     assert ended.err.startswith("error: ") and said in ended.err and len(ended.err.splitlines()) == 1
@@ -110,7 +118,51 @@ def test_only_one_of_several_processes_speaks(shell, monkeypatch):
 
 
 def test_help(shell):
-    assert {"longspec", "data"} <= set(shell("--help").out.split())
+    found = shell("--help").out
+    assert {"longspec", "data"} <= set(found.split())
+    assert "share of the documents kept for measuring" in found
+
+
+@pytest.mark.parametrize("command", ["longspec", "eagle3", "onepass", "lm", "heads"])
+def test_help_has_every_setting_with_its_range_and_meaning(shell, command):
+    training = next(t for k in KINDS.values() if (t := k.training) and (t.command or k.name) == command)
+    found = shell(command, "--help").out
+    for name, default, values, meaning in described(training.load_settings()):
+        assert meaning and values, name
+        (line,) = (line for line in found.splitlines() if line.split()[:1] == [name])
+        assert default in line and values in line and meaning in line
+    assert " 1.0 " in found and "above 0" in found  # a share of 1 is not true
+
+
+def test_so_many_rows_as_are_asked_for(shell, target, text, tmp_path):
+    for kind in ("answers", "tokens", "repeats"):
+        out = tmp_path / f"{kind}.jsonl"
+        made = shell(
+            "data", text, "--out", out, "--target", target, "--kind", kind, "--rows", 4, "--max-tokens", 8,
+            "--passage-tokens", "5,20", "--no-features",
+        )  # fmt: skip
+        assert made.code == 0, made.err
+        assert len(out.read_text().splitlines()) == 4
+
+
+def test_a_run_that_is_gone_on_with_says_where_and_its_checkpoint_where_the_draft_is(shell, target, text, tmp_path):
+    out = tmp_path / "run"
+    words = ["longspec", *FAST, f"data={text}", f"target={target}", f"out={out}", "save_every=1", "keep=9"]
+    assert "resuming" not in shell(*words).err
+    assert "holds this run already" in shell(*words).err
+    *_, before, last = sorted((out / "checkpoints").iterdir())
+    for path in (out, out / "checkpoints", before):
+        with pytest.raises(CheckpointError, match=rf"training run, whose draft is in {out / 'best'}\."):
+            draft_folder.read_config(path)
+    with pytest.raises(CheckpointError, match="is a file: a draft is the folder"):
+        draft_folder.read_config(out / "best" / "config.json")
+    shutil.rmtree(last)
+    shutil.rmtree(out / "best")
+    shutil.rmtree(out / "last")
+    with pytest.raises(CheckpointError, match="has saved no draft yet"):
+        draft_folder.read_config(before)
+    step = int(before.name.removeprefix("step-"))
+    assert f"resuming at step {step:,} of {step + 1:,}" in shell(*words).err
 
 
 def _train(words: list[str]) -> None:

@@ -82,6 +82,12 @@ def alpha_of(run: Run, gamma: int) -> float:
     return right / tried if tried else 0.0
 
 
+def check(gammas: Sequence[int], reference: int) -> None:
+    """Raises ValueError for lengths of chains that make none, or lack the reference."""
+    if min(gammas, default=0) < 1 or reference not in gammas:
+        raise ValueError(f"gammas must be 1 at least, with the reference {reference} among them, got {gammas}")
+
+
 class Gamma:
     """Decodes prompts with chains of several lengths.
 
@@ -95,8 +101,7 @@ class Gamma:
     """
 
     def __init__(self, loaded: LoadedModel, settings: Settings, gammas: Sequence[int], reference: int) -> None:
-        if min(gammas, default=0) < 1 or reference not in gammas:
-            raise ValueError(f"gammas must be 1 at least, with the reference {reference} among them, got {gammas}")
+        check(gammas, reference)
         self._settings, self.gammas, self._reference = settings, tuple(sorted(set(gammas))), reference
         self._kept = Kept(PromptCache(), snapshots=settings.snapshots)
         self.methods = tuple(name for name in settings.contenders if name != REFERENCE)

@@ -80,7 +80,7 @@ def view(name: str, options: Mapping[str, Any]) -> View:
             f"{name} is no view: name {', '.join(SMALL)}, {RETRIEVED}, or a method with a trained draft, such as "
             "longspec, longspec:retrieval=true or eagle3"
         )
-    known.check_names(options)
+    known.check(options)
     if shapes := sorted(_TREES & set(options)):
         raise ValueError(f"{', '.join(shapes)}: only first choices are looked at here, whatever the tree")
     return View(written, named, {**own, **options})

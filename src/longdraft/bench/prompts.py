@@ -37,9 +37,11 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
         for context in settings.contexts:
             tokens = fitted(sample, loaded.tokenizer, context, settings.raw)
             if len(tokens) + settings.max_tokens > limit:
+                room = limit - settings.max_tokens
+                advice = f"Cut the documents with --context {room}" if room > 0 else "Ask for fewer with --max-tokens"
                 raise ContextError(
                     f"{sample.origin} has {len(tokens)} tokens; with {settings.max_tokens} new ones that is more than "
-                    f"the model's context of {limit}. Cut the documents with --context {limit - settings.max_tokens}."
+                    f"the model's context of {limit}. {advice}."
                 )
             prompts.append(Prompt(sample, tuple(tokens), context))
     return prompts

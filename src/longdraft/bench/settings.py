@@ -79,7 +79,9 @@ class Settings:
                     f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
                 )
             if name not in PEERS:
-                asked_for(method_name(name), self.options(name))  # a wrong option, or a draft that cannot be read
+                asked_for(
+                    method_name(name), self.options(name), alone=True
+                )  # a wrong option, or a draft that cannot be read
             choice.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)

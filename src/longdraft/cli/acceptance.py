@@ -17,6 +17,7 @@ from longdraft.bench.settings import Settings
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Shares
+from longdraft.cli.wording import in_flags
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.embedded import EMBEDDED_ID
@@ -92,13 +93,14 @@ def acceptance(
         if not names or any(name in PEERS for name in names):
             raise options.SettingError("--methods takes methods of longdraft, one at least: see `longdraft methods`.")
         with options.settings_checked():
-            for t in temperatures:
-                Sampling(temperature=t)
             return Settings(
                 tuple(dict.fromkeys(names)), max_tokens, cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos,
                 plan="fixed", draft_options=drafting.options(), own_options=options.contender_options(names),
             )  # fmt: skip
 
+    with in_flags(("temperature",)):
+        for t in temperatures:
+            Sampling(temperature=t)
     chosen = None if names is None else settings(names)  # what is wrong is said before the model is read
     for option, path in (("--svg", svg), ("--results", results)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longdraft.bench import tasks
-from longdraft.bench.gamma import Gamma, medians, summary
+from longdraft.bench.gamma import Gamma, check, medians, summary
 from longdraft.bench.prompts import prepare
 from longdraft.bench.settings import Settings
 from longdraft.bench.tables import circumstances, figure, table
@@ -52,6 +52,7 @@ def gamma(
             snapshots=snapshots,
         )  # fmt: skip
         lengths = options.whole_numbers("--gammas", gammas)
+        check(lengths, reference)
     samples = tasks.read(data or [tasks.BUILT_IN], limit)
     with console.status() as status:
         loaded = loading.load(status)

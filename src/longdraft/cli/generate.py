@@ -16,12 +16,12 @@ from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
-from longdraft.cli.streaming import TextStream
 from longdraft.engine import Result
 from longdraft.errors import CheckpointError
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.kv.prompt_cache import PromptCache
+from longdraft.request import stops_of
 from longdraft.session import Generation
 from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
@@ -65,7 +65,6 @@ class Run:
     def stream(self, spec: Speculator, output: TextOutput) -> tuple[Result, int]:
         """Decodes, showing bar and text. Returns the result and how many prompt tokens were in the cache."""
         generation = self.start(spec)
-        text = TextStream(spec.decode, self.stops)
         reused = 0
         try:
             with PrefillBar(len(self.prompt)) as bar:
@@ -73,8 +72,7 @@ class Run:
                     if step.mode == "prefill":
                         reused = self.cache.reused
                         bar.update(step.prefilled)
-                    output.write(text.push(step.token_ids, step.from_draft))
-                output.write(text.finish())
+                    output.write(step.pieces)
         finally:
             # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
             output.end()
@@ -130,6 +128,7 @@ def generate(
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
+        stops = stops_of(stop or ())
     if kv_cache is not None and kv_cache.is_dir():
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])
@@ -146,6 +145,9 @@ def generate(
                 kv_dtype=kv_dtype,
                 **method_options,
             )
+            if method is None and method_options and method_options.get("draft") is None:
+                asked = " and ".join(method_options)
+                console.note(f"No --method: decoding with {spec.method.name}, which has the option {asked}.")
             spec.planner(status)
         tokens = _encode(loaded, request, raw)
     if not sampling.greedy and seed is None:
@@ -155,7 +157,7 @@ def generate(
     cache = CountingCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else CountingCache()
     assert isinstance(cache, CountingCache)
     with Cancel() as cancel:
-        run = Run(loaded, tokens, max_tokens, sampling, seed, tuple(stop or ()), cache, cancel)
+        run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
         text = TextOutput(silent=output.as_json)
         own, reused = run.stream(spec, text)
         if restored and kv_cache is not None:

@@ -24,7 +24,8 @@ from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
 from longdraft.cli.train import Trainers, data, loaded_first
-from longdraft.errors import CapabilityError, LongdraftError
+from longdraft.cli.wording import flagged
+from longdraft.errors import CapabilityError, ConfigError, LongdraftError
 
 
 class Verbs(TyperGroup):
@@ -102,7 +103,8 @@ def _failed(error: Exception) -> int:
     if options.debugging():
         traceback.print_exception(error)
     if isinstance(error, LongdraftError):
-        console.error(str(error))
+        # A training run's settings are no flags.
+        console.error(str(error) if isinstance(error, ConfigError) else flagged(str(error)))
         return BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
     hint = "" if options.debugging() else " Add --debug to see where."
     console.error(f"unexpected {type(error).__name__}: {error}.{hint}")

@@ -53,6 +53,8 @@ def needle(
     asked = None if needle_context is None else options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
         raise options.SettingError(f"--needle-context takes numbers of tokens, not {needle_context!r}.")
+    if not haystack.is_file():
+        raise options.SettingError(f"--haystack {haystack}: there is no such file.")
     depths = options.numbers("--needle-depths", needle_depths)
     with options.settings_checked():
         needles.Search(haystack, depths, samples=needle_samples)  # a wrong value is refused before anything is loaded

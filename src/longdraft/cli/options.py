@@ -7,8 +7,8 @@ import inspect
 import json
 import logging
 import runpy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
@@ -18,10 +18,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from longdraft.cli import console
-from longdraft.errors import LongdraftError
+from longdraft.cli.wording import flags, in_flags
+from longdraft.errors import LongdraftError, values_checked
 from longdraft.host.checkpoints import LoadedModel, Progress
 from longdraft.host.loading import load
-from longdraft.methods import DEFAULTS, METHODS
+from longdraft.methods import DEFAULTS, METHODS, wrong_kind
 from longdraft.methods import method as method_named
 from longdraft.verify.sampling import Sampling
 
@@ -200,8 +201,13 @@ class SamplingOptions(Group):
     ] = None
 
     def sampling(self) -> Sampling:
-        """Raises ValueError for values that make none."""
-        return Sampling(**vars(self))
+        """Raises RequestError for values that make none."""
+        with in_flags(vars(self)):
+            made = Sampling(**vars(self))
+        idle = [flag for name, flag in flags(("top_k", "top_p", "min_p")).items() if vars(self)[name] is not None]
+        if made.greedy and idle:
+            console.note(f"{', '.join(idle)}: of no effect at temperature 0; sample with --temperature (-t) above 0.")
+        return made
 
 
 @dataclass(frozen=True)
@@ -313,9 +319,8 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
         name = name.replace("-", "_")
         default = parameters[name].default if name in parameters else inspect.Parameter.empty
         found[name] = value = whole_numbers(name, text) if name in _LISTS else _value(text)
-        kind = type(default)
-        if kind in _KINDS and not (type(value) is kind or (kind is float and type(value) is int)):
-            raise SettingError(f"--option {name} takes {_KINDS[kind]}, not {text!r}.")
+        if (kind := wrong_kind(default, value)) is not None:
+            raise SettingError(f"--option {name} takes {kind.lower()}, not {text!r}.")
     return found
 
 
@@ -327,7 +332,6 @@ def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 # Options of methods that take several whole numbers.
 _LISTS = {"widths"}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def words(text: str) -> list[str]:
@@ -361,16 +365,6 @@ def _value(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-@contextmanager
-def settings_checked() -> Iterator[None]:
-    """Inside it, a ValueError or TypeError is about a value that the user gave.
-
-    Raises:
-        SettingError: in its place.
-    """
-    try:
-        yield
-    except LongdraftError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise SettingError(f"{str(error).rstrip('.')}.") from error
+def settings_checked() -> AbstractContextManager[None]:
+    """Inside it, a ValueError or TypeError is about a value that the user gave, and a SettingError."""
+    return values_checked(SettingError, (ValueError, TypeError))

@@ -11,7 +11,7 @@ from os import fstat
 from pathlib import Path
 from typing import NamedTuple
 
-from longdraft.cli import console
+from longdraft.cli import console, pdf
 from longdraft.errors import PromptError
 
 STDIN = "-"
@@ -73,6 +73,10 @@ def _file_text(name: str) -> str:
 
 
 def _text(data: bytes, name: str) -> str:
+    if pdf.is_pdf(data):
+        return pdf.text(data, name)
+    if data.startswith(b"PK\x03\x04"):
+        raise PromptError(f"{name} is a zip archive, as Word, EPUB and ODT files are: save it as plain text in UTF-8.")
     if b"\0" in data:
         raise PromptError(f"{name} is a binary file: give plain text in UTF-8.")
     try:

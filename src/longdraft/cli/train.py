@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from enum import Enum
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +14,28 @@ from typer.core import TyperGroup
 
 from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
+from longdraft.cli.settings_help import with_settings
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.drafters.kinds import KINDS, Training
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
+    from longdraft.training.settings import Described
 
 
-class Trainers(TyperGroup):
+def common_settings() -> list[Described]:
+    """Those of every training run."""
+    from longdraft.training.config import RunConfig
+    from longdraft.training.settings import described
+
+    return described(RunConfig)
+
+
+_TITLE = "those of every run; each kind has more: longdraft train KIND --help"
+
+
+class Trainers(with_settings(common_settings, _TITLE, TyperGroup)):  # type: ignore[misc]
     """A command for each kind of draft that says how it is trained, those of ``--load`` among them, and ``data``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -54,6 +68,11 @@ def _command(name: str, training: Training) -> Any:
     ) -> None:
         _train(config, settings or [], training, output)
 
+    def settings_of() -> list[Described]:
+        from longdraft.training.settings import described
+
+        return described(training.load_settings())
+
     alone = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -62,15 +81,15 @@ def _command(name: str, training: Training) -> Any:
     )
     alone.command(
         name,
-        help=f"{training.summary}; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.\n\n"
-        "Settings: docs/training.md, or any wrong one: the error lists them.",
+        cls=with_settings(settings_of, "every setting, with its default and the values it takes (key=value, or YAML)"),
+        help=f"{training.summary}; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.",
     )(interruptible(options.spread(train)))
     return typer.main.get_command(alone)
 
 
 def _train(path: Path | None, words: list[str], training: Training, output: options.Output) -> None:
     """Runs a recipe on its settings, shows how it goes, and says where the draft is."""
-    from longdraft.training.config import read_config
+    from longdraft.training.settings import read_config
 
     # One of several processes (torchrun, accelerate launch) speaks for all.
     main = int(os.environ.get("RANK", "0")) == 0
@@ -78,6 +97,13 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
         settings_: RunConfig = read_config(path, words, training.load_settings())
         if not settings_.data:
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
+        for file in (*settings_.data, *settings_.vocabulary_from):
+            if not Path(file).is_file():
+                raise ConfigError(f"There is no file {file}: check data and vocabulary_from.")
+        if settings_.init and not Path(settings_.init).is_dir():
+            raise ConfigError(
+                f"There is no draft folder {settings_.init}: check init, or leave it out to start afresh."
+            )
     except ConfigError:
         if main:
             raise
@@ -114,6 +140,10 @@ def _payload(report: Any, best: Path) -> dict[str, Any]:
     return found
 
 
+# Answers, or texts that repeat themselves, where nobody says how many.
+ROWS = 1000
+
+
 class Kind(str, Enum):
     """What ``train data`` writes."""
 
@@ -137,7 +167,12 @@ def data(
         str | None,
         typer.Option("--target", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded"),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Answers to have in the end, or texts.")] = 1000,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows to have in the end: so many answers or texts.", show_default=f"{ROWS}; tokens: all"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 96,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens an answer, at most.")] = 256,
     features: Annotated[
@@ -163,6 +198,7 @@ def data(
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
     lengths = options.whole_numbers("--passage-tokens", passage_tokens)
     heats = options.numbers("--temperatures", temperatures)
+    asked = None if layers is None else options.whole_numbers("--layers", layers)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not heats or min(heats) < 0:
@@ -181,6 +217,7 @@ def data(
     from longdraft.training import documents, generations, prompts, repeats
     from longdraft.training.kept_features import KeptFeatures
 
+    total = ROWS if rows is None else rows
     skipped = documents.Skipped()
     texts: list[str] = []
     if kind is not Kind.tokens:  # before the model is loaded: a wrong path is said at once
@@ -190,7 +227,7 @@ def data(
             else:
                 skipped.add("without text")
     if kind is Kind.repeats:
-        have = documents.write(repeats.repeats(texts, rows, seed), out)
+        have = documents.write(repeats.repeats(texts, total, seed), out)
         _written(out, have, skipped, output)
         return
     if threads:
@@ -202,24 +239,24 @@ def data(
             vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
             encoded = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
             with Counter("Encoding", "rows") as counter:
-                have = documents.write(encoded, out, counter.update, cancel)
+                have = documents.write(islice(encoded, rows), out, counter.update, cancel)
         else:
             runner = TargetRunner(loaded.model)
             kept = None
             if features:
                 count = runner.kv_shape.layers
-                wanted = options.whole_numbers("--layers", layers) if layers else (*usual_layers(count), count - 1)
-                if layers and not {*range(count)}.issuperset(wanted):
+                wanted = asked or (*usual_layers(count), count - 1)
+                if asked and not {*range(count)}.issuperset(wanted):
                     raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {layers!r}.")
                 # A shallow target has no layer at some of the usual places.
                 held = sorted({layer for layer in wanted if layer >= 0})
                 kept = KeptFeatures(documents.features_of(out), runner.parts.description, held, top)
             together = min(batch, per_passage)
             passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, heats, seed)
-            with Counter("The target answers", "rows", rows) as counter:
+            with Counter("The target answers", "rows", total) as counter:
                 have = generations.generate(
                     runner, loaded.tokenizer, passages, out, places=batch // together, per_passage=together,
-                    max_new_tokens=max_tokens, total=rows, seed=seed, features=kept, progress=counter.update,
+                    max_new_tokens=max_tokens, total=total, seed=seed, features=kept, progress=counter.update,
                     stop=cancel,
                 )  # fmt: skip
     if cancel():

@@ -38,6 +38,10 @@ class Draft(ABC, Generic[Bound]):
         self.made_for: dict[str, Any] = {}
         self._bound: weakref.WeakKeyDictionary[TargetRunner, Bound] = weakref.WeakKeyDictionary()
 
+    def __repr__(self) -> str:
+        length = "" if self.trained_length is None else f", trained on {self.trained_length:,} tokens"
+        return f"{type(self).__name__}({str(self.folder)!r}, {self.parameters / 1e6:.1f}M parameters{length})"
+
     @property
     @abstractmethod
     def parameters(self) -> int:

@@ -149,17 +149,33 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         CheckpointError: no such folder, no or broken config.json.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: a draft is the folder that it lies in, {folder.parent}.")
     if not folder.is_dir():
         raise CheckpointError(f"There is no draft folder {folder}.")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {CONFIG}: is it a draft folder?") from None
+        raise CheckpointError(f"{folder} has no {CONFIG}: {_of_a_run(folder) or 'is it a draft folder?'}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}. Copy the draft again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} holds no JSON object: is it a draft folder?")
     return config
+
+
+def _of_a_run(folder: Path) -> str:
+    """Where the draft lies of a training run whose folder, or whose checkpoint, was named; empty: it is of none."""
+    for run in (folder, *folder.absolute().parents[:2]):
+        if (run / "checkpoints").is_dir():
+            found = [run / name for name in ("best", "last") if is_draft_folder(run / name)]
+            kind = "a training run" if run == folder else "a checkpoint of a training run"
+            return (
+                f"it is {kind}, whose draft is in {found[0]}."
+                if found
+                else f"it is {kind} that has saved no draft yet."
+            )
+    return ""
 
 
 def load(folder: Path | str) -> DraftFolder:

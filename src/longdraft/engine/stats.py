@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from longdraft.engine import notebook
 from longdraft.events import Event, Mode
 from longdraft.sequence import FinishReason, Sequence
+from longdraft.streaming import Piece
+
+# Characters of a text that its repr shows.
+_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Step:
         seconds: wall time of the round, carried by the first of its steps; the others say 0.0.
         prefilled: prompt tokens read so far (mode "prefill").
         finish_reason: set on a sequence's last step.
+        pieces: the text that it emitted, each piece with whether it was drafted; none without a tokenizer. A character
+            that lacks bytes, and what may be the beginning of a stop string, come with a later step.
     """
 
     sequence: int
@@ -35,9 +42,15 @@ class Step:
     seconds: float
     prefilled: int = 0
     finish_reason: FinishReason | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text that it emitted: that of all steps makes the result's."""
+        return "".join(piece.text for piece in self.pieces)
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """A finished sequence. Figures are defined in docs/figures.md; those of a batch hold for the whole batch.
 
@@ -49,6 +62,8 @@ class Result:
             these a full one refuted before they were emitted.
         prefill_seconds, decode_seconds: wall time of reading the prompts and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
+        from_draft: of each token, whether it was drafted.
+        pieces: the text once more, each piece with whether it was drafted. A notebook shows these in colour.
     """
 
     text: str
@@ -67,6 +82,24 @@ class Result:
     partial_tokens: int = 0
     rolled_back: int = 0
     from_draft: list[bool] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        return f"Result({text!r}, {self.summary})"
+
+    def _repr_html_(self) -> str:
+        pieces = self.pieces or [Piece(self.text or " ".join(map(str, self.token_ids)), False)]
+        return notebook.page(pieces, self.summary)
+
+    @property
+    def summary(self) -> str:
+        """Its figures in a line."""
+        exact = "exact" if self.exact else "approximate"
+        figures = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
+        if self.rounds:
+            figures += f", {self.mean_accepted_length:.2f} mean accepted length, {self.tokens_per_second:.1f} tokens/s"
+        return f"{self.method}, {exact}: {figures}"
 
     @property
     def new_tokens(self) -> int:

@@ -46,6 +46,9 @@ class LoadedModel(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
+    def __repr__(self) -> str:
+        return f"LoadedModel(model={type(self.model).__name__}, tokenizer={type(self.tokenizer).__name__})"
+
 
 def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model without its tokenizer, ready to run: a folder in Hugging Face layout, else a hub id.
@@ -144,6 +147,8 @@ def check_folder(folder: Path) -> bool:
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")
+    if '"longdraft_format"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace"):
+        raise CheckpointError(f"{folder} holds a draft, which drafts for a model: give it as the draft (draft=).")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         shards = [SAFE_WEIGHTS_NAME]

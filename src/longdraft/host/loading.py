@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longdraft import native
+from longdraft.arguments import answering
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
@@ -20,6 +21,7 @@ from longdraft.host.gguf_files import Weights, read_gguf
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@answering
 def load(
     model: str | os.PathLike[str] | None = None,
     *,
@@ -42,7 +44,12 @@ def load(
     Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights
     or RoPE kind), ContextError (rope_factor not above 1).
     """
-    if rope_factor is not None and not (math.isfinite(rope_factor) and rope_factor > 1):
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
+    if weights not in (None, "stored", "float32"):
+        raise CapabilityError(f"weights are stored or float32, got {weights!r}.")
+    number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
+    if rope_factor is not None and not (number and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
     place = _device(device)
     wanted = _dtype(dtype, place)
@@ -109,7 +116,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise CapabilityError(f"No device is called {device!r}: give cpu, cuda, cuda:N or mps.") from error
     if (place.index or 0) >= counts.get(place.type, 1):
         raise CapabilityError(f"This machine, or this build of torch, has no {place}: give device='cpu'.")
@@ -121,6 +128,6 @@ def _dtype(dtype: DType, device: torch.device) -> DType:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is None or not chosen.is_floating_point:
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise CapabilityError(f"dtype {dtype!r} is not supported: give auto, {', '.join(_DTYPES)}.")
     return chosen

@@ -69,7 +69,7 @@ class Rotary:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The draft's RoPE parameters {dict(parameters)} cannot be used ({error!r}): correct its config.json, "
-                "or give rope_theta and rope_factor when loading it."
+                "or load it with others: rope_theta=, rope_factor=."
             ) from error
         self._like = torch.empty(1, dtype=dtype, device=device)
 

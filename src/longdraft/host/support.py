@@ -12,7 +12,7 @@ from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.host.hosting import context_length, decoder_config
 from longdraft.host.stored import weight_shape
 
-_LOAD = "Load it with AutoModelForCausalLM.from_pretrained(...) or longdraft.load(...)."
+_LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
 
 
 def check_model(model: object) -> None:
@@ -119,11 +119,13 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
         PromptError: naming the first one.
     """
     size = weight_shape(model.get_input_embeddings())[0]
-    ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(list(tokens), dtype=torch.long)
-    wrong = ids[(ids < 0) | (ids >= size)]
-    if wrong.numel():
+    if isinstance(tokens, torch.Tensor):
+        wrong = tokens[(tokens < 0) | (tokens >= size)].tolist()
+    else:
+        wrong = [token for token in tokens if not 0 <= token < size]
+    if wrong:
         raise PromptError(
-            f"The prompt has the token id {int(wrong[0])}, but the model's are 0 to {size - 1}. Was it made with "
+            f"The prompt has the token id {wrong[0]}, but the model's are 0 to {size - 1}. Was it made with "
             "another model's tokenizer?"
         )
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.kv.disk_store import DiskStore, default_folder
 from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVShape, KVStore
@@ -24,9 +24,12 @@ def parse(asked: str | Path | None) -> Offload:
 
     Raises:
         CheckpointError: there is no such folder.
+        RequestError: it is no name.
     """
     if asked is None or asked == "host":
         return asked  # type: ignore[return-value]  # the literal, but for mypy a str
+    if not isinstance(asked, str | Path):
+        raise RequestError(f"offload takes host, disk or an existing folder, got {asked!r}")
     folder = default_folder() if asked == "disk" else Path(asked)
     if not folder.is_dir():
         raise CheckpointError(f"offload takes host, disk or an existing folder; there is no folder {folder}.")

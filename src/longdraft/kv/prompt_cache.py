@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from longdraft.errors import RequestError
 from longdraft.kv import snapshot
 from longdraft.kv.store import KVStore
 
@@ -31,6 +32,12 @@ class PromptCache:
         self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
+
+    def __repr__(self) -> str:
+        if self._pending is not None:
+            return f"PromptCache(to be read from {self._pending})"
+        held = [f"{len(tokens):,}" for tokens in self.tokens if tokens]
+        return f"PromptCache({' + '.join(held)} tokens)" if held else "PromptCache(empty)"
 
     def open(
         self,
@@ -112,8 +119,14 @@ class PromptCache:
         self.tokens[slot] = list(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
-        """Writes a slot to a snapshot file, atomically. Raises CheckpointError when that fails."""
-        assert self.store is not None
+        """Writes a slot to a snapshot file, atomically.
+
+        Raises:
+            RequestError: nothing was decoded with this cache yet.
+            CheckpointError: the file cannot be written.
+        """
+        if self.store is None:
+            raise RequestError("The cache is empty: decode something with cache=..., then save it.")
         snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path)
 
     @classmethod

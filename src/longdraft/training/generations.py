@@ -69,6 +69,16 @@ class _Group:
     done: list[tuple[_Answer, Said | None]] = field(default_factory=list)
     begun: set[tuple[int, ...]] = field(default_factory=set)
 
+    @property
+    def coming(self) -> int:
+        """Answers that it has or may still have."""
+        return len(self.waiting) + len(self.flying) + len(self.done)
+
+    def shorten(self, most: int) -> None:
+        """Leaves the first so many of the answers that wait."""
+        while len(self.waiting) > most:
+            self.waiting.pop()
+
 
 def generate(
     runner: TargetRunner,
@@ -101,7 +111,7 @@ def generate(
         out: the file; made if it is not there.
         places: passages at a time. per_passage: answers to each at a time.
         max_new_tokens: of a turn.
-        total: rows to have in the end, or a few more.
+        total: rows to have in the end. The last passage gets as many answers as are missing.
         features: where to keep what drafts read of the target.
         progress: told the rows there are and the tokens answered by this run, whenever rows were written.
         stop: asked between steps; True ends the run, and passages that are not finished are not written.
@@ -131,7 +141,9 @@ def generate(
         answered = 0
         while (rows < total or run.groups) and not stop():
             for place in range(places):
-                if place not in run.groups and rows < total and (found := next(groups, None)):
+                missing = total - rows - run.coming
+                if place not in run.groups and missing > 0 and (found := next(groups, None)):
+                    found.shorten(missing)
                     run.begin(place, found)
             if not run.groups:
                 break
@@ -156,6 +168,11 @@ class _Run:
     def __init__(self, branches: Branches, max_new_tokens: int, ends: frozenset[int]) -> None:
         self.branches, self.max_new_tokens, self.ends = branches, max_new_tokens, ends
         self.groups: dict[int, _Group] = {}
+
+    @property
+    def coming(self) -> int:
+        """Answers of the groups that are decoded."""
+        return sum(group.coming for group in self.groups.values())
 
     def begin(self, place: int, group: _Group) -> None:
         """Reads a passage into a place."""

@@ -201,7 +201,7 @@ class Session:
             save_draft,
             shifts,
             levels,
-        ).run(self.stop)
+        ).run(self.stop, lambda line: self.progress(line, 0, 0))
 
 
 def begin(

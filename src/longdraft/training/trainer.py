@@ -91,10 +91,15 @@ class Trainer:
         self.step = 0
         self.best = 0.0
 
-    def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Report]:
+    def run(
+        self, stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
+    ) -> Iterator[Report]:
         """Trains to the end, a report a step. Where ``stop`` says so, a checkpoint is written and the run ends.
 
         With several processes each iterates, gets the same reports, and any one's ``stop`` stops all.
+
+        Args:
+            say: told where a run that was there before is gone on with.
 
         Raises:
             CheckpointError: a checkpoint of other settings or data, a damaged one, no space.
@@ -102,6 +107,13 @@ class Trainer:
             CapabilityError: TensorBoard is asked for and not installed.
         """
         self._resume()
+        if self.step:
+            steps = self.schedule.steps
+            say(
+                f"resuming at step {self.step:,} of {steps:,}"
+                if self.step < steps
+                else f"{self.out} holds this run already, with all of its {steps:,} steps: nothing is left to train"
+            )
         log = RunLog(self.out, self.step, self.config.tensorboard) if self.accelerator.is_main_process else None
         try:
             yield from self._steps(stop, log)

@@ -20,6 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longdraft.arguments import answering_class, check_number, whole
+from longdraft.errors import values_checked
 from longdraft.trees.draft_sampler import DraftSampler
 from longdraft.verify import processors as row_processors
 from longdraft.verify.draws import Draws, OwnDraws
@@ -46,15 +48,21 @@ class RecentPenalty(LogitsProcessor):
         return found
 
 
+@answering_class
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's distribution is processed. Temperature 0 is greedy.
+    """How the target's distribution is processed.
 
     Attributes:
+        temperature: 0 is greedy; 1 is the model's own distribution.
+        top_k: sample from so many tokens, the most probable; None and 0: from all.
+        top_p: from the fewest tokens that have this probability together, above 0 and at most 1.
+        min_p: from tokens with at least this share of the best one's probability, 0 to 1.
+        repetition_penalty: above 1 makes tokens of the text less likely, below 1 more.
         repetition_window: the penalty is for tokens among the last so many of the text; None: for all of it.
 
     Raises:
-        ValueError: for a value outside its range, from transformers' processors or from here.
+        RequestError: a value of a wrong kind or outside its range.
     """
 
     temperature: float = 0.0
@@ -65,6 +73,14 @@ class Sampling:
     repetition_window: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if value is not None or name == "temperature":
+                check_number(name, value)
+        with values_checked():
+            self._check()
+
+    def _check(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"temperature must not be negative, got {self.temperature}")
         # transformers checks what it builds; at these values nothing would be built, so nothing would complain.
@@ -72,11 +88,12 @@ class Sampling:
             raise ValueError(f"top_p must lie above 0 and be at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
-        if self.top_k is not None and self.top_k < 0:
-            raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if self.top_k is not None:
+            whole("top_k", self.top_k, 0)
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must lie above 0, got {self.repetition_penalty}")
         if self.repetition_window is not None:
-            if type(self.repetition_window) is not int or self.repetition_window < 1:
-                raise ValueError(f"repetition_window must be a whole number from 1 on, got {self.repetition_window!r}")
+            whole("repetition_window", self.repetition_window, 1)
             if self.repetition_penalty is None:
                 raise ValueError("repetition_window says where repetition_penalty counts: give that too")
         self.processors()  # refuses bad values now rather than after the prefill
@@ -90,13 +107,13 @@ class Sampling:
         processors = LogitsProcessorList(first)
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
             if self.repetition_window is None:
-                processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+                processors.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
             else:
                 processors.append(RecentPenalty(self.repetition_penalty, self.repetition_window))
         if self.greedy:
             return processors
         if self.temperature != 1.0:
-            processors.append(TemperatureLogitsWarper(self.temperature))
+            processors.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k:
             processors.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:

@@ -63,22 +63,19 @@ class TextStream:
         self._held: list[Piece] = []
         self._stopped = False
 
-    def push(self, tokens: Sequence[int], from_draft: int) -> list[Piece]:
-        """Pieces that a step adds; its first ``from_draft`` tokens were drafted."""
+    def push(self, tokens: Sequence[int], from_draft: int, last: bool = False) -> list[Piece]:
+        """Pieces that a step adds; its first ``from_draft`` tokens were drafted. The last step gives what was held."""
         for i, token in enumerate(tokens):
             self._hold(self._tokens.push(token), i < from_draft)
-        return self._release()
-
-    def finish(self) -> list[Piece]:
-        """Pieces that were held, when no more tokens come."""
-        self._hold(self._tokens.finish(), False)
-        return self._release(last=True)
+        if last:
+            self._hold(self._tokens.finish(), False)
+        return self._release(last)
 
     def _hold(self, text: str, drafted: bool) -> None:
         if text and not self._stopped:
             self._held.append(Piece(text, drafted))
 
-    def _release(self, last: bool = False) -> list[Piece]:
+    def _release(self, last: bool) -> list[Piece]:
         text = "".join(piece.text for piece in self._held)
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
