@@ -131,7 +131,7 @@ def test_a_path_whose_output_is_off_is_not_timed(monkeypatch):
     with torch_kernels.registered():
         measure = choosing.on_gpu(torch.device("cpu"), torch.bfloat16, 64, modules)
         assert measure("hybrid") == list(choosing.ROWS)
-        monkeypatch.setattr(hybrid, "with_tree", lambda q, *rest: torch.zeros_like(q))
+        monkeypatch.setattr(hybrid, "_with_tree", lambda q, *rest: torch.zeros_like(q))
         with pytest.raises(ArithmeticError, match=r"with 16 rows its output is off by 100\.0%"):
             measure("hybrid")
         monkeypatch.setattr(sdpa, "attend", lambda q, *rest: torch.full_like(q, math.nan))

@@ -81,7 +81,7 @@ def test_windows_begin_where_they_begin():
     q, keys, values, block, scale = case([12, 20], 4, dtype=torch.bfloat16)
     begins = torch.tensor([5, 13], dtype=torch.int32)
     places = hybrid.Places.of(keys, block.slots_t, block.lengths_t - begins, 20, block.mask, begins)
-    got = hybrid.with_tree(q, keys, values, *hybrid.prefix(q, keys, values, places, scale), places, scale)
+    got = hybrid.attend_at(q, keys, values, places, scale)
     for b, (slot, n, begin) in enumerate(zip(block.slots, block.lengths, begins.tolist(), strict=True)):
         part = Block.make([0], [n - begin], 4, block.mask[b : b + 1])
         own = (x[slot : slot + 1, :, begin:] for x in (keys, values))

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from test_attention import TOLERANCE, flash_attn  # noqa: F401  (a fixture)
+from test_attention import TOLERANCE
+from test_flash_packages import installed, two  # noqa: F401  (a fixture)
 
 from longdraft.attention import cpu, dispatch, prefix
 from longdraft.attention.block import Block
@@ -45,8 +46,8 @@ def test_the_reference_is_softmax_attention():
 @pytest.mark.parametrize("path", ["cpu", "cpu long", "cpu many rows", "sdpa", "hybrid", "flash", "triton"])
 def test_every_path_is_like_the_reference(path, heads, transposed, dtype, monkeypatch, request):
     if path == "flash":
-        request.getfixturevalue("flash_attn")
-    if path == "hybrid" and transposed:
+        request.getfixturevalue("installed")(flash_attn=two)
+    if path in ("hybrid", "flash") and transposed:
         pytest.skip("nobody on a GPU keeps keys so")
     monkeypatch.setattr(cpu, "LONG_PREFIX", 0 if path == "cpu long" else 10**6)
     monkeypatch.setattr(cpu, "FEW_ROWS", 0 if path == "cpu many rows" else 64)

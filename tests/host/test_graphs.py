@@ -401,7 +401,7 @@ def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog
         (CPU, "cpu", "they need an NVIDIA GPU"),
         (CPU, "triton", "they need an NVIDIA GPU"),
         (CUDA, "sdpa", "LONGDRAFT_ATTENTION=hybrid"),
-        (CUDA, "flash", "LONGDRAFT_ATTENTION=hybrid"),
+        (CUDA, "flash", None),
         (CUDA, "hybrid", None),
         (CUDA, "triton", None),
     ],

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,7 +82,8 @@ class Fastest:
 
     def find(self, kind: Kind, measure: Measure, clock: Callable[[], float] = time.monotonic) -> dict[str, float]:
         """Measures the paths, as many as there is time for; as :meth:`known`."""
-        start, found = clock(), {}
+        found: dict[str, float] = {}
+        start = clock()
         for path in kind.paths:
             if found and clock() - start > SECONDS:
                 logger.info("attention paths on %s: no time to try %s", kind.device, path)
@@ -117,7 +119,7 @@ def on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int, modules: dic
             off = float((attend(q, k, v, block, scale).float() - right).abs().max() / right.abs().max())
             if not off <= OFF:
                 raise ArithmeticError(f"with {block.size} rows its output is off by {off:.1%}")
-        return [_seconds(lambda c=case: attend(*c, scale), device) for case in cases]  # type: ignore[misc]
+        return [_seconds(partial(attend, *case, scale), device) for case in cases]
 
     return measure
 

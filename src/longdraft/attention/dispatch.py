@@ -33,10 +33,10 @@ PATHS = {
     "flash": "longdraft.attention.flash",
     "triton": "longdraft.attention.triton_backend",
 }
-# Those that are chosen from on a GPU, in the order in which they are tried; the first one where nothing is measured.
+# Those that are chosen from on a GPU, in the order in which they are tried.
 ON_GPU = ("hybrid", "flash", "triton")
 # Those that take nothing but bounds from the host, so that a forward can be recorded.
-CAPTURABLE = ("hybrid", "triton")
+CAPTURABLE = ON_GPU
 ENVIRONMENT = "LONGDRAFT_ATTENTION"
 
 fastest = choosing.Fastest()
@@ -49,17 +49,7 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
     if name == "hybrid":
         return hybrid.unavailable(device, dtype, head_dim)
     if name == "flash":
-        if flash.package(device) is None:
-            return (
-                "flash-attn is not installed, or version 3 alone, which is for Hopper GPUs; `pip install flash-attn` "
-                "on a machine with an NVIDIA GPU"
-            )
-        if device.type != "cuda":
-            return f"flash-attn needs an NVIDIA GPU, the model is on {device}"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"flash-attn works in float16 and bfloat16, the model is {dtype}; load it with dtype='bfloat16'"
-        if head_dim > 256:
-            return f"flash-attn supports head sizes up to 256, this model's is {head_dim}"
+        return flash.unavailable(device, dtype, head_dim)
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; `pip install longdraft[gpu]`"
@@ -90,12 +80,12 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "sdpa"
     reasons = {name: unavailable(name, device, dtype, head_dim) for name in ON_GPU}
     able = tuple(name for name, reason in reasons.items() if reason is None)
-    if not able:
-        log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reasons["hybrid"])
-        return "sdpa"
     found = measured(device, dtype, head_dim, able)
     if not found:
-        return able[0]
+        if reasons["hybrid"] is None:
+            return "hybrid"
+        log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reasons["hybrid"])
+        return "sdpa"
     best = min(found, key=lambda name: found[name])
     if math.isinf(found[best]):
         log.warning("Attention runs on torch's masked kernels: no other path works on this machine.")
@@ -115,7 +105,7 @@ def measured(
         paths = tuple(name for name in ON_GPU if unavailable(name, device, dtype, head_dim) is None)
     if device.type != "cuda" or not torch.cuda.is_available() or not triton_tuning.wanted() or not paths:
         return {}
-    versions = {"torch": torch.__version__}
+    versions = {"torch": str(torch.__version__)}
     for name in ("triton", "flash_attn", "flash_attn_3"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)

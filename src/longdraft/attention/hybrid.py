@@ -16,7 +16,9 @@ keys: it is for checks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +47,7 @@ class Places:
     """Where B sequences have what a forward's rows see, on the device: the same for all layers.
 
     Attributes:
+        slots: (B,) int32.
         starts: (B + 1,) int32, where each prefix begins in the list of rows; the last is there for the kernels' sake.
         lengths: (B,) int32, rows of each prefix.
         bound: a host bound on the lengths: it guides how keys are cut, never the result.
@@ -53,6 +56,7 @@ class Places:
         hidden: (B, 1, 1, T, W) float32, -inf where row i may not see row j of the tree, else 0.
     """
 
+    slots: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
     bound: int
@@ -87,6 +91,7 @@ class Places:
         hidden = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         hidden = hidden.masked_fill_(mask.logical_not(), float("-inf"))
         return cls(
+            slots=slots,
             starts=torch.cat([starts, starts.narrow(0, 0, 1)]),
             lengths=lengths,
             bound=bound,
@@ -96,49 +101,73 @@ class Places:
         )
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+class Kernels(NamedTuple):
+    """What computes with a prefix, given q (B, Hq, T, d), keys, values, places and scale.
+
+    Attributes:
+        prefix: every row on all of it: o (B, Hq, T, d) in q's dtype and lse (B, Hq, T) in float32; anything where a
+            prefix is empty.
+        causal: the last row on all of it, the one before it on one row less: (B, Hq, T, d); None: there is none.
+    """
+
+    prefix: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], tuple[torch.Tensor, torch.Tensor]]
+    causal: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], torch.Tensor] | None
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`; float32, float16 and bfloat16 on a GPU.
 
     Keys and values lie alike, and a slot's are a whole number of rows from the next one's.
+
+    Args:
+        kernels: None: torch's.
     """
-    chain = block.mask is None
+    kernels, chain = kernels or _of_torch(q), block.mask is None
     if block.width == 1 or (chain and block.size == 1):  # the row sees everything
-        return prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
-    if chain and block.size >= CAUSAL_ROWS and q.element_size() == 2:
-        return _causal(q, keys, values, _places(block, keys, block.width), scale)
-    places = _places(block, keys, 0)
-    return with_tree(q, keys, values, *prefix(q, keys, values, places, scale), places, scale)
+        return kernels.prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
+    if chain and block.size >= CAUSAL_ROWS and kernels.causal is not None:
+        return kernels.causal(q, keys, values, _places(block, keys, block.width), scale)
+    return attend_at(q, keys, values, _places(block, keys, 0), scale, kernels)
 
 
 def attend_prefix(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`."""
     nothing = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=q.device)
     places = Places.of(keys, block.slots_t, block.lengths_t, max(block.lengths), nothing, filled=True)
-    return prefix(q, keys, values, places, scale)[0]
+    return attend_at(q, keys, values, places, scale, kernels)
 
 
-def prefix(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row on all of its sequence's prefix.
-
-    Args:
-        q: (B, Hq, T, d). keys, values: (slots, Hkv, capacity, d).
-
-    Returns:
-        o (B, Hq, T, d) in q's dtype and lse (B, Hq, T) in float32; o = 0 and lse = -inf for an empty prefix.
-    """
-    kernel = _flash if q.element_size() == 2 else _efficient
-    o, lse = kernel(q, _rows(keys), _rows(values), places, scale)
+def attend_at(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: Places,
+    scale: float,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
+    """Every row on all of its sequence's prefix, and on what it sees of the tree behind: q -> (B, Hq, T, d)."""
+    o, lse = (kernels or _of_torch(q)).prefix(q, keys, values, places, scale)
     if places.empty is not None:
         # The kernels write infinity there, or NaN.
         o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
-    return o, lse
+    return _with_tree(q, keys, values, o, lse, places, scale) if places.hidden.shape[-1] else o
 
 
-def with_tree(
+def _with_tree(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -162,7 +191,7 @@ def with_tree(
 
 def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
     """A block's, computed by its first layer; the tree's first ``seen`` rows are counted among the prefix."""
-    key = "hybrid", _slot_rows(keys)
+    key = "hybrid", _slot_rows(keys), seen
     if key not in block.derived:
         mask = block.mask
         if seen:
@@ -192,10 +221,9 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`prefix` on lists of rows k, v (N, Hkv, d), in 16 bits."""
-    (batch, heads, size, d), kv_heads = q.shape, k.shape[1]
+    (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     alone = heads * size == kv_heads
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
     folded = q.reshape(batch, kv_heads, -1, d)
@@ -203,8 +231,8 @@ def _flash(
         folded = folded.expand(-1, -1, 2, -1)
     queries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     found = torch.ops.aten._flash_attention_forward(
-        folded.reshape(batch, -1, d), k, v, queries, places.starts, 1, places.bound, 0.0, False, False,
-        scale=scale, seqused_k=places.lengths,
+        folded.reshape(batch, -1, d), _rows(keys), _rows(values), queries, places.starts,
+        1, places.bound, 0.0, False, False, scale=scale, seqused_k=places.lengths,
     )  # fmt: skip
     o, lse = found[0].view(batch, kv_heads, -1, d), found[1].t().reshape(batch, kv_heads, -1)
     if alone:
@@ -213,7 +241,6 @@ def _flash(
 
 
 def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
-    """A chain behind its prefix, counted among it: the last row sees all, the one before it one less."""
     batch, heads, size, d = q.shape
     queries = torch.arange(0, (batch + 1) * size, size, dtype=torch.int32, device=q.device)
     found = torch.ops.aten._flash_attention_forward(
@@ -225,17 +252,23 @@ def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: P
 
 
 def _efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`prefix` on lists of rows k, v (N, Hkv, d), in float32."""
-    (batch, heads, size, d), kv_heads = q.shape, k.shape[1]
+    (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     rows = heads // kv_heads * size
     folded = q.reshape(batch, kv_heads, rows, d).transpose(1, 2).reshape(1, batch * rows, kv_heads, d)
     queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
     found = torch.ops.aten._efficient_attention_forward(
-        folded, k.unsqueeze(0), v.unsqueeze(0), None, queries, places.starts, rows, places.bound, 0.0, 0, True,
-        scale=scale, seqlen_k=places.lengths,
+        folded, _rows(keys).unsqueeze(0), _rows(values).unsqueeze(0), None, queries, places.starts,
+        rows, places.bound, 0.0, 0, True, scale=scale, seqlen_k=places.lengths,
     )  # fmt: skip
     o = found[0].view(batch, rows, kv_heads, d).transpose(1, 2)
     # Its log-sum-exp is padded to a multiple of 32 rows.
     return o.reshape(q.shape), found[1].narrow(2, 0, rows).reshape(q.shape[:3])
+
+
+FLASH, EFFICIENT = Kernels(_flash, _causal), Kernels(_efficient, None)
+
+
+def _of_torch(q: torch.Tensor) -> Kernels:
+    return FLASH if q.element_size() == 2 else EFFICIENT

@@ -46,16 +46,16 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
     return F.scaled_dot_product_attention(_folded(q, k)[None], k[None], v[None], scale=scale)[0].reshape(q.shape)
 
 
-def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """flash-attn, which groups heads itself; float16 and bfloat16 on a GPU."""
-    from longdraft.attention.flash import whole
-
-    return whole(q, k, v, scale, causal=False)
-
-
 def hybrid(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """torch's kernels for sequences of several lengths."""
     from longdraft.attention.hybrid import attend_prefix
+
+    return attend_prefix(q, keys, values, block, scale)
+
+
+def flash(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+    """flash-attn; float16 and bfloat16 on a GPU."""
+    from longdraft.attention.flash import attend_prefix
 
     return attend_prefix(q, keys, values, block, scale)
 
@@ -90,7 +90,7 @@ PATHS: dict[str, PrefixAttend] = {
     "cpu": _each(cpu),
     "sdpa": _each(sdpa),
     "hybrid": hybrid,
-    "flash": _each(flash),
+    "flash": flash,
     "triton": triton,
 }
 

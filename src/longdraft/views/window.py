@@ -168,10 +168,7 @@ class Window:
         numbers = [slots, [begin for begin, _ in places], lengths]
         slots_t, begins, lengths_t = on_device(numbers, q.device, torch.int32).unbind(0)
         where = hybrid.Places.of(self.keys, slots_t, lengths_t, max(lengths), on_device(mask, q.device), begins)
-        o, lse = hybrid.prefix(q, self.keys, self.values, where, self._scale)
-        if not mask.shape[2]:
-            return o
-        return hybrid.with_tree(q, self.keys, self.values, o, lse, where, self._scale)
+        return hybrid.attend_at(q, self.keys, self.values, where, self._scale)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d); K/V are read once per KV head."""
