@@ -79,6 +79,7 @@ def gpu(monkeypatch, tmp_path):
     def make(**seconds) -> Measured:
         measured = Measured(**seconds)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of a test")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(dispatch, "fastest", Fastest(tmp_path))
@@ -101,10 +102,11 @@ def test_the_fastest_path_is_chosen_and_measured_once(gpu, caplog):
     assert dispatch.measured(CUDA, torch.bfloat16, 128) == pytest.approx({"hybrid": 2e-4, "triton": 1e-4})
 
 
-def test_where_no_path_works_the_masked_one_is_taken_and_it_is_said(gpu, caplog):
+def test_where_no_path_works_the_masked_one_is_taken_and_it_is_said(gpu, caplog, tmp_path):
     gpu(hybrid=RuntimeError("off"))
     assert dispatch.choose(CUDA, torch.bfloat16, 128) == "sdpa"
     assert "no other path works on this machine" in caplog.text
+    assert not list(tmp_path.iterdir())  # perhaps another time
 
 
 def test_the_switch_leaves_the_first_path(gpu, monkeypatch):
@@ -118,7 +120,8 @@ def test_without_memory_to_measure_with_the_first_path_is_taken_and_nothing_kept
     def full(*about):
         raise torch.OutOfMemoryError("no room")
 
-    gpu(hybrid=2e-4, triton=1e-4)
+    gpu(hybrid=2e-4, triton=torch.OutOfMemoryError("no room"))
+    assert dispatch.choose(CUDA, torch.bfloat16, 128) == "hybrid" and not list(tmp_path.iterdir())
     monkeypatch.setattr(choosing, "on_gpu", full)
     assert dispatch.choose(CUDA, torch.bfloat16, 128) == "hybrid" and not list(tmp_path.iterdir())
 

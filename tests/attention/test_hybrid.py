@@ -115,8 +115,8 @@ def test_on_a_gpu_nothing_is_read_back(dtype, size, tree):
         slots, lengths = (torch.empty(3, dtype=torch.int32, device="cuda") for _ in range(2))
         mask = torch.empty(3, size, size, dtype=torch.bool, device="cuda") if tree else None
         block = Block((-1,) * 3, (300,) * 3, size, mask, slots, lengths, captured=True)
-        out = hybrid.attend(q, keys, values, block, 0.1)
-    assert out.shape == q.shape and out.dtype == dtype and out.device.type == "cuda"
+        found = [attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, hybrid.attend_prefix)]
+    assert all(o.shape == q.shape and o.dtype == dtype and o.device.type == "cuda" for o in found)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,11 @@ class Fastest:
         return self._known[file.name]
 
     def find(self, kind: Kind, measure: Measure, clock: Callable[[], float] = time.monotonic) -> dict[str, float]:
-        """Measures the paths, as many as there is time for; as :meth:`known`."""
+        """Measures the paths, as many as there is time for; as :meth:`known`. Kept where one of them works.
+
+        Raises:
+            torch.OutOfMemoryError: that says nothing of a path, and nothing is kept.
+        """
         found: dict[str, float] = {}
         start = clock()
         for path in kind.paths:
@@ -90,6 +94,8 @@ class Fastest:
                 break
             try:
                 found[path] = math.exp(statistics.fmean(math.log(s) for s in measure(path)))
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # whatever a compiler, a driver or a package may not like about this GPU
                 logger.warning("The %s attention does not work on this machine (%s).", path, reason_of(error))
                 found[path] = math.inf
@@ -97,7 +103,8 @@ class Fastest:
         logger.info("attention paths on %s (head size %d, %s): %s", kind.device, kind.head_dim, kind.dtype, said)
         file = kept.file_of(_as_json(kind), FOLDER, self.folder)
         self._known[file.name] = found
-        kept.write(file, _as_json(kind), _FORMAT, found)
+        if not all(math.isinf(s) for s in found.values()):
+            kept.write(file, _as_json(kind), _FORMAT, found)
         return found
 
 

@@ -113,11 +113,10 @@ def measured(
     found = fastest.known(kind)
     if found is None:
         try:
-            measure = choosing.on_gpu(device, dtype, head_dim, PATHS)
+            found = fastest.find(kind, choosing.on_gpu(device, dtype, head_dim, PATHS))
         except RuntimeError as error:  # no room for the tensors: another time
             log.info("attention paths are not measured: %s", reason_of(error))
             return {}
-        found = fastest.find(kind, measure)
     return found
 
 

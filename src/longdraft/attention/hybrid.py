@@ -37,8 +37,11 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
         return f"hybrid works in float32, float16 and bfloat16, the model is {dtype}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"hybrid takes head sizes up to {MAX_HEAD_DIM} that are multiples of 8, this model's is {head_dim}"
-    if dtype != torch.float32 and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return "torch's flash attention needs an Ampere GPU or a newer one; try sdpa"
+    if dtype != torch.float32 and torch.cuda.is_available():
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "this build of torch has no flash attention; try sdpa"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "torch's flash attention needs an Ampere GPU or a newer one; try sdpa"
     return None
 
 
