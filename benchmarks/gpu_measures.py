@@ -190,9 +190,10 @@ def time_kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Rows:
                 name: lambda attend=attend, case=case: attend(*case)  # type: ignore[misc]
                 for name, attend in attends.items()
             }
-            if cuda and "triton" in runs:
-                runs["triton"]()  # tunes
-                runs["triton graph"] = kernel_timing.captured(runs["triton"])
+            for name in dispatch.CAPTURABLE if cuda else ():
+                if name in runs:
+                    runs[name]()  # Triton tunes
+                    runs[f"{name} graph"] = kernel_timing.captured(runs[name])
             for name, ms in _milliseconds(runs, sizes.repeats, device).items():
                 read = 2 * case[1].numel() * case[1].element_size()
                 share = None if bandwidth is None else read / (ms / 1e3) / bandwidth

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.attention import cpu, flash, reference, sdpa
+from longdraft.attention import cpu, reference, sdpa
 from longdraft.attention.block import Block
 from longdraft.attention.reference import merge, partial_attention
 
@@ -74,28 +71,6 @@ def assert_like_reference(attend, q, keys, values, block, scale):
     torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, *, return_attn_probs=False, **unknown):
-    """What flash-attn documents: (B, n, H, d), grouped heads, causal aligned to the lower right, float32 LSE."""
-    assert not unknown and dropout_p == 0.0
-    assert q.shape[2] % k.shape[2] == 0 and k.shape == v.shape
-    mask = None
-    if causal:
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    o, lse = partial_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale, mask)
-    o = o.transpose(1, 2).to(q.dtype)
-    return (o, lse, None) if return_attn_probs else o
-
-
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """A ``flash_attn`` that runs anywhere."""
-    stub = types.ModuleType("flash_attn")
-    stub.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
-    stub.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn", stub)
-
-
 @pytest.fixture(
     params=[
         "cpu kernels",
@@ -104,16 +79,12 @@ def flash_attn(monkeypatch):
         "cpu few rows, long prefix",
         "cpu many rows",
         "sdpa",
-        "flash",
     ]
 )
 def path(request, monkeypatch):
     """Each path's attend; the regimes of the CPU's are forced by its thresholds and by our kernels' switch."""
     if request.param == "sdpa":
         return sdpa.attend
-    if request.param == "flash":
-        request.getfixturevalue("flash_attn")
-        return flash.attend
     monkeypatch.setenv("LONGDRAFT_NATIVE", "1" if "kernels" in request.param else "0")
     monkeypatch.setattr(cpu, "FEW_ROWS", 0 if "many rows" in request.param else 10**6)
     monkeypatch.setattr(cpu, "LONG_PREFIX", 0 if request.param == "cpu few rows, long prefix" else 10**6)

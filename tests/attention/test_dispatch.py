@@ -24,6 +24,7 @@ def installed(monkeypatch):
         for name in ("flash_attn", "triton"):
             module = types.ModuleType(name) if name in names else None
             if module is not None:
+                module.flash_attn_with_kvcache = lambda *, return_softmax_lse: None
                 module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
                 monkeypatch.setitem(sys.modules, name, module)
         find = dispatch.importlib.util.find_spec
@@ -44,15 +45,25 @@ def test_a_cpu_gets_the_cpu_path():
 @pytest.mark.parametrize(
     ("packages", "dtype", "head_dim", "expected"),
     [
-        (["flash_attn"], torch.bfloat16, 64, "flash"),
-        (["flash_attn"], torch.float32, 64, "sdpa"),
-        (["flash_attn"], torch.float16, 512, "sdpa"),
-        ([], torch.bfloat16, 64, "sdpa"),
+        ([], torch.bfloat16, 64, "hybrid"),
+        ([], torch.float32, 64, "hybrid"),
+        (["flash_attn"], torch.bfloat16, 64, "hybrid"),
+        (["flash_attn"], torch.bfloat16, 36, "sdpa"),
+        (["triton"], torch.bfloat16, 36, "sdpa"),
+        (["flash_attn", "triton"], torch.float16, 512, "sdpa"),
+        ([], torch.float64, 64, "sdpa"),
     ],
 )
-def test_a_gpu_gets_flash_attn_where_it_serves_and_sdpa_elsewhere(installed, packages, dtype, head_dim, expected):
+def test_a_gpu_gets_hybrid_attention_where_it_serves_and_nothing_is_measured(
+    installed, caplog, packages, dtype, head_dim, expected
+):
     installed(*packages)
     assert dispatch.choose(CUDA, dtype, head_dim) == expected
+    assert ("Attention runs on torch's masked kernels" in caplog.text) == (expected == "sdpa")
+
+
+def test_other_devices_get_sdpa():
+    assert dispatch.choose(torch.device("mps"), torch.float16, 64) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,7 @@ def test_a_path_can_be_forced(monkeypatch, name, attend):
 
 def test_an_unknown_path_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT, "turbo")
-    with pytest.raises(CapabilityError, match=r"turbo is not one of reference, cpu, sdpa, flash, triton"):
+    with pytest.raises(CapabilityError, match=r"turbo is not one of reference, cpu, sdpa, hybrid, flash, triton"):
         dispatch.choose(CPU, torch.float32, 64)
 
 
@@ -80,6 +91,7 @@ def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch,
     ("name", "packages", "device", "dtype", "head_dim", "reason"),
     [
         ("cpu", [], CUDA, torch.float32, 64, "runs on a CPU"),
+        ("hybrid", [], CPU, torch.float32, 64, "try sdpa"),
         ("flash", [], CUDA, torch.bfloat16, 64, "pip install flash-attn"),
         ("flash", ["flash_attn"], CPU, torch.bfloat16, 64, "needs an NVIDIA GPU"),
         ("flash", ["flash_attn"], CUDA, torch.float32, 64, "dtype='bfloat16'"),

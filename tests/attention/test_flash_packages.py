@@ -1,36 +1,57 @@
-"""flash-attn's two packages, as stand-ins with the entry points that they document."""
+"""flash-attn's two packages, as stand-ins with the entry point that they document."""
 
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import sys
 import types
 
 import pytest
 import torch
-from test_attention import case, flash_attn_func
+from test_attention import GQA, assert_like_reference, case
 
-from longdraft.attention import dispatch, flash, prefix, reference
+from longdraft.attention import dispatch, flash, hybrid
+from longdraft.attention.reference import partial_attention
 from longdraft.errors import CapabilityError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def three(q, k, v, softmax_scale=None, causal=False, num_splits=1, pack_gqa=None, return_attn_probs=False):
-    """Version 3 of late: the log-sum-exp on request."""
-    assert num_splits == 0, "it may split the keys"
-    o, lse, _ = flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, return_attn_probs=True)
-    return (o, lse) if return_attn_probs else o
+def two(
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, cache_batch_idx=None, softmax_scale=None, causal=False,
+    num_splits=0, return_softmax_lse=False, **unknown,
+):  # fmt: skip
+    """(B, T, H, d) on caches (slots, n, Hkv, d): grouped heads, causal aligned to the lower right, float32 LSE, which
+    is infinite where there are no keys."""
+    assert not unknown and k is None and v is None and num_splits == 0 and return_softmax_lse
+    assert q.shape[2] % k_cache.shape[2] == 0 and k_cache.shape == v_cache.shape and k_cache.stride(-1) == 1
+    o, lse = torch.zeros_like(q), torch.full((q.shape[0], q.shape[2], q.shape[1]), math.inf)
+    for x in (cache_seqlens, cache_batch_idx):
+        assert x.dtype == torch.int32 and x.shape == q.shape[:1]
+    for b, (n, slot) in enumerate(zip(cache_seqlens.tolist(), cache_batch_idx.tolist(), strict=True)):
+        assert n <= k_cache.shape[1]
+        mask = torch.ones(q.shape[1], n, dtype=torch.bool).tril(n - q.shape[1]) if causal else None
+        rows = (x.transpose(0, 1) for x in (q[b], k_cache[slot, :n], v_cache[slot, :n]))
+        if n:
+            found, lse[b] = partial_attention(*rows, softmax_scale, mask)
+            o[b] = found.transpose(0, 1)
+    return o, lse
 
 
-def early_three(q, k, v, softmax_scale=None, causal=False):
-    """An early release of version 3: always the log-sum-exp."""
-    return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, return_attn_probs=True)[:2]
+def three(
+    q, k_cache, v_cache, k=None, v=None, qv=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None,
+    page_table=None, softmax_scale=None, causal=False, num_splits=0, pack_gqa=None, return_softmax_lse=False,
+):  # fmt: skip
+    """Version 3: other options, and something more behind the log-sum-exp."""
+    return *two(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        softmax_scale=softmax_scale, causal=causal, return_softmax_lse=return_softmax_lse,
+    ), None  # fmt: skip
 
 
-def middle_three(q, k, v, softmax_scale=None, causal=False, num_splits=1):
-    """A release of version 3 between these: never."""
-    return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal)
+def old(q, k_cache, v_cache, cache_seqlens=None, cache_batch_idx=None, softmax_scale=None, causal=False):
+    """A release that does not return the log-sum-exp."""
 
 
 @pytest.fixture
@@ -41,34 +62,30 @@ def installed(monkeypatch):
         for name, function in functions.items():
             module = types.ModuleType(name)
             module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
-            module.flash_attn_func = function
+            module.flash_attn_with_kvcache = function
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(flash, "_hopper", lambda device: hopper)
-        flash._chosen.clear()
+        flash._chosen.cache_clear()
 
-    return install
+    yield install
+    flash._chosen.cache_clear()
 
 
-@pytest.mark.parametrize("function", [three, early_three])
+@pytest.mark.parametrize("package", [{"flash_attn": two}, {"flash_attn_interface": three}], ids=["2", "3"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_version_3_is_like_the_reference(installed, function, tree):
-    installed(flash_attn_interface=function)
-    q, keys, values, block, scale = case([0, 5, 13], 6, tree=tree)
-    got, expected = (path.attend(q, keys, values, block, scale) for path in (flash, reference))
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    slot = block.slots[2]
-    rows = q[2], keys[slot, :, :13], values[slot, :, :13], scale
-    got, expected = prefix.flash(*rows), prefix.reference(*rows)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("heads", GQA, ids=str)
+def test_it_is_like_the_reference(installed, monkeypatch, package, tree, heads):
+    installed(**package)
+    for size, behind in ((1, 0), (6, 0), (5, 30), (1, 9)):
+        arguments = case([11, 0, 130, 1], size, heads=heads, tree=tree, dtype=torch.bfloat16, behind=behind)
+        assert_like_reference(flash.attend, *arguments)
+    monkeypatch.setattr(hybrid, "CAUSAL_ROWS", 6)
+    assert_like_reference(flash.attend, *case([11, 0, 130, 1], 6, heads=heads, tree=tree, dtype=torch.bfloat16))
 
 
 def test_a_version_without_log_sum_exp_says_what_to_do(installed):
-    installed(flash_attn_interface=middle_three)
-    q, keys, values, block, scale = case([5], 6, tree=True)
-    with pytest.raises(CapabilityError, match=r"flash_attn_interface gives no log-sum-exp.*flash-attn 2"):
-        flash.attend(q, keys, values, block, scale)
-    chain = case([5], 6, tree=False)
-    torch.testing.assert_close(flash.attend(*chain), reference.attend(*chain), atol=1e-5, rtol=1e-5)
+    installed(flash_attn=old)
+    assert "install a newer one" in (dispatch.unavailable("flash", CUDA, torch.bfloat16, 128) or "")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +103,9 @@ def test_version_3_is_for_hopper_gpus(installed, hopper, names, expected):
     assert flash.package(CUDA) == expected
     reason = dispatch.unavailable("flash", CUDA, torch.bfloat16, 128)
     assert (reason is None) == (expected is not None)
-    assert dispatch.choose(CUDA, torch.bfloat16, 128) == ("flash" if expected else "sdpa")
 
 
 def test_no_package_says_so():
-    flash._chosen.clear()
-    with pytest.raises(CapabilityError, match="LONGDRAFT_ATTENTION=sdpa"):
+    flash._chosen.cache_clear()
+    with pytest.raises(CapabilityError, match="LONGDRAFT_ATTENTION=hybrid"):
         flash.attend(*case([5], 2))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import Speculator
+from longdraft.attention import hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import NumericalError
@@ -21,6 +22,7 @@ from longdraft.kv.host_store import HostStore
 from longdraft.kv.store import KVStore
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
+from tests import torch_kernels
 from tests.drafts import random_draft
 from tests.forwards import forward
 from tests.tiny import tiny_model
@@ -179,6 +181,16 @@ def test_the_triton_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch
     for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
         target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
     assert (target.recorder.captures, target.recorder.replays) == (1, 2)
+
+
+def test_the_hybrid_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
+    with torch_kernels.registered():
+        target = Target(hybrid.attend)
+        target.read(50, 0, 7)
+        for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
+            target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
+        assert (target.recorder.captures, target.recorder.replays) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "cpu", "reference"])
@@ -388,8 +400,9 @@ def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog
     [
         (CPU, "cpu", "they need an NVIDIA GPU"),
         (CPU, "triton", "they need an NVIDIA GPU"),
-        (CUDA, "sdpa", "LONGDRAFT_ATTENTION=triton"),
-        (CUDA, "flash", "LONGDRAFT_ATTENTION=triton"),
+        (CUDA, "sdpa", "LONGDRAFT_ATTENTION=hybrid"),
+        (CUDA, "flash", None),
+        (CUDA, "hybrid", None),
         (CUDA, "triton", None),
     ],
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -37,6 +38,8 @@ class Block:
             lengths has to be read from these. The host's slots then mean nothing, and its lengths are upper bounds.
         prompt: part of a prompt that is read, not decoding. In decoding a row's result must not depend on the rows
             beside it, so one product serves any number of rows; a long piece of a prompt takes the fastest.
+        derived: what an attention path computes of the numbers in its first layer and needs in the others. Good for one
+            forward: a copy of the block (``dataclasses.replace``) begins without.
     """
 
     slots: tuple[int, ...]
@@ -50,6 +53,7 @@ class Block:
     offset: int = 0
     captured: bool = False
     prompt: bool = False
+    derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def make(

@@ -1,18 +1,25 @@
-"""Which attention path runs: chosen once per target, logged, and forced with LONGDRAFT_ATTENTION."""
+"""Which attention path runs: chosen once per target, logged, and forced with LONGDRAFT_ATTENTION.
+
+On a CPU it is our own. On a GPU it is hybrid attention on torch's kernels, unless flash-attn or Triton are installed
+and a measurement says that they are faster (:mod:`.choosing`).
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
-from longdraft.attention import flash
+from longdraft.attention import choosing, flash, hybrid, triton_tuning
 from longdraft.attention.block import Block
-from longdraft.errors import CapabilityError
+from longdraft.errors import CapabilityError, reason_of
 
 log = logging.getLogger("longdraft")
 
@@ -22,28 +29,27 @@ PATHS = {
     "reference": "longdraft.attention.reference",
     "cpu": "longdraft.attention.cpu",
     "sdpa": "longdraft.attention.sdpa",
+    "hybrid": "longdraft.attention.hybrid",
     "flash": "longdraft.attention.flash",
     "triton": "longdraft.attention.triton_backend",
 }
+# Those that are chosen from on a GPU, in the order in which they are tried.
+ON_GPU = ("hybrid", "flash", "triton")
+# Those that take nothing but bounds from the host, so that a forward can be recorded.
+CAPTURABLE = ON_GPU
 ENVIRONMENT = "LONGDRAFT_ATTENTION"
+
+fastest = choosing.Fastest()
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a path cannot run here, with what to do about it; None when it can."""
     if name == "cpu" and device.type != "cpu":
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
+    if name == "hybrid":
+        return hybrid.unavailable(device, dtype, head_dim)
     if name == "flash":
-        if flash.package(device) is None:
-            return (
-                "flash-attn is not installed, or version 3 alone, which is for Hopper GPUs; `pip install flash-attn` "
-                "on a machine with an NVIDIA GPU"
-            )
-        if device.type != "cuda":
-            return f"flash-attn needs an NVIDIA GPU, the model is on {device}"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"flash-attn works in float16 and bfloat16, the model is {dtype}; load it with dtype='bfloat16'"
-        if head_dim > 256:
-            return f"flash-attn supports head sizes up to 256, this model's is {head_dim}"
+        return flash.unavailable(device, dtype, head_dim)
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; `pip install longdraft[gpu]`"
@@ -70,8 +76,48 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return forced
     if device.type == "cpu":
         return "cpu"
-    # The Triton path is taken on request until its figures on a GPU stand in docs/benchmarks.md.
-    return "flash" if unavailable("flash", device, dtype, head_dim) is None else "sdpa"
+    if device.type != "cuda":
+        return "sdpa"
+    reasons = {name: unavailable(name, device, dtype, head_dim) for name in ON_GPU}
+    able = tuple(name for name, reason in reasons.items() if reason is None)
+    found = measured(device, dtype, head_dim, able)
+    if not found:
+        if reasons["hybrid"] is None:
+            return "hybrid"
+        log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reasons["hybrid"])
+        return "sdpa"
+    best = min(found, key=lambda name: found[name])
+    if math.isinf(found[best]):
+        log.warning("Attention runs on torch's masked kernels: no other path works on this machine.")
+        return "sdpa"
+    return best
+
+
+def measured(
+    device: torch.device, dtype: torch.dtype, head_dim: int, paths: tuple[str, ...] | None = None
+) -> dict[str, float]:
+    """Seconds that each path's attention takes on a GPU, as kept or measured now; empty where nothing is measured.
+
+    Args:
+        paths: that can run here; None: found out.
+    """
+    if paths is None:
+        paths = tuple(name for name in ON_GPU if unavailable(name, device, dtype, head_dim) is None)
+    if device.type != "cuda" or not torch.cuda.is_available() or not triton_tuning.wanted() or not paths:
+        return {}
+    versions = {"torch": str(torch.__version__)}
+    for name in ("triton", "flash_attn", "flash_attn_3"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    kind = choosing.Kind(torch.cuda.get_device_name(device), head_dim, str(dtype), paths, versions)
+    found = fastest.known(kind)
+    if found is None:
+        try:
+            found = fastest.find(kind, choosing.on_gpu(device, dtype, head_dim, PATHS))
+        except RuntimeError as error:  # no room for the tensors: another time
+            log.info("attention paths are not measured: %s", reason_of(error))
+            return {}
+    return found
 
 
 def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, Attend]:

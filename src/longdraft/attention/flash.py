@@ -1,28 +1,47 @@
-"""Hybrid tree attention with flash-attn: its kernel over the prefix, the tree part beside it, merged by LSE.
+"""Hybrid tree attention with flash-attn: its kernel over the prefix, the tree beside it, merged by log-sum-exp.
 
 Two packages bring such kernels: ``flash_attn`` (version 2), and ``flash_attn_interface`` (version 3, for Hopper GPUs
-alone), which takes other options and has returned the log-sum-exp in different ways.
+alone). Of both, the function for caches is called: it reads which slots and how many rows each sequence has on the
+device, cuts the keys for the whole GPU, and a chain's mask is aligned to the lower right.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
+from longdraft.attention import hybrid
 from longdraft.attention.block import Block
-from longdraft.attention.reference import merge, partial_attention
+from longdraft.attention.hybrid import Kernels, Places
 from longdraft.errors import CapabilityError
 
 TWO, THREE = "flash_attn", "flash_attn_interface"
-# Looking for a package takes long, and attention is called often.
-_chosen: dict[torch.device, str] = {}
+FUNCTION = "flash_attn_with_kvcache"
+
+
+def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why it cannot run here, with what to do about it; None when it can."""
+    name = package(device)
+    if name is None:
+        return (
+            "flash-attn is not installed, or version 3 alone, which is for Hopper GPUs; `pip install flash-attn` "
+            "on a machine with an NVIDIA GPU"
+        )
+    if device.type != "cuda":
+        return f"flash-attn needs an NVIDIA GPU, the model is on {device}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash-attn works in float16 and bfloat16, the model is {dtype}; load it with dtype='bfloat16'"
+    if head_dim > hybrid.MAX_HEAD_DIM or head_dim % 8:
+        return f"flash-attn takes head sizes up to 256 that are multiples of 8, this model's is {head_dim}"
+    if _function(name) is None:
+        return f"the installed {name} gives no log-sum-exp, which a tree's attention needs; install a newer one"
+    return None
 
 
 def package(device: torch.device) -> str | None:
@@ -33,71 +52,61 @@ def package(device: torch.device) -> str | None:
     return installed[0] if installed else None
 
 
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+    """Same contract as :func:`longdraft.attention.hybrid.attend`; float16 and bfloat16 on a GPU."""
+    return hybrid.attend(q, keys, values, block, scale, KERNELS)
+
+
+def attend_prefix(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+) -> torch.Tensor:
+    """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`."""
+    return hybrid.attend_prefix(q, keys, values, block, scale, KERNELS)
+
+
 def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Same contract as :func:`longdraft.attention.reference.attend`; float16 and bfloat16 on a GPU."""
-    out = torch.empty_like(q)
-    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end = n + block.width
-        k, v = keys[slot, :, :end], values[slot, :, :end]
-        if block.mask is None:
-            # flash-attn aligns its causal mask to the lower right: a chain behind a prefix is one call.
-            out[b] = whole(q[b], k, v, scale, causal=True)
-            continue
-        tree, tree_lse = partial_attention(q[b], k[:, n:], v[:, n:], scale, block.mask[b])
-        if n == 0:
-            out[b] = tree.to(q.dtype)
-            continue
-        o, _ = merge(*zip(_with_lse(q[b], k[:, :n], v[:, :n], scale), (tree, tree_lse), strict=True))
-        out[b] = o.to(q.dtype)
-    return out
+def _function(name: str) -> Callable[..., Any] | None:
+    """A package's function; None where it is too old to return the log-sum-exp."""
+    found: Callable[..., Any] | None = getattr(importlib.import_module(name), FUNCTION, None)
+    return found if found is not None and "return_softmax_lse" in inspect.signature(found).parameters else None
 
 
-def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """q (Hq, T, d) on k, v (Hkv, n, d) -> (Hq, T, d). causal: the last row sees all, the one before it one less."""
-    function, options, _ = _entry(*_named(q.device))
-    found = function(*_rows(q, k, v), softmax_scale=scale, causal=causal, **options)
-    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return out[0].transpose(0, 1)
+@cache  # looking for a package takes long, and attention is called often
+def _chosen(device: torch.device) -> Callable[..., Any]:
+    name = package(device)
+    found = None if name is None else _function(name)
+    if found is None:
+        raise CapabilityError("flash-attn is not installed, or not for this GPU; set LONGDRAFT_ATTENTION=hybrid.")
+    return found
 
 
-def _with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row on all keys: output (Hq, T, d) and log-sum-exp (Hq, T)."""
-    function, options, asked = _entry(*_named(q.device))
-    found = function(*_rows(q, k, v), softmax_scale=scale, causal=False, **options, **asked)
-    if not isinstance(found, tuple):
-        raise CapabilityError(
-            f"The installed {_named(q.device)[0]} gives no log-sum-exp, which merging a tree's attention needs. "
-            "Install a version from September 2025 on, flash-attn 2, or set LONGDRAFT_ATTENTION=sdpa."
-        )
-    return found[0][0].transpose(0, 1), found[1][0]
+def _on_cache(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, H, d), H a multiple of Hkv -> o like q, lse (B, H, T)."""
+    # How keys are cut follows from the rows that a cache could have: no more than any sequence does.
+    k, v = (x.narrow(2, 0, min(places.bound, x.shape[2])).transpose(1, 2) for x in (keys, values))
+    found = _chosen(q.device)(
+        q, k, v, cache_seqlens=places.lengths, cache_batch_idx=places.slots, softmax_scale=scale, causal=causal,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    return found[0], found[1]
 
 
-def _named(device: torch.device) -> tuple[str, Callable[..., Any]]:
-    """The package's name and its entry point."""
-    name = _chosen.get(device)
-    if name not in sys.modules:
-        name = package(device)
-        if name is None:
-            raise CapabilityError("flash-attn is not installed, or not for this GPU; set LONGDRAFT_ATTENTION=sdpa.")
-        _chosen[device] = name
-    return name, importlib.import_module(name).flash_attn_func
+def _prefix(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, size, d = q.shape
+    # Rows are handed over as heads, as to torch's kernel: the keys are then read once.
+    o, lse = _on_cache(q.reshape(batch, 1, heads * size, d), keys, values, places, scale, False)
+    return o.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-@functools.cache
-def _entry(name: str, function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-    """A package's function, the options it always gets, and those with which it returns the log-sum-exp."""
-    known = inspect.signature(function).parameters
-    # Version 3 reads the keys in one piece unless it may choose; version 2 has no such option here.
-    options = {"num_splits": 0} if name == THREE and "num_splits" in known else {}
-    # Without this option, early releases of version 3 return it always.
-    asked = {"return_attn_probs": True} if "return_attn_probs" in known else {}
-    return function, options, asked
+def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
+    return _on_cache(q.transpose(1, 2), keys, values, places, scale, True)[0].transpose(1, 2)
 
 
-def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(H, n, d) -> (1, n, H, d), the order flash-attn wants."""
-    return [t.transpose(0, 1)[None] for t in tensors]
+KERNELS = Kernels(_prefix, _causal)

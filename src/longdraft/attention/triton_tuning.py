@@ -7,22 +7,19 @@ process finds the best of them in the cache folder. In a recording, in float32 a
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from longdraft.folders import cache_folder
+from longdraft.attention import kept
 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_TUNE"
+FOLDER = "triton"
 # Raise it when a choice means something else than before.
 _FORMAT = 1
 
@@ -103,7 +100,7 @@ class Tuning:
     def known(self, kind: Kind) -> Choice | None:
         """The choice that was found here or by an earlier process; None where none was."""
         if kind not in self._known:
-            found = _read(self._file(kind), kind)
+            found = _read(kept.file_of(asdict(kind), FOLDER, self._folder), kind)
             if found is None:
                 return None
             self._known[kind] = found
@@ -125,12 +122,9 @@ class Tuning:
         times |= {choice: _time(seconds, choice) for choice in waves if choice not in times}
         best = min(waves, key=lambda c: times[c])
         self._known[kind] = best
-        _write(self._file(kind), kind, best)
+        file = kept.file_of(asdict(kind), FOLDER, self._folder)
+        kept.write(file, asdict(kind), _FORMAT, asdict(best))
         return best
-
-    def _file(self, kind: Kind) -> Path:
-        digest = hashlib.sha256(json.dumps(asdict(kind), sort_keys=True).encode()).hexdigest()[:16]
-        return (cache_folder() / "triton" if self._folder is None else self._folder) / f"{digest}.json"
 
 
 def wanted() -> bool:
@@ -148,23 +142,6 @@ def _time(seconds: Callable[[Choice], float], choice: Choice) -> float:
 def _read(file: Path, kind: Kind) -> Choice | None:
     """A kept choice; None where there is none, or one that cannot be read: it is found again."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT or found["kind"] != asdict(kind):
-            return None
-        return Choice(**found["choice"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Choice(**kept.read(file, asdict(kind), _FORMAT))
+    except (ValueError, TypeError):
         return None
-
-
-def _write(file: Path, kind: Kind, choice: Choice) -> None:
-    """Keeps a choice; where that fails, it is found again the next time."""
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": _FORMAT, "kind": asdict(kind), "choice": asdict(choice)}
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        logger.info("What was tuned cannot be kept in %s: %s", file, error.strerror)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,9 +61,11 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
         path = TargetRunner(model).attention_path
     except LongdraftError as error:
         reason = str(error)
+    measured = dispatch.measured(model.device, model.dtype, shape.head_dim)
     return {
         "attention": {
             "path": path,
+            "measured_seconds": {n: None if math.isinf(x) else x for n, x in measured.items()},
             "unavailable": {n: why for n, why in why_not.items() if why is not None},
             "no_kernels": native.missing() if model.device.type == "cpu" and model.dtype == torch.float32 else None,
             "no_graphs": None if path is None else graphs.unavailable(model.device, path),
@@ -137,6 +140,9 @@ def _show(found: dict[str, Any], out: Console) -> None:
     if found["attention"] is not None:
         attention = found["attention"]
         row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
+        for name, seconds in attention["measured_seconds"].items():
+            took = "does not work on this machine" if seconds is None else f"{1e6 * seconds:.0f} microseconds a layer"
+            row("", f"{name}: {took}", "dim")
         for name, why in attention["unavailable"].items():
             row("", f"{name} cannot run: {why}", "dim")
         if (why := attention["no_kernels"]) is not None:

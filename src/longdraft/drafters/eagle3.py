@@ -224,7 +224,7 @@ def last_row(sequence: Sequence) -> int:
 
 
 class Eagle3Round(DraftRound):
-    """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
+    """One round of a batch: its sequences' rows go through the layers together."""
 
     def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         # What is retrieved is turned to other positions on its way, which torch does.

@@ -1,6 +1,7 @@
 """Feeding a tree level by level: into a hosted model, and into the windows of drafters that have one.
 
-In the latter, linear layers run over the rows of all sequences; attention goes sequence by sequence.
+In the latter, linear layers run over the rows of all sequences, and so does attention on a GPU; elsewhere it goes
+sequence by sequence.
 """
 
 from __future__ import annotations
@@ -103,7 +104,13 @@ class Fed:
     def attend(self, window: Window) -> SelfAttend:
         """The rows that go on see the window, and nodes their ancestors and themselves. All rows enter it."""
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            places = self.places(window)
+            window.write(self.slots, places, self.counts, k, v)
+            rows = q.unflatten(1, (len(self.slots), self.width)).transpose(0, 1)
+            return window.attend(self.slots, places, rows, self.mask).transpose(0, 1).flatten(1, 2)
+
+        def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs, first = [], 0
             for i, (slot, count) in enumerate(zip(self.slots, self.counts, strict=True)):
                 own = k[:, first : first + count], v[:, first : first + count]
@@ -121,7 +128,7 @@ class Fed:
                 first += count
             return torch.cat(outputs, dim=1)
 
-        return attend
+        return together if window.together else one_by_one
 
 
 class DraftRound(ABC):

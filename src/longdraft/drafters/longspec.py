@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from longdraft.attention import dispatch
+from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
@@ -139,7 +140,7 @@ class LongSpecDrafter(RetrievingDrafter):
 
 
 class _Round(DraftRound):
-    """One round of a batch. Linear layers run over the rows of all sequences; attention goes sequence by sequence."""
+    """One round of a batch: its sequences' rows go through the layers together."""
 
     def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(sequences, bound.parts.rotary, depth, drafter._runner.device, bound.whole is not None)
@@ -175,16 +176,15 @@ class _Round(DraftRound):
 
     def _cross_attend(self, fed: Fed) -> CrossAttend:
         """Every row sees the same of its sequence's KV of the target's last layer: the text before the root."""
-        attend, width = self._drafter._runner.prefix_attend, fed.width
-        scale = self._drafter._store.shape.head_dim**-0.5
+        attend, batch = self._drafter._runner.prefix_attend, len(fed.slots)
+        store = self._drafter._store
+        scale = store.shape.head_dim**-0.5
         keys, values, lengths = self._drafter.text(fed.slots)
+        block = Block.make(fed.slots, lengths, fed.width, device=store.device)
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
-            outputs = []
-            for i, (slot, n) in enumerate(zip(fed.slots, lengths, strict=True)):
-                own = q[:, i * width : (i + 1) * width]
-                outputs.append(attend(own, keys[slot, :, :n], values[slot, :, :n], scale))
-            return torch.cat(outputs, dim=1)
+            out = attend(q.unflatten(1, (batch, fed.width)).transpose(0, 1), keys, values, block, scale)
+            return out.transpose(0, 1).flatten(1, 2)
 
         return cross_attend
 

@@ -21,14 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longdraft.attention.block import Block
+from longdraft.attention.dispatch import CAPTURABLE
 from longdraft.errors import reason_of
 from longdraft.kv.store import KVStore
 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_GRAPHS"
-# Attention paths that take nothing but bounds from the host.
-PATHS = ("triton",)
 # Rows that trees are padded to. LongSpec's tree has 69; larger blocks keep the device busy without a graph.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96)
 # A size that comes up less often than this in a store is not worth recording: that takes two forwards.
@@ -93,8 +92,8 @@ def unavailable(device: torch.device, path: str) -> str | None:
         return f"{SWITCH}=0 switches them off"
     if device.type != "cuda":
         return f"they need an NVIDIA GPU, the model is on {device}"
-    if path not in PATHS:
-        return f"the {path} attention takes lengths from the host; LONGDRAFT_ATTENTION={PATHS[0]} does not"
+    if path not in CAPTURABLE:
+        return f"the {path} attention takes lengths from the host; LONGDRAFT_ATTENTION={CAPTURABLE[0]} does not"
     return None
 
 

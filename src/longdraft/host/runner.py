@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -276,7 +276,7 @@ class TargetRunner:
         """
         hosted = hosting.Hosted(
             store,
-            block,
+            replace(block),  # a recording shall hold what paths derive of its numbers, not find it there
             self._attend,
             frozenset(taps.queries),
             frozenset(taps.hidden),

@@ -94,6 +94,7 @@ class CompactWindow(Window):
         turns: Turns,
     ) -> None:
         super().__init__(shape, slots, rows, 0, device)
+        self.together = False  # what is seen is gathered and turned slot by slot
         limit = retrieval.view.limit
         # Never full: with `depth` rows to spare, nodes of no level lose sight of the oldest keys.
         self.near = Window(shape, slots, limit + depth, scratch, device)

@@ -8,9 +8,13 @@ which the next round overwrites; only emitted tokens enter the window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
+from longdraft.attention import hybrid
+from longdraft.attention.transfer import on_device
 from longdraft.kv.store import KVShape
 
 # Rows beside the window: it moves once in so many tokens.
@@ -28,6 +32,7 @@ class Window:
 
     Attributes:
         keys, values: (slots, kv_heads, window + SPARE + scratch, head_dim).
+        together: all sequences are attended to in one call, by :meth:`write` and :meth:`attend`; else one by one.
     """
 
     def __init__(self, shape: KVShape, slots: int, window: int, scratch: int, device: torch.device | str) -> None:
@@ -36,6 +41,7 @@ class Window:
         # Zeros: a masked row that was never written must not hold a NaN, which a weight of zero would not silence.
         self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.together = hybrid.unavailable(self.keys.device, shape.dtype, shape.head_dim) is None
         self._scale = shape.head_dim**-0.5
         self._ends = [0] * slots
         self._firsts = [0] * slots  # the position whose row is row 0
@@ -118,6 +124,51 @@ class Window:
         text = ancestors.new_ones(()).expand(q.shape[1], end - begin - ancestors.shape[1])
         seen = torch.cat([text, ancestors], dim=1)
         return self._attend(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], seen)
+
+    def write(
+        self,
+        slots: Sequence[int],
+        places: Sequence[tuple[int, int]],
+        counts: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Puts new rows where there is room for them, those of all slots at once.
+
+        Args:
+            places: the rows [begin, end) of each slot that are seen, the new ones last.
+            counts: of new rows.
+            k, v: (Hkv, sum of counts, d).
+        """
+        new = [
+            (slot, row)
+            for slot, (_, end), count in zip(slots, places, counts, strict=True)
+            for row in range(end - count, end)
+        ]
+        slot, row = on_device(new, self.keys.device).unbind(1)
+        for rows, x in ((self.keys, k), (self.values, v)):
+            rows[slot, :, row] = x.transpose(0, 1)
+
+    def attend(
+        self, slots: Sequence[int], places: Sequence[tuple[int, int]], q: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of as many rows of each slot, all slots at once, over the rows that each has.
+
+        Args:
+            places: the rows [begin, end) of each slot that are seen.
+            q: (B, Hq, T, d).
+            mask: (B, T, S) bool, which of the last S of these rows a query sees; None: all.
+
+        Returns:
+            (B, Hq, T, d).
+        """
+        if mask is None:
+            mask = torch.zeros(q.shape[0], q.shape[2], 0, dtype=torch.bool, device=q.device)
+        lengths = [end - begin - mask.shape[2] for begin, end in places]
+        numbers = [slots, [begin for begin, _ in places], lengths]
+        slots_t, begins, lengths_t = on_device(numbers, q.device, torch.int32).unbind(0)
+        where = hybrid.Places.of(self.keys, slots_t, lengths_t, max(lengths), on_device(mask, q.device), begins)
+        return hybrid.attend_at(q, self.keys, self.values, where, self._scale)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d); K/V are read once per KV head."""

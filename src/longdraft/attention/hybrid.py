@@ -1,0 +1,277 @@
+"""Hybrid tree attention on a GPU (LongSpec, section 3.3) with torch alone: its kernels on the prefix, the tree apart.
+
+    prefix   one call for all sequences, unmasked, with its log-sum-exp
+    tree     a product of the block's rows with the tree's, masked, in float32
+    merge    the prefix is one more column of the tree's scores: its log-sum-exp the score, its output the value
+
+Keys and values are read where they lie, as far as each sequence has them: the cache is taken for one list of rows in
+which sequence b has those from ``starts[b]`` on. Starts and lengths are read by the kernels; of the host nothing is
+asked but bounds, so a forward can be recorded.
+
+In 16 bits the kernel is flash attention. It cuts the keys into pieces for the whole GPU only where a sequence has one
+query and heads share keys. So the rows of a block are handed over as heads: of a KV head all rows see the same keys,
+whichever query head they are of, and these are then read once. float32 takes the memory-efficient kernel, which cuts no
+keys: it is for checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from longdraft.attention.block import Block
+
+# From so many rows on, a chain has programs enough for a GPU without cutting its keys.
+CAUSAL_ROWS = 128
+MAX_HEAD_DIM = 256
+
+
+def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why torch's kernels cannot do it here; None when they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"hybrid is made of torch's kernels for NVIDIA GPUs, the model is on {device}; try sdpa"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"hybrid works in float32, float16 and bfloat16, the model is {dtype}"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"hybrid takes head sizes up to {MAX_HEAD_DIM} that are multiples of 8, this model's is {head_dim}"
+    if dtype != torch.float32 and torch.cuda.is_available():
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "this build of torch has no flash attention; try sdpa"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "torch's flash attention needs an Ampere GPU or a newer one; try sdpa"
+    return None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where B sequences have what a forward's rows see, on the device: the same for all layers.
+
+    Attributes:
+        slots: (B,) int32.
+        starts: (B + 1,) int32, where each prefix begins in the list of rows; the last is there for the kernels' sake.
+        lengths: (B,) int32, rows of each prefix.
+        bound: a host bound on the lengths: it guides how keys are cut, never the result.
+        empty: (B, 1, 1) bool: prefixes without a row; None: there are none.
+        tree: (B * W,) int32, the tree's rows in the list.
+        hidden: (B, 1, 1, T, W) float32, -inf where row i may not see row j of the tree, else 0.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    bound: int
+    empty: torch.Tensor | None
+    tree: torch.Tensor
+    hidden: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        keys: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        bound: int,
+        mask: torch.Tensor,
+        begins: torch.Tensor | None = None,
+        filled: bool = False,
+    ) -> Places:
+        """Those of prefixes with a tree behind each.
+
+        Args:
+            keys: (slots, Hkv, capacity, d), for its layout.
+            slots, lengths, begins: (B,) int32: sequence b sees rows [begin, begin + length) of its slot; None: from 0.
+            mask: (B, T, W) bool, True where row i may see row j of the W that follow; W = 0: there are none.
+            filled: no prefix is empty.
+        """
+        starts = slots * _slot_rows(keys)
+        if begins is not None:
+            starts = starts + begins
+        width = mask.shape[2]
+        tree = (starts + lengths).unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=slots.device)
+        hidden = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        hidden = hidden.masked_fill_(mask.logical_not(), float("-inf"))
+        return cls(
+            slots=slots,
+            starts=torch.cat([starts, starts.narrow(0, 0, 1)]),
+            lengths=lengths,
+            bound=bound,
+            empty=None if filled else (lengths == 0).view(-1, 1, 1),
+            tree=tree.flatten(),
+            hidden=hidden.unsqueeze(1).unsqueeze(1),
+        )
+
+
+class Kernels(NamedTuple):
+    """What computes with a prefix, given q (B, Hq, T, d), keys, values, places and scale.
+
+    Attributes:
+        prefix: every row on all of it: o (B, Hq, T, d) in q's dtype and lse (B, Hq, T) in float32; anything where a
+            prefix is empty.
+        causal: the last row on all of it, the one before it on one row less: (B, Hq, T, d); None: there is none.
+    """
+
+    prefix: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], tuple[torch.Tensor, torch.Tensor]]
+    causal: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], torch.Tensor] | None
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
+    """Same contract as :func:`longdraft.attention.reference.attend`; float32, float16 and bfloat16 on a GPU.
+
+    Keys and values lie alike, and a slot's are a whole number of rows from the next one's.
+
+    Args:
+        kernels: None: torch's.
+    """
+    kernels, chain = kernels or _of_torch(q), block.mask is None
+    if block.width == 1 or (chain and block.size == 1):  # the row sees everything
+        return kernels.prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
+    if chain and block.size >= CAUSAL_ROWS and kernels.causal is not None:
+        return kernels.causal(q, keys, values, _places(block, keys, block.width), scale)
+    return attend_at(q, keys, values, _places(block, keys, 0), scale, kernels)
+
+
+def attend_prefix(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
+    """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`."""
+    nothing = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=q.device)
+    places = Places.of(keys, block.slots_t, block.lengths_t, max(block.lengths), nothing, filled=True)
+    return attend_at(q, keys, values, places, scale, kernels)
+
+
+def attend_at(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: Places,
+    scale: float,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
+    """Every row on all of its sequence's prefix, and on what it sees of the tree behind: q -> (B, Hq, T, d)."""
+    o, lse = (kernels or _of_torch(q)).prefix(q, keys, values, places, scale)
+    if places.empty is not None:
+        # The kernels write infinity there, or NaN.
+        o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
+    return _with_tree(q, keys, values, o, lse, places, scale) if places.hidden.shape[-1] else o
+
+
+def _with_tree(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    places: Places,
+    scale: float,
+) -> torch.Tensor:
+    """The prefix's o (B, Hq, T, d) and lse (B, Hq, T), merged with what each row sees of the tree -> (B, Hq, T, d)."""
+    (batch, heads, size, d), kv_heads, width = q.shape, keys.shape[1], places.hidden.shape[-1]
+    group = heads // kv_heads
+    k, v = (_rows(x).index_select(0, places.tree).view(batch, width, kv_heads, d).float() for x in (keys, values))
+    scores = q.float().reshape(batch, kv_heads, group * size, d) @ k.permute(0, 2, 3, 1)
+    scores = torch.add(places.hidden, scores.view(batch, kv_heads, group, size, width), alpha=scale)
+    scores = torch.cat([scores, lse.view(batch, kv_heads, group, size, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1).view(batch, kv_heads, group * size, width + 1)
+    of_tree, of_prefix = weights.split([width, 1], dim=-1)
+    out = of_tree @ v.transpose(1, 2) + of_prefix * o.reshape(batch, kv_heads, group * size, d)
+    return out.to(q.dtype).view(q.shape)
+
+
+def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
+    """A block's, computed by its first layer; the tree's first ``seen`` rows are counted among the prefix."""
+    key = "hybrid", _slot_rows(keys), seen
+    if key not in block.derived:
+        mask = block.mask
+        if seen:
+            mask = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=keys.device)
+        elif mask is None:
+            mask = block.block_mask(0, keys.device).expand(block.batch, -1, -1)
+        filled = seen > 0 or (not block.captured and min(block.lengths, default=1) > 0)
+        lengths, bound = block.lengths_t + seen, max(block.lengths, default=0) + seen
+        block.derived[key] = Places.of(keys, block.slots_t, lengths, bound, mask, filled=filled)
+    found: Places = block.derived[key]
+    return found
+
+
+def _slot_rows(keys: torch.Tensor) -> int:
+    """Rows from one slot's first to the next one's in the list of :func:`_rows`."""
+    step, row = keys.stride(0), keys.stride(2)
+    if keys.stride(3) != 1 or step % row:
+        raise ValueError(f"hybrid attention cannot read keys laid out by {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
+    return step // row
+
+
+def _rows(cache: torch.Tensor) -> torch.Tensor:
+    """(slots, Hkv, capacity, d) as a list of rows (N, Hkv, d), which overlap: rows of a head are rows of the next."""
+    slots, kv_heads, capacity, d = cache.shape
+    size = (slots - 1) * _slot_rows(cache) + capacity
+    return cache.as_strided((size, kv_heads, d), (cache.stride(2), cache.stride(1), 1))
+
+
+def _flash(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
+    alone = heads * size == kv_heads
+    # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
+    folded = q.reshape(batch, kv_heads, -1, d)
+    if alone:  # one row of a KV head has its keys read in one piece, two have not
+        folded = folded.expand(-1, -1, 2, -1)
+    queries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    found = torch.ops.aten._flash_attention_forward(
+        folded.reshape(batch, -1, d), _rows(keys), _rows(values), queries, places.starts,
+        1, places.bound, 0.0, False, False, scale=scale, seqused_k=places.lengths,
+    )  # fmt: skip
+    o, lse = found[0].view(batch, kv_heads, -1, d), found[1].t().reshape(batch, kv_heads, -1)
+    if alone:
+        o, lse = o.narrow(2, 0, 1), lse.narrow(2, 0, 1)
+    return o.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
+    batch, heads, size, d = q.shape
+    queries = torch.arange(0, (batch + 1) * size, size, dtype=torch.int32, device=q.device)
+    found = torch.ops.aten._flash_attention_forward(
+        q.transpose(1, 2).reshape(batch * size, heads, d), _rows(keys), _rows(values), queries, places.starts,
+        size, places.bound, 0.0, True, False, scale=scale, seqused_k=places.lengths,
+    )  # fmt: skip
+    out: torch.Tensor = found[0].view(batch, size, heads, d).transpose(1, 2)
+    return out
+
+
+def _efficient(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
+    rows = heads // kv_heads * size
+    folded = q.reshape(batch, kv_heads, rows, d).transpose(1, 2).reshape(1, batch * rows, kv_heads, d)
+    queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
+    found = torch.ops.aten._efficient_attention_forward(
+        folded, _rows(keys).unsqueeze(0), _rows(values).unsqueeze(0), None, queries, places.starts,
+        rows, places.bound, 0.0, 0, True, scale=scale, seqlen_k=places.lengths,
+    )  # fmt: skip
+    o = found[0].view(batch, rows, kv_heads, d).transpose(1, 2)
+    # Its log-sum-exp is padded to a multiple of 32 rows.
+    return o.reshape(q.shape), found[1].narrow(2, 0, rows).reshape(q.shape[:3])
+
+
+FLASH, EFFICIENT = Kernels(_flash, _causal), Kernels(_efficient, None)
+
+
+def _of_torch(q: torch.Tensor) -> Kernels:
+    return FLASH if q.element_size() == 2 else EFFICIENT

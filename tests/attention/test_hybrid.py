@@ -1,0 +1,133 @@
+"""Hybrid attention on torch's kernels: stand-ins for these on CPU tensors, and tensors without storage on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from test_attention import GQA, TOLERANCE, assert_like_reference, case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longdraft.attention import dispatch, hybrid, reference
+from longdraft.attention.block import Block
+from tests import torch_kernels
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with torch_kernels.registered():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("heads", GQA, ids=str)
+def test_ragged_shuffled_sequences(monkeypatch, heads, tree, dtype):
+    monkeypatch.setitem(TOLERANCE, torch.float16, 4e-3)
+    for size in (1, 7):
+        assert_like_reference(hybrid.attend, *case([11, 0, 130, 1], size, heads=heads, tree=tree, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(("size", "behind"), [(1, 1), (1, 9), (4, 1), (5, 30), (70, 65)])
+def test_behind_earlier_levels(size, behind, tree, dtype):
+    arguments = case([11, 0, 130, 1], size, heads=GQA[size % 4], tree=tree, dtype=dtype, behind=behind)
+    assert_like_reference(hybrid.attend, *arguments)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_head_sizes(head_dim, dtype):
+    assert_like_reference(hybrid.attend, *case([0, 19], 5, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_long_chain_is_one_causal_call(monkeypatch, behind):
+    monkeypatch.setattr(hybrid, "CAUSAL_ROWS", 6)
+    assert_like_reference(hybrid.attend, *case([0, 40, 3], 6, tree=False, dtype=torch.bfloat16, behind=behind))
+    assert torch_kernels.calls == [(18, 2, 6, 46 + behind, True)]
+
+
+def test_rows_are_handed_over_as_heads_so_that_keys_are_read_once_and_cut():
+    """flash attention cuts keys for a sequence with one query whose heads share keys, and for no other."""
+    for heads, size in [((6, 2), 7), ((6, 2), 1), ((4, 4), 1), ((4, 4), 5)]:
+        hybrid.attend(*case([9, 4, 30], size, heads=heads, dtype=torch.bfloat16))
+    assert [c[:3] for c in torch_kernels.calls] == [(3, 2, 1), (3, 2, 1), (3, 4, 1), (3, 4, 1)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_cache_with_the_heads_of_a_token_side_by_side(dtype):
+    q, keys, values, block, scale = case([11, 0, 30], 5, dtype=dtype)
+    keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+    assert_like_reference(hybrid.attend, q, keys, values, block, scale)
+
+
+def test_a_part_of_a_larger_cache():
+    q, keys, values, block, scale = case([11, 0, 30], 5, dtype=torch.bfloat16)
+    layers = [torch.stack([torch.full_like(x, math.nan), x]) for x in (keys, values)]
+    assert_like_reference(hybrid.attend, q, layers[0][1], layers[1][1], block, scale)
+
+
+def test_keys_by_column_are_refused():
+    with pytest.raises(ValueError, match="LONGDRAFT_ATTENTION=sdpa"):
+        hybrid.attend(*case([5], 3, transposed=True))
+
+
+def test_windows_begin_where_they_begin():
+    """Rows [begin, begin + length) of a slot, and the tree behind them."""
+    q, keys, values, block, scale = case([12, 20], 4, dtype=torch.bfloat16)
+    begins = torch.tensor([5, 13], dtype=torch.int32)
+    places = hybrid.Places.of(keys, block.slots_t, block.lengths_t - begins, 20, block.mask, begins)
+    got = hybrid.attend_at(q, keys, values, places, scale)
+    for b, (slot, n, begin) in enumerate(zip(block.slots, block.lengths, begins.tolist(), strict=True)):
+        part = Block.make([0], [n - begin], 4, block.mask[b : b + 1])
+        own = (x[slot : slot + 1, :, begin:] for x in (keys, values))
+        expected = reference.attend(q[b : b + 1], *own, part, scale)
+        torch.testing.assert_close(got[b : b + 1].float(), expected.float(), atol=3e-2, rtol=3e-2)
+
+
+def test_what_is_derived_of_a_block_serves_all_layers_and_one_forward():
+    q, keys, values, block, scale = case([12, 20], 4)
+    hybrid.attend(q, keys, values, block, scale)
+    first = dict(block.derived)
+    hybrid.attend(q, keys, values, block, scale)
+    assert len(first) == 1 and all(block.derived[k] is v for k, v in first.items())
+    assert not dataclasses.replace(block).derived
+
+
+def test_a_recorded_forward_takes_bounds_alone_from_the_host():
+    """Slots that do not exist and lengths that are too great, as a recording has them: the result is the same."""
+    q, keys, values, block, scale = case([12, 0, 20], 4, dtype=torch.bfloat16)
+    recorded = dataclasses.replace(block, slots=(-1,) * 3, lengths=(23,) * 3, captured=True)
+    assert torch.equal(hybrid.attend(q, keys, values, recorded, scale), hybrid.attend(q, keys, values, block, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "tree"), [(1, True), (5, True), (5, False), (200, False)])
+def test_on_a_gpu_nothing_is_read_back(dtype, size, tree):
+    """Tensors of a GPU without storage: shapes and devices are checked, and asking for a number would be an error."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(3, size, 8, 64, dtype=dtype, device="cuda").transpose(1, 2)
+        keys, values = (torch.empty(4, 2, 500, 64, dtype=dtype, device="cuda") for _ in range(2))
+        slots, lengths = (torch.empty(3, dtype=torch.int32, device="cuda") for _ in range(2))
+        mask = torch.empty(3, size, size, dtype=torch.bool, device="cuda") if tree else None
+        block = Block((-1,) * 3, (300,) * 3, size, mask, slots, lengths, captured=True)
+        found = [attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, hybrid.attend_prefix)]
+    assert all(o.shape == q.shape and o.dtype == dtype and o.device.type == "cuda" for o in found)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "reason"),
+    [
+        ("cpu", torch.float32, 64, "try sdpa"),
+        ("mps", torch.float32, 64, "try sdpa"),
+        ("cuda", torch.float64, 64, "float64"),
+        ("cuda", torch.bfloat16, 320, "up to 256"),
+        ("cuda", torch.bfloat16, 36, "multiples of 8"),
+    ],
+)
+def test_what_it_does_not_serve_it_names(device, dtype, head_dim, reason):
+    assert reason in (dispatch.unavailable("hybrid", torch.device(device), dtype, head_dim) or "")
