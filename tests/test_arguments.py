@@ -176,7 +176,7 @@ def test_one_stop_string_and_one_end(spec):
         ({"branch": 2}, RequestError, "did you mean branches?"),
         ({"branches": 0}, RequestError, "at least 1"),
         ({"branches": 2, "widths": (2, 2)}, RequestError, "branches and widths together"),
-        ({"view": "chunks"}, RequestError, "it is one of"),
+        ({"reduction": "max"}, RequestError, "it is one of"),
         ({"model": 5}, RequestError, "it is target here"),
         ({"temperature": 0.7}, RequestError, "a setting of what is generated"),
         ({"method": "ar", "max_new_tokens": 7}, RequestError, "a setting of what is generated"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from longdraft.drafters.draft_folder import kind
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
 from longdraft.host.parts import describe
+from longdraft.methods import METHODS
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model
 
@@ -63,8 +65,10 @@ def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
     assert listed("longspec")["available"] is True
 
 
-def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch):
+@pytest.mark.parametrize(("pays", "alone"), [(False, "LongSpecDrafter"), (True, "SelfDrafter")])
+def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch, pays, alone):
     random_draft(shipped / "tiny", model)
+    monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: pays))
     monkeypatch.setattr("longdraft.speculator.planner_for", lambda runner, progress: None)
 
     def drafter(*method, **options):
@@ -72,7 +76,7 @@ def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkey
         return type(spec._recipe(spec.runner()).drafter()).__name__
 
     assert drafter(plan="auto") == "UnitedDrafter"
-    assert drafter(plan="auto", lookup=False) == "LongSpecDrafter"
+    assert drafter(plan="auto", lookup=False) == alone
     assert drafter(plan="fixed") == "LongSpecDrafter"  # the paper's
     assert drafter(plan=None, widths=(2, 2)) == "LongSpecDrafter"
     assert drafter("longspec", plan="auto") == "LongSpecDrafter"

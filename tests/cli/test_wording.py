@@ -42,7 +42,7 @@ BEFORE = [
     (["--stop", ""], "--stop has an empty string"),
     (["-o", "branches=0"], "branches must be at least 1"),
     (["-o", "branchs=2"], "did you mean branches?"),
-    (["-o", "view=chunks"], "There is no option view: it is one of "),
+    (["-o", "reduction=max"], "There is no option reduction: it is one of "),
     (["-o", "branches=2", "-o", "widths=2,2"], "has branches and widths together"),
     (["--method", "longspec", "--widths", "0"], "--widths must be numbers of nodes"),
     (["--method", "eagle3", "--tree-top-k", "0"], "--tree-top-k must be a whole number of at least 1"),

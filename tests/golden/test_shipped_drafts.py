@@ -8,6 +8,7 @@ falls through them, and no other test would notice.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import longdraft
 from longdraft import PromptCache, Speculator
 from longdraft.engine import Result
 from longdraft.host.chat import chat_prompt
+from longdraft.methods import METHODS
 from longdraft.planning.costs import CostTable
 from tests.planned import use_costs
 
@@ -119,7 +121,8 @@ def test_planned_trees(desk, method, monkeypatch):
 
 
 def test_where_nobody_names_a_method(desk, monkeypatch):
-    """LongSpec's shipped draft with lookups beside it, planned."""
+    """LongSpec's shipped draft with lookups beside it, planned, where the model's own drafts do not suit."""
+    monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: False))
     monkeypatch.setenv("LONGDRAFT_PLAN", "auto")
     use_costs(monkeypatch, TABLE)
     results = desk.decode(None, 12)
