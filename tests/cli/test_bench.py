@@ -91,9 +91,7 @@ def test_without_data_the_standard_library_is_read(bench):
     assert {(r["dataset"], r["context_tokens"], r["samples"]) for r in found} == {
         ("stdlib-summary", 200, 1), ("stdlib-quote", 200, 1),
     }  # fmt: skip
-    # No longspec draft fits the tiny model.
-    assert [r["method"] for r in found[:3]] == ["ar", "prompt-lookup", "hf"]
-    assert "longspec is left out" in ended.err
+    assert [r["method"] for r in found[:4]] == ["ar", "prompt-lookup", "self:lookup=true", "hf"]
 
 
 def test_quick_gives_way_to_what_is_said(shell, model_folder, data_file):

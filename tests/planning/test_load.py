@@ -24,6 +24,9 @@ def test_in_the_way(monkeypatch, others, cores, threads, expected):
     assert seen.cores == 0.0 and not seen.in_the_way
     clock.update(now=2.0, busy=100.0 + 2 * (others + threads), own=50.0 + 2 * threads)
     assert seen.cores == pytest.approx(others) and seen.in_the_way is expected
+    assert (seen.advice is not None) is expected
+    if expected:
+        assert f"{others:.1f} of {cores} cores" in seen.advice and ("--threads 1" in seen.advice) is (threads == 2)
 
 
 def test_clocks_of_this_machine():

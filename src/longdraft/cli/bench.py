@@ -11,24 +11,22 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from longdraft import drafts
 from longdraft.bench import report, tasks
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Measured
-from longdraft.bench.settings import Settings, method_name
+from longdraft.bench.settings import Settings
 from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
-from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.host.checkpoints import LoadedModel
+from longdraft.errors import CheckpointError
 from longdraft.host.embedded import EMBEDDED_ID
-from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import is_stored
-from longdraft.methods import METHODS, method_of
+from longdraft.methods import method_of
+from longdraft.planning.load import Others
 
-DRAFTED = "longspec:lookup=true"  # what decodes where nobody names a method
+DRAFTED = "self:lookup=true"  # what decodes on a CPU where nobody names a method
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
 # Long enough to be a long prompt, short enough that all of it takes minutes on two CPU cores.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
@@ -53,7 +51,7 @@ def bench(
         typer.Option(
             help=f"Methods, with commas between; to compare with: {', '.join(PEERS)} (hf is transformers' generate). "
             "Options of one behind colons: specpv:budget=512:selector=quest.",
-            show_default=",".join(METHODS_BY_DEFAULT) + ", the third where a draft fits",
+            show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method in the place of the third",
         ),
     ] = None,
     quick: Annotated[
@@ -161,8 +159,6 @@ def bench(
     samples = tasks.read(read, limit)
     with console.status() as status:
         loaded = loading.load(status)
-        if methods is None and drafting.draft is None:
-            settings = _drafted(settings, loaded)
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
@@ -178,8 +174,12 @@ def bench(
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
+    others = Others()
     measured, complete = _measure(measuring, groups, file)
     found = report.document(measuring.names, measured, measuring.notes, complete)
+    found["hardware"]["busy_cores"] = round(others.cores, 1)
+    if measured and others.advice is not None:
+        console.note(f"Figures of a busy machine. {others.advice}")
     if measured:
         _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
     if out is not None:
@@ -191,27 +191,10 @@ def bench(
 
 
 def _by_default(draft: Path | None) -> tuple[str, ...]:
-    """The default methods, with that of a draft that was named in longspec's place."""
+    """The default methods, with that of a draft that was named in the place of the one that drafts."""
     if draft is None:
         return METHODS_BY_DEFAULT
     return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
-
-
-def _drafted(settings: Settings, loaded: LoadedModel) -> Settings:
-    """The default methods without those that have no draft for the model."""
-    try:
-        description = TargetRunner(loaded.model).parts.description
-        kept = [m for m in settings.methods if not _needs_draft(m)
-                or drafts.shipped(description, METHODS[method_name(m)].draft_kind) is not None]  # fmt: skip
-    except UnsupportedModelError:
-        kept = [m for m in settings.methods if not _needs_draft(m)]
-    if missing := [method_name(m) for m in settings.methods if m not in kept]:
-        console.note(f"No draft for this model comes with longdraft: {', '.join(missing)} is left out.")
-    return replace(settings, methods=tuple(kept), draft_options=settings.draft_options if DRAFTED in kept else {})
-
-
-def _needs_draft(contender: str) -> bool:
-    return contender not in PEERS and METHODS[method_name(contender)].needs_draft
 
 
 def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) -> tuple[list[Measured], bool]:

@@ -21,6 +21,7 @@ from longdraft.errors import CheckpointError
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.kv.prompt_cache import PromptCache
+from longdraft.planning.load import Others
 from longdraft.request import stops_of
 from longdraft.session import Generation
 from longdraft.speculator import Speculator
@@ -92,7 +93,7 @@ def generate(
         str | None,
         typer.Option(
             help="How to decode; see `longdraft methods`.",
-            show_default="longspec where a draft for the model comes along, else prompt-lookup",
+            show_default="the first of self, longspec and prompt-lookup that suits the model",
         ),
     ] = None,
     option: Annotated[
@@ -156,6 +157,7 @@ def generate(
     restored = kv_cache is not None and kv_cache.exists()
     cache = CountingCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else CountingCache()
     assert isinstance(cache, CountingCache)
+    others = Others()
     with Cancel() as cancel:
         run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
         text = TextOutput(silent=output.as_json)
@@ -166,6 +168,8 @@ def generate(
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
         console.show(console.stderr(), footer(own, reused, text.coloured))
+        if others.advice is not None:
+            console.note(others.advice)
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(run, spec, own)

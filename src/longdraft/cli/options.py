@@ -15,6 +15,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import torch
 import typer
 
 from longdraft.cli import console
@@ -120,6 +121,10 @@ Plan = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or mps.", show_default="the best there is")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of the CPU; fewer where it does something else too.", show_default="all cores"),
+]
 
 
 class Group:
@@ -161,9 +166,12 @@ class ModelOptions(Group):
     rope_factor: Annotated[
         float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
     ] = None
+    threads: Threads = None
 
     def load(self, progress: Progress) -> LoadedModel:
         """The model, and what its texts are made of."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         return load(
             self.model,
             dtype=self.dtype,

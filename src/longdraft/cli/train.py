@@ -192,7 +192,7 @@ def data(
     seed: Annotated[int, typer.Option(help="Of passages, prompts and sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default="torch's choice")] = None,
+    threads: options.Threads = None,
     output: options.Output,
 ) -> None:
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""

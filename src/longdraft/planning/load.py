@@ -29,6 +29,16 @@ class Others:
         """Whether they leave fewer cores than torch has threads."""
         return self.cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + SLACK
 
+    @property
+    def advice(self) -> str | None:
+        """What to do about them; None where they are not in the way."""
+        if not self.in_the_way:
+            return None
+        threads = torch.get_num_threads()
+        cores = f"{self.cores:.1f} of {psutil.cpu_count()} cores"
+        found = f"Other processes kept {cores} busy beside {threads} threads of this run"
+        return f"{found}: try --threads {threads - 1}." if threads > 1 else f"{found}."
+
 
 def _busy() -> float:
     """Seconds that all cores have worked, since the machine started."""
