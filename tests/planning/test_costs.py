@@ -95,7 +95,7 @@ class Said:
     def __init__(self):
         self.lines: list[str] = []
 
-    def __call__(self, what, share=None):
+    def __call__(self, what):
         self.lines += [what] * (what not in self.lines)
 
 

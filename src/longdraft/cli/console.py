@@ -96,8 +96,8 @@ class Status:
         self._console, self._said = stderr(), ""
         self._spinner = self._console.status(Text("")) if animated and self._console.is_terminal else None
 
-    def __call__(self, message: str, share: float | None = None) -> None:
-        text = Text(message + " ...")
+    def __call__(self, message: str) -> None:
+        text, share = Text(message + " ..."), getattr(message, "share", None)
         if share is not None and self._console.is_terminal:
             text = Text.assemble(bar(share), " ", text)
         elif share is not None and message == self._said:

@@ -13,10 +13,10 @@ import logging
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
@@ -27,13 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
 
-
-class Progress(Protocol):
-    """Told what takes seconds, and, where that is known, which share of it is over."""
-
-    def __call__(self, what: str, share: float | None = None, /) -> object: ...
-
-
+Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and bars are process-wide switches: two loads that save and restore them must not overlap.

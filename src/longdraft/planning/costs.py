@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -40,6 +39,8 @@ LENGTHS = (64, 2048, 7168)
 REPEATS = 3
 # Measuring ends after this long, with what there is by then: a large model, or a machine that does something else too.
 LIMIT_SECONDS = 20.0
+# How often it is said how far it is.
+STEPS = 20
 # Of which the shortest text, without which there is no table, may take so much.
 FIRST_SHARE = 0.5
 # Raise it when a table means something else than before.
@@ -49,6 +50,17 @@ _FORMAT = 4
 WAKING, _BUSY, _QUIET = 4, 0.6, 0.85
 # How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
 _FOLLOW, OUTLIER = 0.15, 2.0
+
+
+class Stage(str):
+    """A line of text about something that takes seconds, with the share of it that is over."""
+
+    share: float
+
+    def __new__(cls, line: str, share: float) -> Stage:
+        made = super().__new__(cls, line)
+        made.share = share
+        return made
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ def table_for(
 
     Args:
         folder: where tables are kept; None: in the package's cache.
-        progress: told that it is measured, and how much of it is done.
+        progress: told that it is measured, by a :class:`Stage` now and then.
         seconds: what :func:`wake` saw: a table that was measured on a busy machine is measured again on a quiet one.
 
     Returns:
@@ -154,7 +166,15 @@ def table_for(
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    found = measure(runner, done=(lambda share: None) if progress is None else partial(progress, line))
+    told = 0
+
+    def done(share: float) -> None:
+        nonlocal told
+        if progress is not None and share >= told / STEPS:
+            progress(Stage(line, share))
+            told += 1
+
+    found = measure(runner, done=done)
     if found is not None:
         if found.busy:
             logger.warning(
