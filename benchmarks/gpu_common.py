@@ -69,7 +69,7 @@ class Sizes:
 _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
 SMALLEST = Sizes(
     4, 2, 16, ((0, 70, 130), (130,)), (1, 5), (128, 384), (1, 4), 192, _TINY, _TINY,
-    (192,), (128, 256), 160, 8, 1, (1, 2), (96, 192), 256, 1.0, 1,
+    (192,), (128,), 160, 8, 1, (1, 2), (96,), 256, 1.0, 1,
 )  # fmt: skip
 
 

@@ -140,12 +140,14 @@ def _exact(stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool) -> None:
     for setup, values in setups(device, loaded.model.dtype, head_dim).items():
         for method in exact_methods(loaded.model):
             stage.measure(
-                f"exact, {setup}, {method}", functools.partial(exact, loaded, sizes, raw, setup, values, method)
+                f"exact, {setup}, {method}", functools.partial(exact, stage, loaded, sizes, raw, setup, values, method)
             )
             give_back(device)
 
 
-def exact(loaded: LoadedModel, sizes: Sizes, raw: bool, setup: str, values: dict[str, str | None], method: str) -> Rows:
+def exact(
+    stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool, setup: str, values: dict[str, str | None], method: str
+) -> Rows:
     """The bench's rows of one method, with what makes it wrong: a difference that is no near tie."""
     settings = Settings(
         methods=(method,), max_tokens=sizes.tokens // 2, contexts=sizes.checked_texts, repeats=1, raw=raw,
@@ -153,7 +155,7 @@ def exact(loaded: LoadedModel, sizes: Sizes, raw: bool, setup: str, values: dict
     )  # fmt: skip
     with environment(**values):
         groups = [(prompt,) for prompt in prompts_of(loaded, settings, sizes.samples)]
-        rows = decode(Bench(loaded, settings), groups, "exact", setup)
+        rows = decode(stage, Bench(loaded, settings), groups, "exact", setup)
     return [row | {"right": not row["mismatches"]} for row in rows if row["method"] == method]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -79,31 +80,20 @@ def kernels(stage: Stage, options: argparse.Namespace) -> None:
     bandwidth = functools.cache(kernel_timing.copy_bandwidth)
     bounds = functools.cache(functools.partial(triton_bounds, sizes, device))
 
-    def measured(context: int, rows: int, name: str) -> Rows:
+    def measured(context: int, rows: int, name: str, graph: bool) -> Rows:
         case = attention_case(sizes, (context,), rows, device, dtype)
-
-        def run() -> torch.Tensor:
-            return attends[name](*case)
-
-        runs: dict[str, Callable[[], torch.Tensor]] = {name: run}
-        if can_be_recorded(name, device):
-            run()  # tunes
-            runs[f"{name} graph"] = kernel_timing.captured(run)
+        ms = _milliseconds(lambda: attends[name](*case), graph, sizes.repeats, device)
         read = 2 * case[1].numel() * case[1].element_size()
-        found: Rows = []
-        for label, ms in _milliseconds(runs, sizes.repeats, device).items():
-            row = {"what": "kernels", "context": context, "rows": rows, "path": label, "dtype": short(dtype), "ms": ms}
-            row["of_bandwidth"] = read / (ms / 1e3) / bandwidth() if device.type == "cuda" else None
-            row["bound_ms"] = bounds().get((context, rows)) if name == "triton" else None
-            found.append(row)
-        return found
+        path = f"{name} graph" if graph else name
+        row = {"what": "kernels", "context": context, "rows": rows, "path": path, "dtype": short(dtype), "ms": ms}
+        row["of_bandwidth"] = read / (ms / 1e3) / bandwidth() if device.type == "cuda" else None
+        return [row | {"bound_ms": bounds().get((context, rows)) if name == "triton" else None}]
 
-    for context in sizes.contexts:
-        for rows in sizes.rows:
-            for name in attends:
-                unit = f"{context:,} tokens, {rows} rows, {name}"
-                stage.measure(unit, functools.partial(measured, context, rows, name))
-                give_back(device)
+    for context, rows, name in itertools.product(sizes.contexts, sizes.rows, attends):
+        for graph in (False, True) if can_be_recorded(name, device) else (False,):
+            unit = f"{context:,} tokens, {rows} rows, {name}{' graph' if graph else ''}"
+            stage.measure(unit, functools.partial(measured, context, rows, name, graph))
+            give_back(device)
 
 
 def triton_bounds(sizes: Sizes, device: torch.device) -> dict[tuple[int, int], float]:
@@ -128,11 +118,12 @@ def triton_bounds(sizes: Sizes, device: torch.device) -> dict[tuple[int, int], f
     return found
 
 
-def _milliseconds(runs: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median of each, in turn; GPU time where there is a GPU."""
-    if device.type == "cuda":
-        return kernel_timing.milliseconds(runs, 3 * repeats)
-    return {name: _median_ms(run, repeats, 1, device) for name, run in runs.items()}
+def _milliseconds(run: Callable[[], torch.Tensor], graph: bool, repeats: int, device: torch.device) -> float:
+    """Median of a call, as it is or as a graph; GPU time where there is a GPU."""
+    if device.type != "cuda":
+        return _median_ms(run, repeats, 1, device)
+    run()  # compiles and tunes, which no graph may record
+    return kernel_timing.milliseconds({"": kernel_timing.captured(run) if graph else run}, 3 * repeats)[""]
 
 
 def _median_ms(call: Callable[[], Any], repeats: int, warm_up: int, device: torch.device) -> float:

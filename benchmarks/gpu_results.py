@@ -14,9 +14,11 @@ import ctypes
 import datetime
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -208,8 +210,9 @@ def run_stage(part: Any, name: str, options: argparse.Namespace, seconds: float,
     """
     with contextlib.suppress(OSError):  # a new process group already
         os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stage left alone would keep the GPU
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    if sys.platform == "linux":  # where Python hangs too: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     work, header, healthy = (_function(word) for word in (part.work, part.header, part.healthy))
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     told = header(options) | {"asked": part.asked(options), "date": when, "command": options.command}
@@ -225,6 +228,13 @@ def run_stage(part: Any, name: str, options: argparse.Namespace, seconds: float,
     except Exception as error:  # named in the summary; the other stages go on
         traceback.print_exc()
         stage.end(failed=f"{type(error).__name__}: {error}")
+
+
+def _follow_parent() -> None:
+    """Ends this process group with the process that started it: a stage left alone would keep the GPU."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
 
 
 def _function(word: str) -> Callable[..., Any]:
