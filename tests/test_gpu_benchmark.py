@@ -71,14 +71,12 @@ def test_the_smallest_setting(tmp_path):
     assert {row["method"] for row in found["exact"]} >= {"ar", "prompt-lookup", "specpv-exact"}
     assert all(row["right"] for what in ("attention", "graphs", "exact") for row in found[what])
     assert all(row["full_ms"] > 0 and row["partial_ms"] > 0 for row in found["steps"])
-    assert {row["method"] for row in found["texts"]} >= {"ar", "hf"} and {r["batch"] for r in found["batches"]} == {
-        1,
-        2,
-    }
+    assert {row["method"] for row in found["texts"]} >= {"ar", "hf"}
+    assert {row["batch"] for row in found["batches"]} == {1, 2}
     assert {row["method"] for row in found["tables"]} >= {"ar", "longspec", "specpv:longspec", "magicdec"}
     page = (out / "summary.md").read_text()
     assert "All right." in ended.stdout and page in ended.stdout
-    assert page.count("\n## ") == len(CELLS) and "figures mean nothing" in page
+    assert page.count("\n## ") == len(CELLS) + 1 and "figures mean nothing" in page
 
 
 # --- stages that somebody made up, in place of those that measure ---
