@@ -21,6 +21,7 @@ from longdraft.engine import Result
 from longdraft.errors import CheckpointError
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.serving import serving
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.session import Generation
 from longdraft.speculator import Speculator
@@ -163,7 +164,7 @@ def generate(
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.show(console.stderr(), footer(own, reused, text.coloured))
+        console.show(console.stderr(), footer(own, serving(spec.runner()).line, reused, text.coloured))
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(run, spec, own)
