@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft import native
+from longdraft import drafts, native
 from longdraft.native import build
 
 ROOT = Path(__file__).parent.parent
@@ -85,9 +84,7 @@ class Installed:
         doctor = "longdraft doctor --json" if _embedded() else "longdraft doctor --json || true"
         found = json.loads(self.shell(doctor, **env).splitlines()[-1])
         shipped = {d["name"] for d in found["drafts"]}
-        assert shipped == {folder.name for folder in (ROOT / "src/longdraft/drafts").iterdir() if folder.is_dir()} - {
-            "__pycache__"
-        }
+        assert shipped == {folder.name for folder in drafts.folders()}
         if _embedded():
             answer = self.shell("longdraft generate -p 'Say hello.' -n 8 --json", **env)
             said = json.loads(answer.splitlines()[-1])

@@ -13,9 +13,8 @@ from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import is_stored
 from longdraft.kv.memory import human
 from longdraft.native.build import CALLED
-from longdraft.native.library import HEAD_UNIT
+from longdraft.native.library import HEAD_UNIT, SLOWER
 
-_SLOWER = "Decoding takes 2 to 4 times as long"
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
@@ -54,14 +53,14 @@ class Serving:
 
 def serving(runner: TargetRunner | None) -> Serving:
     """The kernels that a target's forwards of a few rows run on; None: those of this machine's processor."""
-    own = native.kernels()
-    if runner is None:
-        return Serving(own.level) if own is not None else Serving(None, reason=native.missing(), cost=_SLOWER)
-    if runner.device.type != "cpu":
+    if runner is not None and runner.device.type != "cpu":  # before any are compiled
         path = runner.attention_path
         return Serving(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
+    own = native.kernels()
     if own is None:
-        return Serving(None, reason=native.missing(), cost=_cost(runner))
+        return Serving(None, reason=native.missing(), cost=SLOWER if runner is None else _cost(runner))
+    if runner is None:
+        return Serving(own.level)
     sizes: Counter[str] = Counter()
     twin = runner.twin
     for layer in twin.few_rows.layers:
@@ -74,7 +73,8 @@ def serving(runner: TargetRunner | None) -> Serving:
         )
     attends = runner.can_round and runner.kv_shape.head_dim % HEAD_UNIT == 0
     kv = _dtype(runner.kv_dtype) if attends else None
-    return Serving(own.level, tuple(name for name, _ in sizes.most_common()), kv, twin.fused.stack is not None)
+    whole = twin.fused.stack is not None and attends and runner.offload is None
+    return Serving(own.level, tuple(name for name, _ in sizes.most_common()), kv, whole)
 
 
 def _stored_as(weights: object) -> str:
@@ -88,7 +88,7 @@ def _cost(runner: TargetRunner) -> str:
     if is_stored(model):
         return "Decoding is several times slower, as each product unpacks its weights (--weights float32 does it once)"
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return f"{_SLOWER}; weights take {human(size)}, in {_dtype(runner.kv_shape.dtype)}"
+    return f"{SLOWER}; weights take {human(size)}, in {_dtype(runner.kv_shape.dtype)}"
 
 
 def _dtype(dtype: torch.dtype) -> str:
