@@ -24,6 +24,7 @@ assert SECTION is not None
 CHECKOUT, GIT, WHEEL, MODEL = re.findall(r"```\n(.*?)```", SECTION[1], re.DOTALL)
 (EXTRA,) = re.findall(r"`(pip install \"longdraft\[\w+\]\")`", SECTION[1])
 
+REPOSITORY = "https://git.invalid/longdraft.git"
 NO_COMPILER = {"CXX": "/nonexistent"}
 
 
@@ -61,7 +62,12 @@ class Installed:
         self._git("add", "--all", cwd=origin)
         self._git("-c", "user.name=t", "-c", "user.email=t@t", "commit", "--quiet", "-m", "t", cwd=origin)
         self._git("clone", "--quiet", str(origin), str(self.checkout), cwd=self.folder)
-        self.repository = origin.as_uri()
+        # Where git looks for an address that nobody has: pip takes none of a folder in such a line.
+        self.git = {
+            "GIT_CONFIG_COUNT": "1",
+            "GIT_CONFIG_KEY_0": f"url.{origin.as_uri()}.insteadOf",
+            "GIT_CONFIG_VALUE_0": REPOSITORY,
+        }
 
     @staticmethod
     def _git(*arguments: str, cwd: Path) -> str:
@@ -71,8 +77,8 @@ class Installed:
         """Runs lines as the README has them, and returns what they print."""
         path = f"{self.place / 'bin'}{os.pathsep}{os.environ['PATH']}"
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LONGDRAFT_CACHE", "LONGDRAFT_NATIVE")}
-        env = {**kept, "PATH": path, "LONGDRAFT_CACHE": str(self.folder / "cache"), **env}
-        command = ["sh", "-e", "-c", lines.replace("REPOSITORY", self.repository)]
+        env = {**kept, "PATH": path, "LONGDRAFT_CACHE": str(self.folder / "cache"), **self.git, **env}
+        command = ["sh", "-e", "-c", lines.replace("REPOSITORY", REPOSITORY)]
         done = subprocess.run(command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout

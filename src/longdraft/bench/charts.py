@@ -6,6 +6,7 @@ Every chart exists twice, for a light and a dark page; files are written in ligh
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,10 @@ class Lines:
     def lines(self, theme: Theme) -> Any:
         xs = self.xs
         figure, axes = _figure(self.title, 3.0 + 0.2 * _legend_lines(list(self.drawn)))
+        log = xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100
+        if log:
+            axes.set_xscale("log")
+        beside = _beside(self.drawn, xs, log)
         for name, points in self.drawn.items():
             own = self.look[name]
             colour = own.colours[theme.index]
@@ -181,8 +186,8 @@ class Lines:
                 "ls": "--" if own.dashed else "-",
                 "label": name,
             }
-            axes.plot([p.x for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
-            spread = [(p.x, p.low, p.high) for p in points if p.low is not None and p.high is not None]
+            axes.plot([beside(name, p.x) for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
+            spread = [(beside(name, p.x), p.low, p.high) for p in points if p.low is not None and p.high is not None]
             if spread:
                 axes.vlines(*zip(*spread, strict=True), color=colour, lw=1.1, alpha=0.75)
         if self.reference is not None:
@@ -190,9 +195,7 @@ class Lines:
         axes.set_ylim(bottom=0, top=1 if self.share else None)
         if self.share:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        if xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100:
-            axes.set_xscale("log")
-        ticks = _apart(xs, log=axes.get_xscale() == "log")
+        ticks = _apart(xs, log)
         axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
         axes.set_xticks([], minor=True)
         axes.grid(visible=False, axis="x")
@@ -222,10 +225,21 @@ class Lines:
         return figure
 
 
+def _beside(drawn: Mapping[str, Sequence[Point]], xs: Sequence[float], log: bool) -> Callable[[str, float], float]:
+    """Where a method's point stands: spreads at one x would hide each other, so they stand side by side."""
+    names = [name for name, points in drawn.items() if any(p.low != p.high for p in points)]
+    step = 0.012 * (math.log(xs[-1] / xs[0]) if log else xs[-1] - xs[0])
+    moved = {name: step * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
+
+    def place(name: str, x: float) -> float:
+        by = moved.get(name, 0.0)
+        return x * math.exp(by) if log else x + by
+
+    return place
+
+
 def _apart(xs: list[float], log: bool) -> list[float]:
     """Those whose labels do not run into each other, the last one always."""
-    import math
-
     place = math.log if log else float
     whole = place(xs[-1]) - place(xs[0])
     kept = [xs[-1]]
@@ -248,7 +262,7 @@ def _folded(name: str, width: int = 24) -> str:
 def _height(names: Sequence[str]) -> float:
     """Inches of a chart of so many bars."""
     lines = max((_folded(name).count("\n") for name in names), default=0)
-    return 0.9 + (0.3 + 0.15 * lines) * len(names)
+    return 1.1 + (0.3 + 0.15 * lines) * len(names)
 
 
 def _rows(axes: Any, names: Sequence[str], x_label: str) -> None:
@@ -274,7 +288,7 @@ class Stacked:
     x_label: str
 
     def __call__(self, theme: Theme) -> Any:
-        figure, axes = _figure(self.title, _height([name for name, _ in self.rows]))
+        figure, axes = _figure(self.title, _height([name for name, _ in self.rows]) + 0.2)
         starts = [0.0] * len(self.rows)
         for part, colours in PART_COLOURS.items():
             widths = [max(0.0, parts.get(part, 0.0)) for _, parts in self.rows]

@@ -115,7 +115,8 @@ class Chapter:
 
     def _figures(self, group: tuple[str, int], rows: list[dict[str, Any]]) -> Table:
         shown = report.columns(rows)
-        heads = ["method", "context", *(head for head, *_ in shown), "spread of tokens/s", "prompts", "differ"]
+        figures = [h for head, key, _ in shown for h in (head, *(["from \N{EN DASH} to"] * (key == "speedup_vs_ar")))]
+        heads = ["method", "context", *figures, "spread of tokens/s", "prompts", "differ"]
         groups: dict[int | None, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row["context_tokens"]):
             alike = [other["speedup_vs_ar"] or 0.0 for other in rows if other["context"] == row["context"]]
@@ -123,7 +124,7 @@ class Chapter:
             cells = [
                 self._method(row["method"]),
                 Cell(f"{row['context_tokens']:,}"),
-                *(_figure(row, key, form, best) for _, key, form in shown),
+                *(cell for _, key, form in shown for cell in _figure(row, key, form, best)),
                 Cell(_range(row.get("tokens_per_second_spread"), ".1f"), kind="spread"),
                 Cell(f"{row['samples']:,}"),
                 _differing(row),
@@ -155,7 +156,8 @@ class Chapter:
         for name in self._part.names:
             rounds = [pair for m in self._part.measured for run in m.rounds.get(name, []) for pair in run.accepted]
             shares = report.depth_accepted(rounds)
-            series[name] = [Point(depth, share) for depth, share in enumerate(shares, 1)]
+            # Behind the deepest there is none: the line ends there, not in the air.
+            series[name] = [Point(depth, share) for depth, share in enumerate([*shares, 0.0], 1)] if shares else []
         if not any(series.values()):
             return []
         title = "Of all rounds, those that accepted so many drafted tokens or more"
@@ -249,10 +251,12 @@ class Chapter:
         return Picture(light, dark, alt)
 
 
-def _figure(row: Mapping[str, Any], key: str, form: str, best: str) -> Cell:
-    """A figure; beside a speed-up over ``ar``, the least and the largest of its prompts."""
+def _figure(row: Mapping[str, Any], key: str, form: str, best: str) -> list[Cell]:
+    """A figure; behind a speed-up over ``ar``, the least and the largest of its prompts."""
     text = figure(row.get(key), form, NONE)
-    return Cell(text, _range(row.get("speedup_vs_ar_range"), ".2f"), best) if key == "speedup_vs_ar" else Cell(text)
+    if key != "speedup_vs_ar":
+        return [Cell(text)]
+    return [Cell(text, kind=best), Cell(_range(row.get("speedup_vs_ar_range"), ".2f"), kind="spread")]
 
 
 def _differing(row: Mapping[str, Any]) -> Cell:

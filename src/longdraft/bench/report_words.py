@@ -90,20 +90,20 @@ def headline(part: Part) -> str:
     hf = "" if found.over_hf is None else f"; {_times(found.over_hf)} that of {_GENERATE}"
     won, unit = found.over_ar, "prompt" if all(m.batch == 1 for m in part.measured) else "batch"
     if won.median < 1:
-        nearest = f"{found.method} comes nearest" + (f", {_counted(won, unit)}" if won.faster else "")
+        nearest = f"{found.method} comes nearest" + (f", faster {_counted(won, unit)}" if won.faster else "")
         return f"No exact method is faster than plain decoding (ar) here: {nearest}, at {_times(won)} its speed{hf}."
     if len(won.ratios) == 1:
         return f"{found.method} decodes at {_times(won)} the speed of plain decoding (ar){hf}."
-    return f"{found.method}, beside plain decoding (ar), is {_counted(won, unit)}: {_times(won)} its speed{hf}."
+    return f"{found.method} is faster than plain decoding (ar) {_counted(won, unit)}: {_times(won)} its speed{hf}."
 
 
 def _counted(won: Tally, unit: str) -> str:
-    """``faster on 5 of 8 prompts and slower on 1``."""
+    """``on 5 of 8 prompts, slower on 1``."""
     number = len(won.ratios)
     units = f"{number:,} {unit}{'es' if unit == 'batch' else 's'}"
     if won.faster == number:
-        return f"faster on all {units}"
-    return f"faster on {won.faster:,} of {units}, slower on {won.slower or 'none'}"
+        return f"on all {units}"
+    return f"on {won.faster:,} of {units}, slower on {won.slower or 'none'}"
 
 
 def _times(won: Tally) -> str:
