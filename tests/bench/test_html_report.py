@@ -12,7 +12,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from tests.bench.results_files import MACHINE, PROFILE, header, line, write
 
 SECONDS = {"ar": 4.0, "longspec": 2.0, "hf": 5.0}
-VOID = {"meta", "source", "img", "link", "br"}
+VOID = {"meta", "source", "img", "link", "br", "wbr"}
 
 
 class Page(HTMLParser):
@@ -24,6 +24,7 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.tags: list[str] = []
         self.words: list[str] = []
+        self.heads: list[str] = []
         self.feed(html)
         self.close()
         assert not self.open
@@ -43,6 +44,8 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open[-1:] != ["style"]:
             self.words.append(data)
+        if self.open[-1:] == ["th"]:
+            self.heads.append(data)
 
     @property
     def text(self) -> str:
@@ -87,12 +90,11 @@ def results(tmp_path):
 def test_the_whole_page(results, tmp_path):
     report, page = made(results)
     assert (
-        "longspec decodes at 2.00x the speed of plain decoding (ar) and 2.50x that of transformers' generate"
-        in page.text
+        "longspec is faster than plain decoding (ar) on all 4 prompts: 2.00x its speed; 2.50x that of "
+        "transformers' generate (hf)." in page.text
     )
     assert (
-        "Median over 4 prompts of 1,024 to 4,096 tokens, the same output. Model-1B, A Processor, 2 cores, float32."
-        in page.text
+        "On 4 prompts of 1,024 to 4,096 tokens, the same output. Model-1B, A Processor, 2 cores, float32." in page.text
     )
     for said in ("made by a test", "longdraft bench --data file.jsonl", "torch 2.11", "2026-01-02", "2 timed rounds"):
         assert said in page.text
@@ -114,6 +116,48 @@ def test_one_method_one_context_no_hf(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (
+            (4.2, 2.65),
+            "longspec is faster than plain decoding (ar) on 1 of 2 prompts, slower on 1: 0.95x and 1.51x its",
+        ),
+        (
+            (2.0, 4.0, 4.04, 3.0),
+            "faster than plain decoding (ar) on 2 of 4 prompts, slower on none: 0.99x to 2.00x (median 1.17x)",
+        ),
+        ((5.0, 5.0, 3.5), "comes nearest, faster on 1 of 3 prompts, slower on 2, at 0.80x to 1.14x (median 0.80x)"),
+    ],
+)
+def test_the_headline_counts_wins_and_losses(tmp_path, seconds, said):
+    """A median alone says of a win and a loss that there are two wins."""
+    lines = [line({"ar": 4.0, "longspec": s}, sample=f"a:{i}") for i, s in enumerate(seconds)]
+    _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), *lines))
+    assert said in page.text
+    assert f"{4 / max(seconds):.2f}\N{EN DASH}{4 / min(seconds):.2f}" in page.text  # in the table
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_method_that_met_some_of_the_prompts_is_no_headline(tmp_path):
+    files = [
+        write(tmp_path / f"{i}.jsonl", header(tuple(s)), line(s, 1024 * i))
+        for i, s in ((1, {"ar": 4.0, "longspec": 3.0}), (2, {"ar": 4.0, "longspec": 3.0, "eagle3": 1.0}))
+    ]
+    assert "longspec is faster than plain decoding (ar) on all 2 prompts" in made(*files)[1].text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_empty_columns_go(tmp_path):
+    """No hf, no profile, one round, one prompt, prompts that came from a cache."""
+    found = line({"ar": 4.0, "longspec": 2.0}, cold={}, peak_memory_bytes={})
+    found["rounds"] = {name: runs[:1] for name, runs in found["rounds"].items()}
+    _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), found))
+    heads = page.heads
+    assert heads == ["method", "context", "tokens/s", "vs ar", "accepted", "prompts", "differ"]
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_slower_than_plain_decoding(tmp_path):
     _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), line({"ar": 4.0, "longspec": 8.0})))
     assert "No exact method is faster than plain decoding (ar) here: longspec comes nearest, at 0.50x" in page.text
@@ -126,6 +170,13 @@ def test_an_approximate_method_is_no_headline(tmp_path):
     _, page = made(path)
     assert "longspec decodes at 1.33x" in page.text
     assert "Not compared: specpv" in page.text and "not comparable" in page.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_wide_tables_say_that_they_scroll(results):
+    report, page = made(results)
+    assert page.tags.count("table") == report.html.count('class="scroll" tabindex="0"') - report.html.count("<svg")
+    assert page.text.count("Scrolls sideways") >= 2 and "local" in report.html
 
 
 def test_what_is_missing_is_left_out(tmp_path):
@@ -191,7 +242,7 @@ def test_files_of_one_machine_are_one_chapter(tmp_path):
         for context in (1024, 2048)
     ]
     _, page = made(*paths)
-    assert "chapter" not in page.text and "Median over 2 prompts of 1,024 to 2,048 tokens" in page.text
+    assert "chapter" not in page.text and "On 2 prompts of 1,024 to 2,048 tokens" in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -278,3 +329,30 @@ def test_looks_are_told_apart():
     assert len({(x.colours, x.marker, x.dashed) for x in look.values()}) == len(names)
     # The same of a method whoever else is there, as long as their order is.
     assert look["m0"] == charts.looks(["ar", "m0"], ("ar", "hf"))["m0"]
+
+
+NAMES = ["ar", "longspec", *(f"self:view=chunks:budget={n}:view_dtype=int8:lookup=true" for n in (1024, 2048, 4096))]
+
+
+def drawn(chart):
+    """Its axes, laid out."""
+    figure = chart(charts.LIGHT)
+    figure.draw_without_rendering()
+    return figure.axes[0]
+
+
+@pytest.mark.parametrize("contexts", [1, 3])
+def test_charts_have_room_beside_long_names(contexts):
+    series = {name: [charts.Point(1000.0 * (i + 1), 1.0, 0.9, 1.2) for i in range(contexts)] for name in NAMES}
+    axes = drawn(charts.Lines("A title", series, charts.looks(NAMES, ("ar",)), "x", "y", reference=1.0))
+    width, height = axes.get_window_extent().size / axes.figure.dpi
+    assert width > 0.5 * charts.INCHES_WIDE and height > 1.5
+
+
+def test_numbers_beside_bars_are_crossed_by_nothing():
+    """Nor by the line of the reference: 0.95 would stand on it."""
+    series = {name: [charts.Point(1.0, y, y - 0.1, y + 0.1)] for name, y in zip("abc", (0.95, 1.5, 0.2), strict=True)}
+    axes = drawn(charts.Lines("t", series, charts.looks(list("abc"), ()), "x", "y", reference=1.0))
+    right = axes.get_window_extent().x1
+    texts = [t for t in axes.texts if t.get_text() in ("0.95", "1.50", "0.20")]
+    assert len(texts) == 3 and all(t.get_window_extent().x0 > right for t in texts)

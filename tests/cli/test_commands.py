@@ -16,7 +16,8 @@ from longdraft.methods import METHODS
 ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
     "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
-    "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "depth_accepted", "peak_memory_bytes",
+    "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
+    "slower_than_ar", "depth_accepted", "peak_memory_bytes",
 ]  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def test_doctor(shell, model_folder):
     ended = shell("doctor", "--model", model_folder, "--json")
     found = json.loads(ended.out.splitlines()[-1])
     assert ended.code == 0
-    assert set(found) == {"hardware", "versions", "attention", "model", "drafts"}
+    assert set(found) == {"hardware", "versions", "attention", "kernels", "model", "drafts"}
     assert found["hardware"]["cores"] >= 1
     assert found["versions"]["torch"]
     assert found["attention"]["path"] == "cpu"
@@ -68,6 +69,8 @@ def test_doctor(shell, model_folder):
     assert model["context_tokens"] == 512
     assert model["hosted"] is True
     assert "512 tokens" in ended.out
+    assert model["parameters"] > 10_000
+    assert f"kernels    {found['kernels']['line']}\n" in ended.out
 
 
 def test_doctor_says_what_is_wrong_with_a_model(shell, tmp_path):
@@ -77,6 +80,7 @@ def test_doctor_says_what_is_wrong_with_a_model(shell, tmp_path):
     assert found["model"]["hosted"] is False
     assert "none" in found["model"]["reason"]
     assert found["hardware"]["cpu"] in ended.out
+    assert found["kernels"]["line"] in ended.out
 
 
 def test_doctor_and_a_forced_path_that_cannot_run(shell, model_folder, monkeypatch):

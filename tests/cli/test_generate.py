@@ -29,6 +29,8 @@ def test_stdout_is_the_text_and_stderr_the_figures(generate):
     assert "\x1b" not in ended.out + ended.err
     for figure in ("prompt-lookup, exact", "prompt ", "12 tokens in", "tokens/s", "at peak", "mean accepted length: "):
         assert figure in ended.err
+    (kernels,) = (line for line in ended.err.splitlines() if line.startswith("kernels "))
+    assert "longdraft's own" in kernels
 
 
 def test_the_json_object_has_the_keys_of_the_contract(generate):

@@ -20,7 +20,7 @@ DEFINITIONS = (
     "prefill's token not. Trees are the methods' own, without a planner.",
     "±: one standard error over prompts (jackknife). x2, x4: the target is stretched by YaRN with this factor.",
 )
-DEPTHS = "by depth: of the verifications with room for d drafted tokens, the share that accepted d and more."
+DEPTHS = "by depth: of all verifications, the share that accepted d drafted tokens or more."
 
 
 def document(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool) -> dict[str, Any]:

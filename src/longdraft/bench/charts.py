@@ -6,6 +6,8 @@ Every chart exists twice, for a light and a dark page; files are written in ligh
 from __future__ import annotations
 
 import io
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +116,10 @@ def _saved(chart: Chart, theme: Theme, **options: Any) -> bytes:
         "svg.fonttype": "path",
         "svg.hashsalt": "longdraft",
         "font.size": 10,
-        "axes.titlesize": 10.5,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
+        "figure.titlesize": 10.5,
+        "figure.titleweight": "bold",
         "axes.edgecolor": theme.faint,
         "axes.labelcolor": theme.ink,
-        "axes.titlecolor": theme.ink,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
@@ -172,7 +172,11 @@ class Lines:
 
     def lines(self, theme: Theme) -> Any:
         xs = self.xs
-        figure, axes = _figure(self.title, 3.4)
+        figure, axes = _figure(self.title, 3.0 + 0.2 * _legend_lines(list(self.drawn)))
+        log = xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100
+        if log:
+            axes.set_xscale("log")
+        beside = _beside(self.drawn, xs, log)
         for name, points in self.drawn.items():
             own = self.look[name]
             colour = own.colours[theme.index]
@@ -182,8 +186,8 @@ class Lines:
                 "ls": "--" if own.dashed else "-",
                 "label": name,
             }
-            axes.plot([p.x for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
-            spread = [(p.x, p.low, p.high) for p in points if p.low is not None and p.high is not None]
+            axes.plot([beside(name, p.x) for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
+            spread = [(beside(name, p.x), p.low, p.high) for p in points if p.low is not None and p.high is not None]
             if spread:
                 axes.vlines(*zip(*spread, strict=True), color=colour, lw=1.1, alpha=0.75)
         if self.reference is not None:
@@ -191,9 +195,7 @@ class Lines:
         axes.set_ylim(bottom=0, top=1 if self.share else None)
         if self.share:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        if xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100:
-            axes.set_xscale("log")
-        ticks = _apart(xs, log=axes.get_xscale() == "log")
+        ticks = _apart(xs, log)
         axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
         axes.set_xticks([], minor=True)
         axes.grid(visible=False, axis="x")
@@ -203,30 +205,41 @@ class Lines:
         return figure
 
     def bars(self, theme: Theme) -> Any:
-        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.drawn))
         names = list(self.drawn)
+        figure, axes = _figure(self.title, _height(names))
         for row, name in enumerate(names):
             point = self.series[name][0]
             axes.barh(row, point.y, height=0.62, color=self.look[name].colours[theme.index])
             if point.low is not None and point.high is not None:
                 axes.hlines(row, point.low, point.high, color=theme.ink, lw=1.1)
-            end = max(point.y, point.high or 0.0)
             text = f"{point.y:.0%}" if self.share else f"{point.y:.2f}"
-            axes.annotate(text, (end, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+            # In a column of their own, where no bar, spread or reference runs through them.
+            where = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+            axes.annotate(text, (1, row), (6, 0), va="center", fontsize=9, annotation_clip=False, **where)
         if self.reference is not None:
             axes.axvline(self.reference, color=theme.ink, lw=0.8)
         _rows(axes, names, self.y_label)
-        axes.margins(x=0.12)
         if self.share:
-            axes.set_xlim(right=1.1)  # room for the number behind a full bar
+            axes.set_xlim(right=1)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         return figure
 
 
+def _beside(drawn: Mapping[str, Sequence[Point]], xs: Sequence[float], log: bool) -> Callable[[str, float], float]:
+    """Where a method's point stands: spreads at one x would hide each other, so they stand side by side."""
+    names = [name for name, points in drawn.items() if any(p.low != p.high for p in points)]
+    step = 0.012 * (math.log(xs[-1] / xs[0]) if log else xs[-1] - xs[0])
+    moved = {name: step * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
+
+    def place(name: str, x: float) -> float:
+        by = moved.get(name, 0.0)
+        return x * math.exp(by) if log else x + by
+
+    return place
+
+
 def _apart(xs: list[float], log: bool) -> list[float]:
     """Those whose labels do not run into each other, the last one always."""
-    import math
-
     place = math.log if log else float
     whole = place(xs[-1]) - place(xs[0])
     kept = [xs[-1]]
@@ -236,9 +249,25 @@ def _apart(xs: list[float], log: bool) -> list[float]:
     return kept[::-1]
 
 
+def _folded(name: str, width: int = 24) -> str:
+    """A name with options, ``self:view=chunks:budget=4096``, in lines that leave a chart its room."""
+    lines = [""]
+    for piece in re.split(r"(?<=:)", name):
+        if lines[-1] and len(lines[-1] + piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
+def _height(names: Sequence[str]) -> float:
+    """Inches of a chart of so many bars."""
+    lines = max((_folded(name).count("\n") for name in names), default=0)
+    return 1.1 + (0.3 + 0.15 * lines) * len(names)
+
+
 def _rows(axes: Any, names: Sequence[str], x_label: str) -> None:
     """A bar a row, from the top, from 0 on."""
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [_folded(name) for name in names])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
@@ -259,7 +288,7 @@ class Stacked:
     x_label: str
 
     def __call__(self, theme: Theme) -> Any:
-        figure, axes = _figure(self.title, 0.9 + 0.3 * len(self.rows))
+        figure, axes = _figure(self.title, _height([name for name, _ in self.rows]) + 0.2)
         starts = [0.0] * len(self.rows)
         for part, colours in PART_COLOURS.items():
             widths = [max(0.0, parts.get(part, 0.0)) for _, parts in self.rows]
@@ -268,7 +297,7 @@ class Stacked:
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         _rows(axes, [name for name, _ in self.rows], self.x_label)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        _legend(figure, axes, columns=4)
+        _legend(figure, axes, most=4)
         return figure
 
 
@@ -278,10 +307,20 @@ def _figure(title: str, height: float) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(INCHES_WIDE, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title)
+    figure.suptitle(title, x=0.01, ha="left")  # above the names of bars too: these may take half of the width
     return figure, axes
 
 
-def _legend(figure: Any, axes: Any, columns: int = 3) -> None:
+def _legend(figure: Any, axes: Any, most: int = 3) -> None:
     handles, labels = axes.get_legend_handles_labels()
+    columns = _legend_columns(labels, most)
     figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=2.4, columnspacing=1.4)
+
+
+def _legend_columns(labels: Sequence[str], most: int) -> int:
+    """As many as the figure's width holds."""
+    return max(1, min(most, 84 // (8 + max(map(len, labels)))))
+
+
+def _legend_lines(labels: Sequence[str], most: int = 3) -> int:
+    return -(-len(labels) // _legend_columns(labels, most))

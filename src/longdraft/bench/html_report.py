@@ -18,8 +18,9 @@ from longdraft.bench.settings import REFERENCE
 from longdraft.errors import CheckpointError
 
 DEFINITIONS = (
-    "spread: the slowest and the fastest of the timed rounds, each of which counts with the median of its samples.",
-    "by depth: of the rounds whose token budget had room for d drafted tokens, those that accepted d of them or more.",
+    "spread: the slowest and the fastest of the timed rounds, each of which counts with the median of its samples; of "
+    "the speed-up over ar, the samples that gain least and most.",
+    "by depth: of all rounds of a method, those that accepted d drafted tokens or more.",
     "a round: draft is all that the drafter does. Verifying is the model's forward over what was drafted: its "
     "attention, which reads the context's keys and values, and the rest of it, which does not depend on the context's "
     "length. Overhead is all else: sampling tokens, keeping what was accepted. Attention of the drafted tokens to each "

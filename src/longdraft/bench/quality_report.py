@@ -12,7 +12,7 @@ from rich.text import Text
 from longdraft.bench.drift import Drift, bucket
 from longdraft.bench.needle import Haystack
 from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared, Quality
-from longdraft.bench.tables import circumstances, count, figure, median_of, ratio, table
+from longdraft.bench.tables import circumstances, count, figure, filled, median_of, ratio, table
 
 DEFINITIONS = (
     "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full, and "
@@ -182,10 +182,12 @@ def definitions(report: dict[str, Any]) -> list[str]:
 
 
 def _texts(rows: Sequence[dict[str, Any]]) -> Table:
-    made = _table(*(head for head, *_ in COLUMNS))
+    equal = (None if row["identical"] is None else f"{row['identical']}/{row['samples']}" for row in rows)
+    rows = [row | {"equal": share} for row, share in zip(rows, equal, strict=True)]
+    shown = filled(rows, COLUMNS)
+    made = _table(*(head for head, *_ in shown))
     for row in rows:
-        equal = None if row["identical"] is None else f"{row['identical']}/{row['samples']}"
-        made.add_row(*_names(row), *(figure((row | {"equal": equal})[key], form) for _, key, form in COLUMNS))
+        made.add_row(*_names(row), *(figure(row[key], form) for _, key, form in shown))
     return made
 
 

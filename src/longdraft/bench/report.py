@@ -14,11 +14,12 @@ from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
 from longdraft.bench.run import Disagreement, Measured
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import circumstances, count, figure, median_of, ratio, table
+from longdraft.bench.tables import Column, Tally, circumstances, count, figure, filled, median_of, ratio, table, tally
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
+    "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
     "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
     "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are at "
@@ -28,18 +29,20 @@ DEFINITIONS = (
 COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("vs ar", "speedup_vs_ar", "{:.2f}x"),
+    ("faster", "faster_than_ar", "{}"),
+    ("slower", "slower_than_ar", "{}"),
     ("vs hf", "speedup_vs_hf", "{:.2f}x"),
     ("accepted", "mean_accepted_length", "{:.2f}"),
     ("rolled back", "rolled_back", "{:.1%}"),
     ("first token", "ttft_seconds", "{:.2f} s"),
 )
-"""Figures of a row as people read them: a heading, the row's key, and a format."""
+_COUNTED = ("faster_than_ar", "slower_than_ar")
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Those of :data:`COLUMNS` that rows have: partial verification alone rolls tokens back."""
-    partial = any(row.get("rolled_back") is not None for row in rows)
-    return [column for column in COLUMNS if partial or column[1] != "rolled_back"]
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Those of :data:`COLUMNS` that say something of these rows: ``hf`` may not have been measured, say."""
+    alone = all(row["samples"] == row["batch"] for row in rows)  # of one, its speed-up says it
+    return filled(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
 
 
 def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -60,6 +63,7 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
     peaks = [m.peak_memory_bytes.get(name) for m in measured]
+    won = None if name == REFERENCE else over(measured, name, REFERENCE)
     row = {
         "method": name,
         "dataset": measured[0].dataset,
@@ -67,8 +71,8 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "batch": measured[0].batch,
         "samples": sum(m.batch for m in measured),
         "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
-        "speedup_vs_ar": _speedup(measured, name, REFERENCE),
-        "speedup_vs_hf": _speedup(measured, name, HF) if HF in names else None,
+        "speedup_vs_ar": _median(over(measured, name, REFERENCE)),
+        "speedup_vs_hf": _median(over(measured, name, HF)) if HF in names else None,
         "mean_accepted_length": median_of(run.mean_accepted_length for run in runs),
         "ttft_seconds": median_of(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
@@ -79,6 +83,9 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
             measured,
             lambda rounds, i: ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
         ),
+        "speedup_vs_ar_range": won and won.ends,
+        "faster_than_ar": won and won.faster,
+        "slower_than_ar": won and won.slower,
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
     }
@@ -97,13 +104,13 @@ def _spread(
 
 
 def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Of the rounds that had room for d drafted tokens, the share that accepted as many; d from 1 as deep as any.
+    """Of all rounds, the share that accepted d drafted tokens or more; d from 1 as deep as any.
 
     Args:
         rounds: drafted tokens that each accepted, and how many its token budget had room for.
     """
     levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
-    return [sum(accepted >= d for accepted, _ in rounds) / sum(max(pair) >= d for pair in rounds) for d in levels]
+    return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
 
 
 def _rolled_back(runs: Sequence[Run]) -> float | None:
@@ -112,8 +119,14 @@ def _rolled_back(runs: Sequence[Run]) -> float | None:
     return sum(run.rolled_back for run in runs) / accepted if accepted else None
 
 
-def _speedup(measured: Sequence[Measured], name: str, reference: str) -> float | None:
-    return median_of(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in measured)
+def over(measured: Sequence[Measured], name: str, reference: str) -> Tally | None:
+    """A method's tokens/s / the reference's, of every batch that both decoded."""
+    both = [m for m in measured if name in m.rounds and reference in m.rounds]
+    return tally(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both)
+
+
+def _median(found: Tally | None) -> float | None:
+    return None if found is None else found.median
 
 
 def document(

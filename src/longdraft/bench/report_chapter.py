@@ -44,6 +44,13 @@ class Table:
     groups: Sequence[Sequence[Row]]
     caption: str = ""
 
+    def filled(self) -> Table:
+        """Without the columns that no row has anything in."""
+        rows = [row for group in self.groups for row in group]
+        kept = [i for i in range(len(self.heads)) if any(row[i].text not in ("", NONE) for row in rows)]
+        groups = [[[row[i] for i in kept] for row in group] for group in self.groups]
+        return Table([self.heads[i] for i in kept], groups, self.caption)
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -83,7 +90,7 @@ class Chapter:
             "figures": [self._figures(key, rows) for key, rows in self._groups.items()],
             "speed": [
                 *self._by_context("tokens/s", "tokens_per_second", "tokens_per_second_spread"),
-                *self._by_context("speed-up over ar", "speedup_vs_ar", "speedup_vs_ar_spread", 1.0),
+                *self._by_context("speed-up over ar", "speedup_vs_ar", "speedup_vs_ar_range", 1.0),
             ],
             "acceptance": [*self._by_context("accepted length", "mean_accepted_length", None, 1.0), *self._depths()],
             "rounds": self._round_charts(),
@@ -108,7 +115,8 @@ class Chapter:
 
     def _figures(self, group: tuple[str, int], rows: list[dict[str, Any]]) -> Table:
         shown = report.columns(rows)
-        heads = ["method", "context", *(head for head, *_ in shown), "spread of tokens/s", "prompts", "differ"]
+        figures = [h for head, key, _ in shown for h in (head, *(["from \N{EN DASH} to"] * (key == "speedup_vs_ar")))]
+        heads = ["method", "context", *figures, "spread of tokens/s", "prompts", "differ"]
         groups: dict[int | None, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row["context_tokens"]):
             alike = [other["speedup_vs_ar"] or 0.0 for other in rows if other["context"] == row["context"]]
@@ -116,16 +124,13 @@ class Chapter:
             cells = [
                 self._method(row["method"]),
                 Cell(f"{row['context_tokens']:,}"),
-                *(
-                    Cell(figure(row.get(key), form, NONE), kind=best if key == "speedup_vs_ar" else "")
-                    for _, key, form in shown
-                ),
+                *(cell for _, key, form in shown for cell in _figure(row, key, form, best)),
                 Cell(_range(row.get("tokens_per_second_spread"), ".1f"), kind="spread"),
                 Cell(f"{row['samples']:,}"),
                 _differing(row),
             ]
             groups.setdefault(row["context"], []).append(cells)
-        return Table(heads, list(groups.values()), self._name(group))
+        return Table(heads, list(groups.values()), self._name(group)).filled()
 
     # --- charts over contexts ---
 
@@ -151,10 +156,11 @@ class Chapter:
         for name in self._part.names:
             rounds = [pair for m in self._part.measured for run in m.rounds.get(name, []) for pair in run.accepted]
             shares = report.depth_accepted(rounds)
-            series[name] = [Point(depth, share) for depth, share in enumerate(shares, 1)]
+            # Behind the deepest there is none: the line ends there, not in the air.
+            series[name] = [Point(depth, share) for depth, share in enumerate([*shares, 0.0], 1)] if shares else []
         if not any(series.values()):
             return []
-        title = "Rounds that accepted so many drafted tokens or more: all prompts"
+        title = "Of all rounds, those that accepted so many drafted tokens or more"
         chart = charts.Lines(title, series, self._look, "drafted tokens accepted", "share of rounds", share=True)
         return [self._drawn("accepted by depth", title, chart)]
 
@@ -193,7 +199,8 @@ class Chapter:
                 groups.setdefault(p["context_tokens"], []).append(cells)
             rounds = sorted({p["rounds"] for p in own})
             count = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-            found.append(Table(heads, list(groups.values()), f"{self._name(group)}: means of {count} rounds"))
+            caption = f"{self._name(group)}: means of {count} rounds"
+            found.append(Table(heads, list(groups.values()), caption).filled())
         return found
 
     def _profiled(self) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -212,7 +219,7 @@ class Chapter:
             tokens[row["context"]] = max(row["context_tokens"], tokens.get(row["context"], 0))
         for p in self._profiles:
             _most(held[p["context"], p["batch"], p["method"]], p["memory"])
-        parts = [name for name in MEMORY if any(name in own for own in held.values())]
+        parts = [name for name in MEMORY if any(own.get(name) for own in held.values())]
         batches = len({batch for _, batch, _ in held}) > 1
         groups: dict[tuple[int | None, int], list[Row]] = {}
         for (context, batch, method), own in held.items():
@@ -242,6 +249,14 @@ class Chapter:
         self.images[_file_name(self._prefix + name, self.images)] = charts.png(chart)
         light, dark = (_data_uri(charts.svg(chart, theme)) for theme in (LIGHT, DARK))
         return Picture(light, dark, alt)
+
+
+def _figure(row: Mapping[str, Any], key: str, form: str, best: str) -> list[Cell]:
+    """A figure; behind a speed-up over ``ar``, the least and the largest of its prompts."""
+    text = figure(row.get(key), form, NONE)
+    if key != "speedup_vs_ar":
+        return [Cell(text)]
+    return [Cell(text, kind=best), Cell(_range(row.get("speedup_vs_ar_range"), ".2f"), kind="spread")]
 
 
 def _differing(row: Mapping[str, Any]) -> Cell:

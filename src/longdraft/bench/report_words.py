@@ -8,9 +8,10 @@ from typing import Any
 
 from longdraft.bench.json_lines import mapping
 from longdraft.bench.peers import HF, PEERS
+from longdraft.bench.report import over
 from longdraft.bench.report_parts import Part
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import count, median_of, ratio
+from longdraft.bench.tables import Tally, count
 from longdraft.kv.memory import human
 
 _GENERATE = "transformers' generate (hf)"
@@ -21,14 +22,14 @@ class Best:
     """The fastest exact method over all prompts of a part.
 
     Attributes:
-        over_ar, over_hf: median of the samples' speed-ups; None where nothing was measured to compare with.
+        over_ar, over_hf: the prompts' speed-ups; None where nothing was measured to compare with.
         prompts: how many.
         mismatches, near_ties: of its outputs; None where they cannot be compared.
     """
 
     method: str
-    over_ar: float
-    over_hf: float | None
+    over_ar: Tally
+    over_hf: Tally | None
     prompts: int
     mismatches: int | None
     near_ties: int | None
@@ -41,22 +42,18 @@ def best(part: Part) -> Best | None:
     for name in part.names:
         if name == REFERENCE or name in PEERS or not exact.get(name, _comparable(part, name)):
             continue
-        speedup = over(part, name, REFERENCE)
+        speedup = over(part.measured, name, REFERENCE)
         if speedup is not None:
             own = [row for row in part.rows if row["method"] == name]
             found.append(
                 Best(
-                    name, speedup, over(part, name, HF), sum(m.batch for m in part.measured if name in m.rounds),
+                    name, speedup, over(part.measured, name, HF),
+                    sum(m.batch for m in part.measured if name in m.rounds),
                     _sum(row["mismatches"] for row in own), _sum(row["near_ties"] for row in own),
                 )
             )  # fmt: skip
-    return max(found, key=lambda b: b.over_ar, default=None)
-
-
-def over(part: Part, name: str, reference: str) -> float | None:
-    """Median over all samples of a method's tokens/s / the reference's."""
-    both = [m for m in part.measured if name in m.rounds and reference in m.rounds]
-    return median_of(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both)
+    # One that was measured on some of the prompts alone is not set beside one that was measured on all.
+    return max(found, key=lambda b: (b.prompts, b.over_ar.median), default=None)
 
 
 def title(part: Part) -> str:
@@ -85,18 +82,36 @@ def processor(part: Part) -> str:
 
 
 def headline(part: Part) -> str:
-    """The best exact method against ar and hf."""
+    """The best exact method against ar and hf: wins and losses, and how large they are."""
     found = best(part)
     if found is None:
-        ratio = over(part, REFERENCE, HF)
-        return "Plain decoding (ar)" + ("." if ratio is None else f" runs at {ratio:.2f}x the speed of {_GENERATE}.")
-    hf = "" if found.over_hf is None else f" and {found.over_hf:.2f}x that of {_GENERATE}"
-    if found.over_ar < 1:
-        return (
-            f"No exact method is faster than plain decoding (ar) here: {found.method} comes nearest, at "
-            f"{found.over_ar:.2f}x its speed{hf}."
-        )
-    return f"{found.method} decodes at {found.over_ar:.2f}x the speed of plain decoding (ar){hf}."
+        own = over(part.measured, REFERENCE, HF)
+        return "Plain decoding (ar)" + ("." if own is None else f" runs at {_times(own)} the speed of {_GENERATE}.")
+    hf = "" if found.over_hf is None else f"; {_times(found.over_hf)} that of {_GENERATE}"
+    won, unit = found.over_ar, "prompt" if all(m.batch == 1 for m in part.measured) else "batch"
+    if won.median < 1:
+        nearest = f"{found.method} comes nearest" + (f", faster {_counted(won, unit)}" if won.faster else "")
+        return f"No exact method is faster than plain decoding (ar) here: {nearest}, at {_times(won)} its speed{hf}."
+    if len(won.ratios) == 1:
+        return f"{found.method} decodes at {_times(won)} the speed of plain decoding (ar){hf}."
+    return f"{found.method} is faster than plain decoding (ar) {_counted(won, unit)}: {_times(won)} its speed{hf}."
+
+
+def _counted(won: Tally, unit: str) -> str:
+    """``on 5 of 8 prompts, slower on 1``."""
+    number = len(won.ratios)
+    units = f"{number:,} {unit}{'es' if unit == 'batch' else 's'}"
+    if won.faster == number:
+        return f"on all {units}"
+    return f"on {won.faster:,} of {units}, slower on {won.slower or 'none'}"
+
+
+def _times(won: Tally) -> str:
+    """``2.00x``; ``0.95x and 1.51x``; from three on ``0.95x to 1.51x (median 1.10x)``."""
+    low, high = (f"{x:.2f}x" for x in won.ends)
+    if low == high:
+        return low
+    return f"{low} and {high}" if len(won.ratios) == 2 else f"{low} to {high} (median {won.median:.2f}x)"
 
 
 def basis(part: Part) -> str:
@@ -105,7 +120,7 @@ def basis(part: Part) -> str:
     span = f"{min(lengths):,} to {max(lengths):,}" if min(lengths) != max(lengths) else f"{lengths[0]:,}"
     found = best(part)
     number = sum(m.batch for m in part.measured) if found is None else found.prompts
-    prompts = f"{'On' if number == 1 else 'Median over'} {count(number, 'prompt')} of {span} tokens"
+    prompts = f"On {count(number, 'prompt')} of {span} tokens"
     said = [prompts, *([_output(found)] if found else [])]
     return f"{', '.join(said)}. {', '.join(_known(model(part), processor(part), precision(part)))}."
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
 from longdraft.bench import machine
+
+Column = tuple[str, str, str]
+"""A figure of a row as people read it: a heading, the row's key, and a format."""
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -20,6 +24,49 @@ def median_of(values: Iterable[float | None]) -> float | None:
 def ratio(own: float | None, other: float | None) -> float | None:
     """None where one of them is missing, or there is nothing to divide by."""
     return None if own is None or not other else own / other
+
+
+# Speed-ups within so much of 1 are neither a win nor a loss: the same method run twice differs by as much.
+LEVEL = 0.02
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one figure would hide: on how many prompts a method is faster than another, and on how many slower.
+
+    Attributes:
+        ratios: tokens/s / the other's, one a prompt (a batch, where prompts are decoded together); one at least.
+    """
+
+    ratios: Sequence[float]
+
+    @property
+    def faster(self) -> int:
+        return sum(x > 1 + LEVEL for x in self.ratios)
+
+    @property
+    def slower(self) -> int:
+        return sum(x < 1 - LEVEL for x in self.ratios)
+
+    @property
+    def ends(self) -> list[float]:
+        """The least and the largest."""
+        return [min(self.ratios), max(self.ratios)]
+
+    @property
+    def median(self) -> float:
+        return median(self.ratios)
+
+
+def tally(ratios: Iterable[float | None]) -> Tally | None:
+    """Of those that there are; None where there are none."""
+    known = [x for x in ratios if x is not None]
+    return Tally(known) if known else None
+
+
+def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
+    """The columns that have a figure in any row."""
+    return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
 
 
 def figure(value: float | str | None, form: str, missing: str = "-") -> str:

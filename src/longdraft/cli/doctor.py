@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from longdraft import drafts, native
+from longdraft import drafts
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.cli import console, options
@@ -21,6 +21,8 @@ from longdraft.errors import LongdraftError
 from longdraft.host import graphs, hosting
 from longdraft.host.checkpoints import LoadedModel
 from longdraft.host.runner import TargetRunner
+from longdraft.host.serving import serving
+from longdraft.host.stored import parameters
 from longdraft.kv import memory
 
 
@@ -41,7 +43,11 @@ def doctor(
             found |= _examined(loaded)
             runner = TargetRunner(loaded.model) if found["model"]["hosted"] else None
         except LongdraftError as error:
-            found |= {"attention": None, "model": {"name": loading.model, "hosted": False, "reason": str(error)}}
+            found |= {
+                "attention": None,
+                "kernels": _kernels(None),
+                "model": {"name": loading.model, "hosted": False, "reason": str(error)},
+            }
         found["drafts"] = [_draft(folder, runner, True) for folder in drafts.folders()]
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
@@ -56,9 +62,10 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
     shape = hosting.kv_shape(model)
     free = memory.available_bytes(model.device)
     why_not = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
-    path, reason = None, None
+    path, kernels, reason = None, _kernels(None), None
     try:
-        path = TargetRunner(model).attention_path
+        runner = TargetRunner(model)
+        path, kernels = runner.attention_path, _kernels(runner)
     except LongdraftError as error:
         reason = str(error)
     measured = dispatch.measured(model.device, model.dtype, shape.head_dim)
@@ -67,13 +74,13 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
             "path": path,
             "measured_seconds": {n: None if math.isinf(x) else x for n, x in measured.items()},
             "unavailable": {n: why for n, why in why_not.items() if why is not None},
-            "no_kernels": native.missing() if model.device.type == "cpu" and model.dtype == torch.float32 else None,
             "no_graphs": None if path is None else graphs.unavailable(model.device, path),
         },
+        "kernels": kernels,
         "model": {
             "name": model.name_or_path or type(model).__name__,
             "class": type(model).__name__,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": parameters(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
             "context_tokens": hosting.context_length(model),
@@ -83,6 +90,11 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
             "reason": reason,
         },
     }
+
+
+def _kernels(runner: TargetRunner | None) -> dict[str, Any]:
+    found = serving(runner)
+    return asdict(found) | {"line": found.line}
 
 
 def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str, Any]:
@@ -136,6 +148,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
     row("versions", ", ".join(f"{name} {version or 'none'}" for name, version in found["versions"].items()))
+    row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
     model = found["model"]
     if found["attention"] is not None:
         attention = found["attention"]
@@ -145,8 +158,6 @@ def _show(found: dict[str, Any], out: Console) -> None:
             row("", f"{name}: {took}", "dim")
         for name, why in attention["unavailable"].items():
             row("", f"{name} cannot run: {why}", "dim")
-        if (why := attention["no_kernels"]) is not None:
-            row("kernels", f"torch's own, which are slower for trees: {why}", "yellow")
         if hardware["gpus"]:
             why = attention["no_graphs"]
             row("CUDA graphs", "of verifications, a graph a tree size" if why is None else f"none: {why}")

@@ -42,10 +42,11 @@ def payload(result: Result) -> dict[str, Any]:
     return found | ({name: getattr(result, name) for name in partial} if result.partial_rounds else {})
 
 
-def footer(result: Result, reused: int, coloured: bool) -> Group:
+def footer(result: Result, kernels: str, reused: int, coloured: bool) -> Group:
     """The figures below a text.
 
     Args:
+        kernels: which ones computed, in a line.
         reused: prompt tokens whose KV was there before.
         coloured: the text above shows drafted tokens in colour.
     """
@@ -62,6 +63,7 @@ def footer(result: Result, reused: int, coloured: bool) -> Group:
         grid.add_row("accepted", Text(_accepted(result)))
     if result.partial_rounds:
         grid.add_row("partial", Text(_partial(result)))
+    grid.add_row("kernels", Text(kernels))
     grid.add_row("memory", Text(f"{human(result.peak_memory_bytes)} at peak"))
     if not result.rounds:
         return Group(title, grid)

@@ -20,6 +20,7 @@ from longdraft.engine import Result
 from longdraft.errors import CheckpointError
 from longdraft.host.chat import chat_prompt, encode
 from longdraft.host.checkpoints import LoadedModel
+from longdraft.host.serving import serving
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.planning.load import Others
 from longdraft.request import stops_of
@@ -167,7 +168,7 @@ def generate(
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.show(console.stderr(), footer(own, reused, text.coloured))
+        console.show(console.stderr(), footer(own, serving(spec.runner()).line, reused, text.coloured))
         if others.advice is not None:
             console.note(others.advice)
         report: dict[str, Any] = payload(own)

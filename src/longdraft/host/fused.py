@@ -20,6 +20,7 @@ from longdraft.errors import LongdraftError, MemoryBudgetError
 from longdraft.few_rows import MOST, weights_of
 from longdraft.host import hosting
 from longdraft.host.parts import rotary_module
+from longdraft.host.stored import parameters
 from longdraft.kv import memory
 from longdraft.kv.packed_store import PackedStore
 from longdraft.kv.store import KVStore
@@ -84,7 +85,7 @@ class FusedLayers:
         if self.stack is None:
             return None
         try:
-            memory.require(self._model.num_parameters(), torch.device("cpu"), "A model that drafts for itself")
+            memory.require(parameters(self._model), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None

@@ -130,6 +130,12 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     return rows, size
 
 
+def parameters(model: nn.Module) -> int:
+    """How many weights a model has, tied ones once, however they are stored."""
+    blocks = {m.data.data_ptr(): m.matrix.shape for m in model.modules() if isinstance(m, StoredWeights)}
+    return sum(p.numel() for p in model.parameters()) + sum(rows * size for rows, size in blocks.values())
+
+
 def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
     """Some of a module's first weights, evenly spread, the same however they are stored."""
     if not isinstance(module, StoredWeights):

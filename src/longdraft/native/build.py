@@ -44,6 +44,14 @@ LEVELS = {
     },
     "aarch64": {"armv8-a": ""},  # all of them have NEON
 }
+# What people call them.
+CALLED = {
+    "x86-64-v4-vnni": "AVX-512 with VNNI",
+    "x86-64-v4": "AVX-512",
+    "x86-64-v3": "AVX2",
+    "x86-64-v2": "SSE4",
+    "armv8-a": "NEON",
+}
 # Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
 ON_REQUEST = ("x86-64-v2",)
 # How compilers call those that they have no name for.

@@ -27,6 +27,8 @@ from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_NATIVE"
+# What it costs to have none (docs/cpu.md).
+SLOWER = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
 # Head sizes are whole vectors.
 HEAD_UNIT = 16
 
@@ -315,9 +317,7 @@ def _made(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str |
     except (OSError, AttributeError) as error:
         # An old or another processor is nothing to put right; all else is.
         level = logging.INFO if isinstance(error, _NotForThis) else logging.WARNING
-        logger.log(
-            level, "No kernels of our own on this CPU: %s. Torch's products are taken, at about half the speed.", error
-        )
+        logger.log(level, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
         return None, str(error)
 
 
