@@ -118,7 +118,7 @@ def graph_errors(path: str, sizes: Sizes, device: torch.device, dtype: torch.dty
                     out = verify_trees(runner, store, [0], [star(nodes)], [context])
                 assert out.logits is not None
                 found.append(out.logits.float().clone())
-            return found, runner._graphs._recorder is not None
+            return found, runner.graphs.recording
 
     (without, _), (with_graphs, recorded) = logits("0"), logits(None)
     rows: Rows = []
@@ -165,7 +165,7 @@ def exact(
 def waits(loaded: LoadedModel, method: str, sizes: Sizes) -> Rows:
     """How often a round of a method makes the host wait for the GPU, as torch warns of it; planned, as users decode."""
     if device_of().type != "cuda":
-        raise Skipped("it takes a GPU; tests/test_host_reads.py counts what would wait")
+        raise Skipped("it takes a GPU; tests/test_device_discipline.py counts what would wait")
     return [{"what": "waits", "method": method} | counted(loaded, method, sizes.tokens // 2)]
 
 

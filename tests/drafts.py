@@ -166,7 +166,7 @@ def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
     """A random draft of EAGLE-1 for this target, as its authors publish theirs; its heads are not the target's."""
     shape = describe(model)
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
-    block = EagleBlock(EagleShape(hidden, 2 * hidden, 4, 2, 12, hidden, vocabulary))
+    block = EagleBlock(EagleShape(hidden, 2 * hidden, 4, 2, 24, hidden, vocabulary))
     generator = torch.Generator().manual_seed(0)
     tensors = {"embed_tokens.weight": torch.zeros(vocabulary, hidden)}
     for name, weight in block.state_dict().items():
@@ -174,7 +174,7 @@ def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
         tensors[name.replace("midlayer", "layers.0")] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+        "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
         "hidden_act": "silu", "max_position_embeddings": 2048, "vocab_size": vocabulary,
     }  # fmt: skip
     folder.mkdir()

@@ -24,21 +24,26 @@ EXACT = (
 class Specs:
     """Speculators by method, each made once, with one target in float64: rounding decides no token."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         self._folder = folder
-        self.model: PreTrainedModel = tiny_model(layers=4, hidden=32, heads=4, dtype=torch.float64)
+        self.model: PreTrainedModel = tiny_model(layers=4, hidden=32, heads=4, dtype=dtype)
         self.get = cache(self._make)
 
     def _make(self, method: str) -> Speculator:
-        return Speculator(method, target=self.model, plan="fixed", **self._options(method))
+        return Speculator(method, target=self.model, plan="fixed", **self.options(method))
 
-    def _options(self, method: str) -> dict[str, Any]:
+    def options(self, method: str) -> dict[str, Any]:
+        """Small trees, and a random draft, made anew."""
         folder = self._folder / method
         trained: dict[str, Any] = {
             "longspec": lambda: {"draft": random_draft(folder, self.model), "widths": (4, 2)},
             "eagle3": lambda: {"draft": self._eagle3(folder), "depth": 2, "top_k": 4},
             "eagle": lambda: {"draft": published_eagle(folder, self.model), "depth": 2, "top_k": 4},
-            "onepass": lambda: {"draft": random_onepass(folder, self.model, layers=(0, 1, 2)), "depth": 3, "top_k": 3},
+            "onepass": lambda: {
+                "draft": random_onepass(folder, self.model, layers=(0, 1, 2), head_dim=24),
+                "depth": 3,
+                "top_k": 3,
+            },
             "specextend-eagle3": lambda: {"draft": self._eagle3(folder), "depth": 2, "nodes": 8},
             "small-lm": lambda: {
                 "draft": self._target(folder),
@@ -67,7 +72,7 @@ class Specs:
         return folder
 
     def _eagle3(self, folder: Path) -> Path:
-        return random_eagle3(folder, self.model, layers=(0, 1, 2))
+        return random_eagle3(folder, self.model, layers=(0, 1, 2), head_dim=24)
 
 
 @pytest.fixture(scope="session")

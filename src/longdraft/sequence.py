@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.trees.draft_sampler import DraftSampler
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Sequence:
         seen = prompt if shown is None else shown
         self._start = len(seen)
         self._ids = torch.empty(len(seen) + max_new_tokens, dtype=torch.long, device=device)
-        self._ids[: len(seen)] = torch.tensor(seen, dtype=torch.long)
+        self._ids[: len(seen)] = on_device(seen, device, torch.long)
 
     @property
     def tokens(self) -> list[int]:

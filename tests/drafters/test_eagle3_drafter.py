@@ -370,8 +370,8 @@ def test_a_window_bounds_the_memory(tmp_path):
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=16))
     for length in (20, 200):
         cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
-        # slots, KV heads, window and the nodes that the draft is shown, head size
-        assert cache.keys.shape == (1, 2, 16 + SPARE + 3, 12)
+        # slots, KV heads, window, the nodes that the draft is shown and nobody's row, head size
+        assert cache.keys.shape == (1, 2, 16 + SPARE + 3 + 1, 12)
 
 
 def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):

@@ -240,8 +240,8 @@ def test_memory_does_not_grow_with_the_context(tmp_path):
     folder = random_draft(tmp_path, model, window=16)
     short, long = (drafter_after(model, folder, [i % 61 for i in range(n)]).window for n in (20, 900))
     for window in (short, long):
-        # slots, KV heads, window and the tree without its last level, head size
-        assert window.keys.shape == window.values.shape == (1, 2, 16 + SPARE + 6, 16)
+        # slots, KV heads, window, the tree without its last level and nobody's row, head size
+        assert window.keys.shape == window.values.shape == (1, 2, 16 + SPARE + 6 + 1, 16)
 
 
 def test_prefill_reads_the_last_window_alone(tmp_path):

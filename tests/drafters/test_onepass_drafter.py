@@ -270,7 +270,7 @@ def test_a_window_bounds_the_memory(tmp_path):
     for length in (20, 200):
         cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
         # slots, KV heads, window and the rows behind the text's, head size
-        assert cache.keys.shape == (1, 2, 16 + SPARE + 3, 12)
+        assert cache.keys.shape == (1, 2, 16 + SPARE + 3 + 1, 12)
 
 
 # --- trees ---

@@ -25,34 +25,11 @@ from longdraft.trees.tree import TokenTree
 from tests import torch_kernels
 from tests.drafts import random_draft
 from tests.forwards import forward
+from tests.nominal import StandIn
 from tests.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-class StandIn:
-    """Records a function; a replay runs it again, and leaves what it finds in the tensors of the recording."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    def capture(self, compute):
-        self.captures += 1
-        compute()  # the warm-up
-        logits, hidden, queries = compute()
-
-        def replay():
-            self.replays += 1
-            new_logits, new_hidden, new_queries = compute()
-            logits.copy_(new_logits)
-            for old, new in ((hidden, new_hidden), (queries, new_queries)):
-                assert old.keys() == new.keys()
-                for layer in old:
-                    old[layer].copy_(new[layer])
-            return logits, hidden, queries
-
-        return replay
 
 
 def static_attend(q, keys, values, block: Block, scale):
@@ -85,7 +62,7 @@ class Target:
         self.recorder = StandIn()
         if attend is not None:
             self.runner._attend = attend
-            self.runner._graphs = Graphs(self.recorder)
+            self.runner.graphs = Graphs(self.recorder)
         self.plain = TargetRunner(self.runner.model)
         self.stores = [r.new_store(slots, capacity, features) for r in (self.runner, self.plain)]
 
@@ -210,7 +187,7 @@ def test_padded_rows_do_not_reach_the_result(at_once):
     target.read(20, 11)
     trees = [tree_of(5, 3, chain=False), tree_of(4, 4, chain=False)]
     first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
-    (recorded,) = target.runner._graphs._known[target.stores[0]].values()
+    (recorded,) = target.runner.graphs._known[target.stores[0]].values()
     with torch.inference_mode():
         recorded._tokens[:, 5:] = 17
         recorded._positions[:, 5:] = 90
@@ -260,7 +237,7 @@ def test_whole_texts_come_out_the_same(method, tmp_path):
     expected = Speculator("ar", target=model).generate(prompts, max_new_tokens=24, eos_token_ids=[])
     runner = spec.runner()
     recorder = StandIn()
-    runner._attend, runner._graphs = static_attend, Graphs(recorder)
+    runner._attend, runner.graphs = static_attend, Graphs(recorder)
     got = spec.generate(prompts, max_new_tokens=24, eos_token_ids=[])
     assert [r.token_ids for r in got] == [r.token_ids for r in expected]
     assert recorder.replays > 2
@@ -299,14 +276,14 @@ def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_
 
     target = Target()
     target.recorder = Forgetful()
-    target.runner._graphs = Graphs(target.recorder)
+    target.runner.graphs = Graphs(target.recorder)
     other = target.runner.new_store(1, 100)
     for store in (target.stores[0], other, target.stores[0]):
         forward(target.runner, [[1, 2]], store, [0])
-    assert target.recorder.captures == 2 and len(target.runner._graphs._known) == 2
+    assert target.recorder.captures == 2 and len(target.runner.graphs._known) == 2
     del other, store
     gc.collect()
-    assert len(target.runner._graphs._known) == 1
+    assert len(target.runner.graphs._known) == 1
 
 
 def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
@@ -357,12 +334,17 @@ def test_prefills_are_computed_without(at_once, logits):
     assert target.recorder.captures == 0
 
 
-def test_levels_behind_others_are_computed_without(at_once):
-    target = Target()
-    target.read(10)
-    forward(target.runner, [[1, 2]], target.stores[0], [0], logits="none")
-    forward(target.runner, [[3]], target.stores[0], [0], offset=2)
-    assert target.recorder.captures == 0
+def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not(at_once):
+    target = Target(slots=2)
+    target.read(10, 3)
+    for slot in (0, 1):
+        for place, token in enumerate((1, 2, 3)):
+            pairs = zip((target.runner, target.plain), target.stores, strict=True)
+            got, expected = (forward(r, [[token]], store, [slot], offset=place) for r, store in pairs)
+            torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
+    assert (target.recorder.captures, target.recorder.replays) == (3, 6)
+    forward(target.runner, [[3, 4]], target.stores[0], [0], offset=2)
+    assert target.recorder.captures == 3
 
 
 def test_stores_that_lie_elsewhere_are_computed_without(at_once):
@@ -381,7 +363,7 @@ def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog
 
     target = Target()
     target.recorder = Failing()
-    target.runner._graphs = Graphs(target.recorder)
+    target.runner.graphs = Graphs(target.recorder)
     target.read(10)
     with caplog.at_level(logging.WARNING, logger="longdraft"):
         for seed in range(3):
@@ -439,4 +421,4 @@ def test_graphs_on_a_gpu(at_once, monkeypatch):
     for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
         trees = [tree_of(n, 5 * seed + i, chain=False) for i, n in enumerate(sizes)]
         target.check(slots, trees, Taps((1,), (0,)))
-    assert len(target.runner._graphs._known[target.stores[0]]) == 2
+    assert len(target.runner.graphs._known[target.stores[0]]) == 2

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from weakref import WeakSet
 
 import torch
 
 from longdraft.attention.transfer import on_device
+from longdraft.drafters.eagle3_block import Eagle3Block
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.kinds import Kind, Training, register
+from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.events import Event
@@ -239,11 +242,15 @@ class Eagle3Round(DraftRound):
         fed, inputs, queries = self.roots(level) if level.depth == 0 else self._nodes(level)
         if self._whole is not None:
             out, logits, log_probs, ids = self._whole(fed, inputs, self._cache, None, best)
-        else:
+        elif level.depth == 0:
             x, g, cos, sin = inputs
             assert g is not None
             out = self._bound.block(x, g, cos, sin, fed.attend(self._cache), queries)
             logits = self._bound.block.logits(out)
+            log_probs = ids = logits[:, :0]
+        else:
+            graphs, nodes = self._drafter._runner.graphs, [x for x in inputs if x is not None]
+            out, logits = self.recorded(graphs, "eagle3", fed, self._cache, nodes, partial(_forward, self._bound.block))
             log_probs = ids = logits[:, :0]
         self._outputs = dict(zip(level.rows, out.split(fed.width), strict=True))
         return logits, log_probs, ids
@@ -269,6 +276,13 @@ class Eagle3Round(DraftRound):
         fed, cos, sin = self.following(level)
         g = torch.cat([self._outputs[row][level.parents[i]] for i, row in enumerate(level.rows)])
         return fed, Inputs(self._bound.embedding(level.tokens.flatten()), g, cos, sin), slice(None)
+
+
+def _forward(
+    block: Eagle3Block, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = block(x, g, cos, sin, attend)
+    return out, block.logits(out)
 
 
 register(

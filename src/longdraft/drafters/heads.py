@@ -176,7 +176,9 @@ class HeadsDrafter(TreeDrafter):
 
         def expand(level: Level) -> torch.Tensor:
             # What a head says does not depend on the path before it.
-            return said[list(level.rows), level.depth, None].expand(-1, level.tokens.shape[1], -1)
+            # By the host's numbers: an index tensor would have to travel to the device.
+            own = torch.stack([said[row, level.depth, None] for row in level.rows])
+            return own.expand(-1, level.tokens.shape[1], -1)
 
         # All levels are there already: one more costs nothing.
         budget = None if budget is None else replace(budget, price=0.0)

@@ -1,13 +1,13 @@
 """Feeding a tree level by level: into a hosted model, and into the windows of drafters that have one.
 
-In the latter, linear layers run over the rows of all sequences, and so does attention on a GPU; elsewhere it goes
-sequence by sequence.
+In the latter, linear layers run over the rows of all sequences, and so does attention on a GPU, where a level's forward
+is recorded and replayed; elsewhere attention goes sequence by sequence.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,12 +16,13 @@ import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.layers import SelfAttend
+from longdraft.host.graphs import Graphs
 from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence as Text
 from longdraft.trees.level import Level, Likeliest
 from longdraft.trees.masks import Ancestors
-from longdraft.views.window import Window
+from longdraft.views.window import Placed, Window
 
 # (T,) positions -> cos and sin (T, d)
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -101,14 +102,14 @@ class Fed:
             return self.ancestors
         return torch.ones(self.width, self.width, dtype=torch.bool).tril().expand(len(self.slots), -1, -1)
 
+    def placed(self, window: Window, rows: int | None = None) -> Placed:
+        """The same on the device; see :meth:`~longdraft.views.window.Window.placed`."""
+        return window.placed(self.slots, self.places(window), self.counts, self.mask, rows)
+
     def attend(self, window: Window) -> SelfAttend:
         """The rows that go on see the window, and nodes their ancestors and themselves. All rows enter it."""
-
-        def together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            places = self.places(window)
-            window.write(self.slots, places, self.counts, k, v)
-            rows = q.unflatten(1, (len(self.slots), self.width)).transpose(0, 1)
-            return window.attend(self.slots, places, rows, self.mask).transpose(0, 1).flatten(1, 2)
+        if window.together:
+            return window.attending(self.placed(window))
 
         def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs, first = [], 0
@@ -128,7 +129,7 @@ class Fed:
                 first += count
             return torch.cat(outputs, dim=1)
 
-        return together if window.together else one_by_one
+        return one_by_one
 
 
 class DraftRound(ABC):
@@ -192,6 +193,39 @@ class DraftRound(ABC):
             torch.cat([self._ahead[row][i][level.depth - 1].expand(width, -1) for row in level.rows]) for i in (0, 1)
         )
         return fed, cos, sin
+
+    def recorded(
+        self,
+        graphs: Graphs,
+        kind: Hashable,
+        fed: Fed,
+        window: Window,
+        inputs: Sequence[torch.Tensor],
+        compute: Callable[..., tuple[torch.Tensor, ...]],
+        beside: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        """The draft's forward over the nodes of a level: replayed, where it has been recorded.
+
+        Args:
+            kind: what ``compute`` depends on, but for its arguments, the window and the draft.
+            inputs: (B * W, ...) each, of the nodes. beside: (B,) each, of the sequences.
+            compute: takes both, and what attends among the window's rows; gives tensors (B * W, ...).
+        """
+        rows = graphs.rows(fed.width) if window.together else None
+        if rows is None:
+            return compute(*inputs, *beside, fed.attend(window))
+        batch, count = len(fed.slots), len(inputs)
+        split = [x.unflatten(0, (batch, fed.width)) for x in inputs]
+
+        def level(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            nodes, rest, at = given[:count], given[count : -len(Placed._fields)], Placed(*given[-len(Placed._fields) :])
+            at = at._replace(into=at.into[:, : nodes[0].shape[1]])
+            out = compute(*(x.flatten(0, 1) for x in nodes), *rest, window.attending(at))
+            return tuple(x.unflatten(0, (batch, -1)) for x in out)
+
+        given = [*split, *beside, *fed.placed(window, rows)]
+        found = graphs.level(window, kind, rows, given, level)
+        return tuple(x.flatten(0, 1) for x in (level(*given) if found is None else found))
 
     def _slots(self, level: Level) -> tuple[int, ...]:
         return tuple(self.sequences[row].slot for row in level.rows)

@@ -8,15 +8,17 @@ through the whole block; then the tree grows level by level.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import torch
 
 from longdraft.attention import dispatch
 from longdraft.attention.block import Block
+from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.kinds import Kind, Training, register
+from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
-from longdraft.drafters.longspec_block import CrossAttend
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.drafters.whole_level import Text
@@ -121,7 +123,7 @@ class LongSpecDrafter(RetrievingDrafter):
     def _fill(self, slot: int, text: list[int]) -> None:
         assert self._bound is not None
         start = max(0, len(text) - self.draft.shape.window)
-        tokens = torch.tensor(text[start:], device=self._runner.device)
+        tokens = on_device(text[start:], self._runner.device)
         positions = torch.arange(start, len(text), device=self._runner.device)
         k, v = self._bound.block.keys_values(self._bound.parts.embedding(tokens), *self._bound.parts.rotary(positions))
         self.window.append(slot, start, k, v)
@@ -154,8 +156,15 @@ class _Round(DraftRound):
             _, *said = self._bound.whole(fed, inputs, self._window, text, best)
             return said[0], said[1], said[2]
         x, _, cos, sin = inputs
-        cross = self._cross_attend(fed)
-        logits = self._bound.logits(self._bound.block(x, cos, sin, fed.attend(self._window), cross, queries))
+        keys, values, lengths = self._drafter.text(fed.slots)
+        block = Block.make(fed.slots, lengths, fed.width, device=keys.device)
+        forward = partial(_forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block)
+        if level.depth and type(self._drafter._store) is KVStore and self._drafter.retrieved is None:
+            graphs, kind = self._drafter._runner.graphs, ("longspec", keys.data_ptr(), values.data_ptr())
+            beside = block.slots_t, block.lengths_t
+            (logits,) = self.recorded(graphs, kind, fed, self._window, (x, cos, sin), forward, beside)
+        else:
+            (logits,) = forward(x, cos, sin, block.slots_t, block.lengths_t, fed.attend(self._window), queries)
         return logits, logits[:, :0], logits[:, :0]
 
     def _roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
@@ -174,19 +183,34 @@ class _Round(DraftRound):
         fed, cos, sin = self.following(level)
         return fed, Inputs(self._bound.parts.embedding(level.tokens.flatten()), None, cos, sin), slice(None)
 
-    def _cross_attend(self, fed: Fed) -> CrossAttend:
-        """Every row sees the same of its sequence's KV of the target's last layer: the text before the root."""
-        attend, batch = self._drafter._runner.prefix_attend, len(fed.slots)
-        store = self._drafter._store
-        scale = store.shape.head_dim**-0.5
-        keys, values, lengths = self._drafter.text(fed.slots)
-        block = Block.make(fed.slots, lengths, fed.width, device=store.device)
 
-        def cross_attend(q: torch.Tensor) -> torch.Tensor:
-            out = attend(q.unflatten(1, (batch, fed.width)).transpose(0, 1), keys, values, block, scale)
-            return out.transpose(0, 1).flatten(1, 2)
+def _forward(
+    bound: BoundDraft,
+    prefix_attend: PrefixAttend,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    attend: SelfAttend,
+    queries: slice | torch.Tensor = slice(None),
+) -> tuple[torch.Tensor]:
+    """The draft over rows x. Every row sees the same of its sequence's keys and values of the target's last layer: the
+    text before the root, as many rows as ``lengths`` says, which are the block's own or those of a recording."""
+    if lengths is not block.lengths_t:
+        bounds = (keys.shape[2],) * block.batch
+        size = x.shape[0] // block.batch
+        block = Block((-1,) * block.batch, bounds, size, None, slots, lengths, captured=True)
+    scale = keys.shape[3] ** -0.5
 
-        return cross_attend
+    def cross_attend(q: torch.Tensor) -> torch.Tensor:
+        rows = q.unflatten(1, (block.batch, block.size)).transpose(0, 1)
+        return prefix_attend(rows, keys, values, block, scale).transpose(0, 1).flatten(1, 2)
+
+    return (bound.logits(bound.block(x, cos, sin, attend, cross_attend, queries)),)
 
 
 register(

@@ -21,6 +21,7 @@ from math import exp
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.drafters.base import Drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_views import SINK
@@ -34,7 +35,7 @@ from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.acceptance import accept
+from longdraft.verify.acceptance import accept, decide
 
 # TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
 # model drafts for the level (gamma_1), and the rows that it sees.
@@ -170,10 +171,12 @@ class NestedDrafter(Drafter):
         twins = [w.twin for w in walks]
         proposed = self.inner.propose(twins, budget)
         trees = [tree.limited(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
-        for w, tree, logits in zip(walks, trees, self.level.judge(twins, trees), strict=True):
-            accepted = accept(tree, logits, w.twin.sampler, w.twin.ids, w.emit)
-            said = torch.log_softmax(logits[list(accepted.path)], -1)
-            chosen = said.gather(1, torch.tensor(accepted.tokens, device=said.device)[:, None])
+        judged = self.level.judge(twins, trees)
+        decided = decide([(tree, logits, t.sampler) for tree, logits, t in zip(trees, judged, twins, strict=True)])
+        for w, tree, logits, tokens in zip(walks, trees, judged, decided, strict=True):
+            accepted = accept(tree, logits, w.twin.sampler, w.twin.ids, w.emit, tokens)
+            said = torch.log_softmax(logits.index_select(0, on_device(accepted.path, logits.device)), -1)
+            chosen = said.gather(1, on_device(accepted.tokens, said.device)[:, None])
             w.log_probs += self.level.agreement(w.twin).lifted(chosen)[:, 0].tolist()
             self.level.cache.keep(w.twin.slot, accepted.path)
             self.inner.observe(Event(w.twin, tree, accepted.from_draft, accepted.path, accepted.tokens))

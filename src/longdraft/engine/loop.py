@@ -24,7 +24,7 @@ from longdraft.kv.prompt_cache import PromptCache
 from longdraft.planning.planner import Plan, Planner
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.acceptance import accept
+from longdraft.verify.acceptance import accept, decide
 from longdraft.verify.schedule import Schedule
 
 logger = logging.getLogger("longdraft")
@@ -269,9 +269,11 @@ class Engine:
         trees = self._propose([self.schedule.seen(s) for s in batch])
         trees = self._prune(trees)
         events = []
-        for verified in self.schedule.verify(batch, trees):
+        found = self.schedule.verify(batch, trees)
+        decided = decide([(v.tree, v.logits, v.walker.sampler) for v in found])
+        for verified, tokens in zip(found, decided, strict=True):
             walker = verified.walker
-            accepted = accept(verified.tree, verified.logits, walker.sampler, walker.ids, walker.emit)
+            accepted = accept(verified.tree, verified.logits, walker.sampler, walker.ids, walker.emit, tokens)
             event = self.schedule.commit(verified, accepted)
             self.drafter.observe(event)
             events.append(event)
@@ -330,7 +332,7 @@ class Engine:
         # Of the prompt's last tokens, as many as the drafter's query window.
         taps = Taps(queries=self._queries) if read > len(s.prompt) - window else NO_TAPS
         block = store.block([s.slot], [s.prompt[done:read]], prompt=True)
-        out = self.runner.forward(block, store, logits="last" if last else "none", taps=taps)
+        out = self.runner.forward(block, store, logits="last" if last else "none", taps=taps, check=False)
         store.commit(s.slot, range(read - done))
         for layer, q in out.queries.items():
             self._looked[s.index][layer].append(q[0])
@@ -338,7 +340,8 @@ class Engine:
             return ()
         assert out.logits is not None
         root = TokenTree((s.prompt[-1],), (-1,))
-        emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit).tokens
+        (decided,) = decide([(root, out.logits[0], s.sampler)])
+        emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
         looked = self._looked.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in looked.items()}
         self.cache.remember(s.slot, s.prompt)

@@ -1,9 +1,9 @@
-"""CUDA graphs: a verification's forward is recorded once a tree size, and replayed with other numbers.
+"""CUDA graphs: forwards of few rows, verifications and levels of drafts, recorded once a size and replayed.
 
 A forward of a few rows asks the device for some hundred small computations, and asking takes the host longer than the
 device needs for them. A recorded forward is asked for at once. What it reads stays where it was recorded: tokens,
-positions, mask, slots and lengths lie in buffers that are filled anew before each replay, and trees are padded to one
-of a few sizes. A padded row sees the prefix and itself, nobody sees it, and nothing of it is handed out.
+positions, mask, slots and lengths lie in buffers that are filled anew before each replay, and trees and levels are
+padded to one of a few sizes. Nobody sees a padded row, and nothing of it is handed out.
 
 Only a forward whose shapes do not follow from lengths on the host can be recorded, so only with an attention path that
 reads lengths on the device. Whatever fails here, the forward is computed as it is without.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,19 +32,23 @@ SWITCH = "LONGDRAFT_GRAPHS"
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96)
 # A size that comes up less often than this in a store is not worth recording: that takes two forwards.
 USES = 2
-# Recorded sizes of one store. Each holds its outputs, the logits above all; what it computes with is shared.
+# Recorded sizes of one store, or of a draft's window. Each holds its outputs, the logits above all; what it computes
+# with is shared.
 MOST = 16
 
 # Logits (B, T, V), hidden states by layer (B, T, hidden) and queries by layer (B, Hq, T, d) of a block.
 Computed = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
 # What a forward computes of a block.
 Compute = Callable[[Block], Computed]
+# What a draft's forward computes of its inputs.
+ComputeLevel = Callable[..., tuple[torch.Tensor, ...]]
+Out = TypeVar("Out")
 
 
 class Recorder(Protocol):
     """What records and replays; a stand-in in tests."""
 
-    def capture(self, compute: Callable[[], Computed]) -> Callable[[], Computed]:
+    def capture(self, compute: Callable[[], Out]) -> Callable[[], Out]:
         """Runs ``compute`` to warm it up, and records it.
 
         Returns:
@@ -61,7 +65,7 @@ class CudaRecorder:
         self._stream: Any = None
         self._pool: Any = None
 
-    def capture(self, compute: Callable[[], Computed]) -> Callable[[], Computed]:
+    def capture(self, compute: Callable[[], Out]) -> Callable[[], Out]:
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
@@ -75,7 +79,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 out = compute()
 
-        def replay() -> Computed:
+        def replay() -> Out:
             graph.replay()
             return out
 
@@ -106,7 +110,8 @@ class Graphs:
 
     def __init__(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
-        self._known: WeakKeyDictionary[KVStore, dict[Hashable, _Recorded | int]] = WeakKeyDictionary()
+        # By what the recordings read and write, and go with: how often a size came up, or its recording.
+        self._known: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
 
     @classmethod
     def on(cls, device: torch.device, path: str) -> Graphs:
@@ -115,6 +120,11 @@ class Graphs:
         if device.type == "cuda":
             logger.info("CUDA graphs: %s", "verifications are recorded" if reason is None else f"none, {reason}")
         return cls(CudaRecorder(device) if reason is None else None)
+
+    @property
+    def recording(self) -> bool:
+        """Whether forwards are recorded."""
+        return self._recorder is not None
 
     @property
     def padding(self) -> int:
@@ -140,19 +150,54 @@ class Graphs:
         """
         rows = next((b for b in BUCKETS if b >= block.size), None)
         # A store that moves keys and values about while a forward runs does so by the host's numbers.
-        if self._recorder is None or rows is None or block.offset or type(store) is not KVStore:
+        if self._recorder is None or rows is None or type(store) is not KVStore:
             return None
-        if not block.batch or any(n + rows > store.capacity for n in block.lengths):
+        # Behind earlier levels a recording is of one place: a chain's places come again, those of trees seldom.
+        if not block.batch or (block.offset and block.size > 1):
             return None
-        sizes = self._known.setdefault(store, {})
-        key = (block.batch, rows, kind, store.keys.data_ptr(), store.values.data_ptr())
+        if any(n + block.offset + rows > store.capacity for n in block.lengths):
+            return None
+        key = (block.batch, rows, block.offset, kind, store.keys.data_ptr(), store.values.data_ptr())
+        found: _Recorded | None = self._find(
+            store, key, lambda recorder: _Recorded(recorder, store, rows, block, compute)
+        )
+        return None if found is None else found(block)
+
+    def rows(self, width: int) -> int | None:
+        """How many rows a draft's level of ``width`` is padded to; None: it is not recorded."""
+        return None if self._recorder is None else next((b for b in BUCKETS if b >= width), None)
+
+    def level(
+        self, holder: object, kind: Hashable, rows: int, inputs: Sequence[torch.Tensor], compute: ComputeLevel
+    ) -> tuple[torch.Tensor, ...] | None:
+        """A draft's forward over a level, replayed; or None where it has to be computed without.
+
+        Args:
+            holder: what it reads and writes beside its inputs, in tensors that stay where they are as long as it lives.
+            kind: all else that ``compute`` depends on.
+            rows: as :meth:`rows` has it for the level's width.
+            inputs: the first (B, W, ...), and others with W rows, which are padded; or of any other shape.
+            compute: of such tensors, the forward: tensors (B, W, ...).
+
+        Returns:
+            As ``compute`` does; tensors of the caller's own.
+        """
+        key = (kind, rows, *(x.shape[:1] + x.shape[2:] for x in inputs))
+        found: _Level | None = self._find(holder, key, lambda recorder: _Level(recorder, rows, inputs, compute))
+        return None if found is None else found(inputs)
+
+    def _find(self, holder: object, key: Hashable, record: Callable[[Recorder], Any]) -> Any | None:
+        """What has been recorded of a size, now or before; None where it comes up too seldom, or recording fails."""
+        if self._recorder is None:
+            return None
+        sizes = self._known.setdefault(holder, {})
         found = sizes.pop(key, 0)  # and put back behind the others: the first is the one not used for longest
         if isinstance(found, int) and found < USES:
             sizes[key] = found + 1
             return None
         if isinstance(found, int):
             try:
-                found = _Recorded(self._recorder, store, rows, block, compute)
+                found = record(self._recorder)
             except Exception as error:  # whatever a model, a driver or a library may not like about it
                 logger.warning("CUDA graphs are off for this model (%s): it runs without.", reason_of(error))
                 self._recorder = None
@@ -162,7 +207,29 @@ class Graphs:
         recorded = [k for k, x in sizes.items() if not isinstance(x, int)]
         for old in recorded[: max(0, len(recorded) - MOST)]:
             del sizes[old]
-        return found(block)
+        return found
+
+
+class _Level:
+    """One recorded size of a draft's level, with the buffers that it reads."""
+
+    def __init__(self, recorder: Recorder, rows: int, inputs: Sequence[torch.Tensor], compute: ComputeLevel) -> None:
+        width = inputs[0].shape[1]
+        self._inputs = [
+            x.new_zeros(x.shape[0], rows, *x.shape[2:]) if x.dim() > 1 and x.shape[1] == width else torch.empty_like(x)
+            for x in inputs
+        ]
+        self._fill(inputs)  # before anything is computed: a forward writes keys and values where they say
+        self._replay = recorder.capture(lambda: compute(*self._inputs))
+
+    def _fill(self, inputs: Sequence[torch.Tensor]) -> None:
+        for own, x in zip(self._inputs, inputs, strict=True):
+            (own if own.shape == x.shape else own[:, : x.shape[1]]).copy_(x)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        self._fill(inputs)
+        # Copies: the next replay overwrites what this one brought.
+        return tuple(x[:, : inputs[0].shape[1]].clone() for x in self._replay())
 
 
 class _Recorded:
@@ -178,18 +245,20 @@ class _Recorded:
     ) -> None:
         device = store.device
         self._tokens, self._positions = torch.zeros(2, block.batch, rows, dtype=torch.long, device=device)
-        self._itself = torch.eye(rows, dtype=torch.bool, device=device)
+        itself = torch.eye(rows, dtype=torch.bool, device=device)
+        self._itself = torch.nn.functional.pad(itself, (block.offset, 0))
         self._mask = self._itself.repeat(block.batch, 1, 1)
         own = Block(
             # Slots that do not exist: who reads the host's numbers must not get by.
             slots=(-1,) * block.batch,
-            lengths=(store.capacity - rows,) * block.batch,
+            lengths=(store.capacity - block.offset - rows,) * block.batch,
             size=rows,
             mask=self._mask,
             slots_t=torch.empty_like(block.slots_t),
             lengths_t=torch.empty_like(block.lengths_t),
             tokens=self._tokens,
             positions=self._positions,
+            offset=block.offset,
             captured=True,
         )
         self._block = own
@@ -204,7 +273,8 @@ class _Recorded:
         self._tokens[:, :size] = block.tokens
         self._positions[:, :size] = block.positions
         self._mask.copy_(self._itself)
-        self._mask[:, :size, :size] = block.block_mask(0, self._mask.device) if block.mask is None else block.mask
+        mask = block.block_mask(0, self._mask.device) if block.mask is None else block.mask
+        self._mask[:, :size, : block.width] = mask
         self._block.slots_t.copy_(block.slots_t)
         self._block.lengths_t.copy_(block.lengths_t)
 

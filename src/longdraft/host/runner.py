@@ -73,6 +73,7 @@ class TargetRunner:
     Attributes:
         model: the model itself, as it was given.
         attention_path: name of the attention path that this machine uses.
+        graphs: its recorded forwards, and those of the drafts that read it.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
         whole_layers: layers are computed in one piece where that can be done: whoever wants to watch a layer's parts
             sets it to False.
@@ -100,7 +101,7 @@ class TargetRunner:
                 "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
             )
             raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {other}: leave it out.")
-        self._graphs = Graphs.on(self.device, self.attention_path)
+        self.graphs = Graphs.on(self.device, self.attention_path)
         self._bound_to = _bound_to(model)
 
     @property
@@ -211,7 +212,7 @@ class TargetRunner:
             offload,
             self.kv_shape,
             slots,
-            capacity + self._graphs.padding,
+            capacity + self.graphs.padding,
             self.device,
             transposed,
             feature_layers,
@@ -252,7 +253,7 @@ class TargetRunner:
             found = None
             if logits == "all":
                 # A recording reads the weights where its twin found them.
-                found = self._graphs.run(store, block, (kept, self.twin.number), compute)
+                found = self.graphs.run(store, block, (kept, self.twin.number), compute)
             found_logits, hidden, queries = found or compute(block)
             out = TargetOutput(None if found_logits is None else found_logits.float(), queries=queries)
             store.write_features(hidden, block)

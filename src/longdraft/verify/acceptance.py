@@ -12,11 +12,13 @@ instead (:mod:`longdraft.verify.residual`): distributed alike, and more often on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.host.runner import not_a_number
 from longdraft.trees.tree import TokenTree
 from longdraft.verify import residual
@@ -39,41 +41,61 @@ class Accepted:
         return len(self.tokens) - 1
 
 
+def decide(nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]]) -> list[list[int] | None]:
+    """The target's token at every node of some trees: one transfer for all, the check for NaN among it.
+
+    Args:
+        nodes: trees with their logits, as :func:`accept` takes them, and what decides.
+
+    Returns:
+        Of each tree the token of each node; None where a token depends on more than the node's logits, as with
+        processors that read the text.
+
+    Raises:
+        NumericalError: a node's logits are NaN.
+    """
+    tokens: list[torch.Tensor | None] = []
+    wrong: list[torch.Tensor] = []
+    for tree, own, sampler in nodes:
+        # A maximum is NaN when any of its terms is. (-inf alone, a masked vocabulary, is allowed.)
+        top, likeliest = own[: tree.size].max(-1)
+        wrong.append(top.isnan().any())
+        if sampler.plain_greedy:
+            tokens.append(likeliest)
+        else:
+            tokens.append(None if tree.sampled else sampler.samples(own[: tree.size], tree.depths))
+    found = torch.cat([torch.stack(wrong).long(), *(x for x in tokens if x is not None)]).tolist()
+    if any(found[: len(nodes)]):
+        raise not_a_number()
+    rest = iter(found[len(nodes) :])
+    return [None if x is None else list(islice(rest, len(x))) for x in tokens]
+
+
 def accept(
     tree: TokenTree,
     logits: torch.Tensor,
     sampler: Sampler,
     text: Callable[[], torch.Tensor],
     stop: Callable[[int], bool] = lambda token: False,
+    decided: Sequence[int] | None = None,
 ) -> Accepted:
     """Walks the tree.
 
     Args:
-        logits: (at least tree.size, vocabulary) raw target logits of the nodes.
+        logits: (at least tree.size, vocabulary) raw target logits of the nodes, none of them NaN.
         sampler: greedy or sampling, with its processors.
         text: gives the (n,) token ids up to and including the root; called only when processors need it.
         stop: told each emitted token in order; True ends the walk there (nothing is sampled after an EOS).
-
-    Raises:
-        NumericalError: a node's logits are NaN.
+        decided: the tokens of all nodes, as :func:`decide` gives them; None: they are asked for on the way.
     """
-    # A maximum is NaN when any of its terms is. (-inf alone, a masked vocabulary, is allowed.)
-    if sampler.plain_greedy:
-        # One reduction and one transfer for all nodes, the check among them; the walk itself is on the host.
-        top, token_of = logits[: tree.size].max(-1)
-        best, wrong = torch.stack([token_of, top.isnan().long()]).tolist()
-        if any(wrong):
-            raise not_a_number()
-    elif bool(logits[: tree.size].amax().isnan()):
-        raise not_a_number()
-    prefix = None if sampler.plain_greedy or not len(sampler.processors) else text()
+    prefix = None if decided is not None or not len(sampler.processors) else text()
     empty = torch.empty(0, dtype=torch.long)
     node, path, tokens = 0, [0], list[int]()
     while True:
-        if sampler.plain_greedy:
-            token = best[node]
+        if decided is not None:
+            token = decided[node]
         else:
-            upto = empty if prefix is None else torch.cat([prefix, prefix.new_tensor(tokens)])
+            upto = empty if prefix is None else torch.cat([prefix, on_device(tokens, prefix.device, torch.long)])
             sampled = None if sampler.greedy else tree.sampled.get(node)
             if sampled is None:
                 token = sampler.sample(upto, logits[node])
@@ -82,6 +104,9 @@ def accept(
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:
-            return Accepted(tuple(path), tuple(tokens))
+            break
         node = child
         path.append(node)
+    if decided is not None and not sampler.greedy:
+        sampler.draws.took(len(tokens))
+    return Accepted(tuple(path), tuple(tokens))

@@ -38,6 +38,9 @@ class Draws(Protocol):
     def ahead(self, count: int) -> torch.Tensor | None:
         """(vocabulary,) exponentials of the sample behind the next ``count``; None where they cannot be told."""
 
+    def took(self, count: int) -> None:
+        """Told that ``count`` samples were made with the numbers of :meth:`ahead`: the next ones come behind them."""
+
     def rehearsal(self) -> Draws:
         """The same numbers as will come here, which are left as they are."""
 
@@ -65,6 +68,10 @@ class OwnDraws:
         while len(self._made) <= count:
             self._made.append(self._draw(self._like))
         return self._made[count]
+
+    def took(self, count: int) -> None:
+        for _ in range(count):
+            self._made.popleft()
 
     def rehearsal(self) -> OwnDraws:
         device = torch.device("cpu") if self._generator is None else self._generator.device
@@ -175,7 +182,10 @@ class RowDraws:
         numbers = self._draws.at(self._step, self._row, probabilities)
         assert numbers is not None
         token = int((probabilities / numbers).argmax())
-        if not self._rehearsed:
-            self._draws.took(self._row, self._step)
-        self._step += 1
+        self.took(1)
         return token
+
+    def took(self, count: int) -> None:
+        self._step += count
+        if not self._rehearsed:
+            self._draws.took(self._row, self._step - 1)

@@ -6,7 +6,7 @@ with the full text up to the node in question, so penalties and bans see the nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -205,6 +205,27 @@ class Sampler:
         if self.greedy:
             return int(self._scores(text, logits).argmax())
         return self.draws.sample(self.distribution(text, logits))
+
+    def samples(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+        """What :meth:`sample` would say at each of several nodes, without waiting for the device.
+
+        Args:
+            logits: (n, vocabulary) of the nodes. depths: of each, how many tokens are sampled before its own.
+
+        Returns:
+            (n,) token ids; None where they depend on more than logits and random numbers that can be told. Who samples
+            by them says so (:meth:`Draws.took`).
+        """
+        # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
+        if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):
+            return None
+        if not self.foresees:
+            return None
+        numbers = [x for x in map(self.draws.ahead, range(max(depths) + 1)) if x is not None]
+        scores = logits.float()
+        for processor in self.processors:
+            scores = processor(None, scores)
+        return (scores.softmax(-1) / torch.stack([numbers[depth] for depth in depths])).argmax(-1)
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """(vocabulary,) the processed probabilities; arguments as of :meth:`sample`."""

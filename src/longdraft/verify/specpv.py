@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.events import Event, Mode
 from longdraft.host.runner import Taps, TargetRunner
 from longdraft.kv.store import KVStore
@@ -223,7 +224,8 @@ class SpecPV(Schedule):
             return
         if self.view.reduction == "last":
             rows = path[-1:]  # the newest verified token
-        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+        wanted = on_device(list(rows), self.runner.device)
+        self.partial.choose(slot, {layer: q.index_select(1, wanted.to(q.device)) for layer, q in queries.items()})
 
     def close(self, sequence: Sequence) -> None:
         self.partial.forget(sequence.slot)

@@ -8,7 +8,8 @@ which the next round overwrites; only emitted tokens enter the window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,23 @@ from longdraft.kv.store import KVShape
 SPARE = 256
 
 
+class Placed(NamedTuple):
+    """Where new rows of a batch enter their windows, and what is seen there: all of it on the device.
+
+    Attributes:
+        into: (B, rows, 2), or (N, 2) where sequences have several numbers of new rows: slot and row of each.
+        slots, begins, lengths: (B,) int32: what comes before the rows of the mask is seen whole, rows [begin, begin +
+            length) of each slot.
+        mask: (B, T, S) bool, which of the S rows behind these each of the T that go on sees; S = 0: there are none.
+    """
+
+    into: torch.Tensor
+    slots: torch.Tensor
+    begins: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor
+
+
 class Window:
     """Windows and scratch space, one of each a slot.
 
@@ -31,13 +49,14 @@ class Window:
         scratch: tree nodes of one round whose K/V are kept.
 
     Attributes:
-        keys, values: (slots, kv_heads, window + SPARE + scratch, head_dim).
-        together: all sequences are attended to in one call, by :meth:`write` and :meth:`attend`; else one by one.
+        keys, values: (slots, kv_heads, window + SPARE + scratch + 1, head_dim). The last row is nobody's: rows that pad
+            a batch are written there.
+        together: all sequences are attended to in one call, by :meth:`attending`; else one by one.
     """
 
     def __init__(self, shape: KVShape, slots: int, window: int, scratch: int, device: torch.device | str) -> None:
-        self.window = window
-        size = (slots, shape.kv_heads, window + SPARE + scratch, shape.head_dim)
+        self.window, self.scratch = window, scratch
+        size = (slots, shape.kv_heads, window + SPARE + scratch + 1, shape.head_dim)
         # Zeros: a masked row that was never written must not hold a NaN, which a weight of zero would not silence.
         self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
@@ -125,50 +144,55 @@ class Window:
         seen = torch.cat([text, ancestors], dim=1)
         return self._attend(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], seen)
 
-    def write(
+    def placed(
         self,
         slots: Sequence[int],
         places: Sequence[tuple[int, int]],
         counts: Sequence[int],
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
-        """Puts new rows where there is room for them, those of all slots at once.
+        mask: torch.Tensor | None,
+        rows: int | None = None,
+    ) -> Placed:
+        """Where the new rows of some slots go, in one copy to the device.
 
         Args:
             places: the rows [begin, end) of each slot that are seen, the new ones last.
             counts: of new rows.
-            k, v: (Hkv, sum of counts, d).
-        """
-        new = [
-            (slot, row)
-            for slot, (_, end), count in zip(slots, places, counts, strict=True)
-            for row in range(end - count, end)
-        ]
-        slot, row = on_device(new, self.keys.device).unbind(1)
-        for rows, x in ((self.keys, k), (self.values, v)):
-            rows[slot, :, row] = x.transpose(0, 1)
-
-    def attend(
-        self, slots: Sequence[int], places: Sequence[tuple[int, int]], q: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention of as many rows of each slot, all slots at once, over the rows that each has.
-
-        Args:
-            places: the rows [begin, end) of each slot that are seen.
-            q: (B, Hq, T, d).
             mask: (B, T, S) bool, which of the last S of these rows a query sees; None: all.
+            rows: pad the new rows to so many a slot, and the mask to all of the scratch space.
+        """
+        device = self.keys.device
+        if mask is None:
+            mask = torch.zeros(len(slots), 1, 0, dtype=torch.bool, device=device)
+        into, nobody = [], self.keys.shape[2] - 1
+        for slot, (_, end), count in zip(slots, places, counts, strict=True):
+            into += [(slot, row) for row in range(end - count, end)] + [(slot, nobody)] * ((rows or count) - count)
+        begins = [begin for begin, _ in places]
+        seen = zip(slots, begins, (end - begin - mask.shape[2] for begin, end in places), strict=True)
+        numbers = on_device([*(n for pair in into for n in pair), *(n for one in seen for n in one)], device)
+        found = numbers[: 2 * len(into)].view(-1, 2)
+        slots_t, begins_t, lengths_t = numbers[2 * len(into) :].to(torch.int32).view(-1, 3).unbind(1)
+        mask = on_device(mask, device)
+        if rows is not None:
+            found, mask = found.view(len(slots), rows, 2), F.pad(mask, (0, self.scratch - mask.shape[2]))
+        return Placed(found, slots_t.contiguous(), begins_t.contiguous(), lengths_t.contiguous(), mask)
+
+    def attending(self, at: Placed) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What attends for all slots at once, from numbers on the device alone, so that it can be recorded.
 
         Returns:
-            (B, Hq, T, d).
+            Takes q (Hq, B * T, d) and new k, v (Hkv, N, d), which enter the windows; gives (Hq, B * T, d).
         """
-        if mask is None:
-            mask = torch.zeros(q.shape[0], q.shape[2], 0, dtype=torch.bool, device=q.device)
-        lengths = [end - begin - mask.shape[2] for begin, end in places]
-        numbers = [slots, [begin for begin, _ in places], lengths]
-        slots_t, begins, lengths_t = on_device(numbers, q.device, torch.int32).unbind(0)
-        where = hybrid.Places.of(self.keys, slots_t, lengths_t, max(lengths), on_device(mask, q.device), begins)
-        return hybrid.attend_at(q, self.keys, self.values, where, self._scale)
+        slot, row = at.into.reshape(-1, 2).unbind(1)
+        where = hybrid.Places.of(self.keys, at.slots, at.lengths, self.keys.shape[2], at.mask, at.begins)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            for rows, x in ((self.keys, k), (self.values, v)):
+                rows[slot, :, row] = x.transpose(0, 1)
+            queries = q.unflatten(1, (len(at.slots), -1)).transpose(0, 1)
+            out = hybrid.attend_at(queries, self.keys, self.values, where, self._scale)
+            return out.transpose(0, 1).flatten(1, 2)
+
+        return attend
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d); K/V are read once per KV head."""

@@ -1,0 +1,249 @@
+"""A GPU in name: tensors that say they are on ``cuda``, and whose numbers lie in the host's memory.
+
+What a real one would refuse or wait for is found here without one. Every operation of torch is seen on its way:
+
+* a tensor of the device and one of the host in one operation is an error, but for numbers without dimensions;
+* reading a number of the device on the host, shapes that follow from numbers of the device, and copies from memory
+  that is not pinned make the host wait: :attr:`Card.waits` has the place in our code of each;
+* while something is recorded (:attr:`Card.recording`), these and copies from the host are errors: a CUDA graph would
+  repeat the copy of what the host's memory held then.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests import torch_kernels
+
+DEVICE = torch.device("cuda", 0)
+aten = torch.ops.aten
+# Shapes of what these give follow from numbers.
+_COUNTING = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
+_INDEXED = ("index", "index_put_", "index_put", "_index_put_impl_")
+_SOURCES = str(Path(__file__).parents[1] / "src" / "longdraft")
+
+
+class Mixed(AssertionError):
+    """Tensors of the host and of the device met."""
+
+
+class OnCard(torch.Tensor):
+    """A tensor of the device. Attributes: ``numbers``, its numbers."""
+
+    numbers: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor) -> OnCard:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls,
+            real.shape,
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device="meta",
+        )
+
+    def __init__(self, real: torch.Tensor) -> None:
+        self.numbers = real
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        # To torch itself it is on "meta": without CUDA it knows of no other device that it need not ask for anything.
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnCard({self.numbers!r})"
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        raise RuntimeError(f"{func} of a tensor of the device, outside the mode that knows how")
+
+
+class Card(TorchDispatchMode):
+    """Attributes:
+    waits: where the host has waited for the device: "file:line function (operation)".
+    recording: whether what is computed is being recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.recording = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.removeprefix("aten::")
+        flat = torch.utils._pytree.arg_tree_leaves(*args, **kwargs)
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        ours = any(isinstance(x, OnCard) for x in tensors)
+        where = kwargs.get("device")
+        there = ours if where is None else torch.device(where).type in ("cuda", "meta")
+        if not ours and not there:
+            return func(*args, **kwargs)
+        if name in ("_fused_sdp_choice", "is_pinned"):
+            return 0
+        with self:  # inference mode hands over operations that consist of others
+            composed = func.decompose(*args, **kwargs)
+        if composed is not NotImplemented:
+            return composed
+        if where is not None:
+            kwargs["device"] = torch.device("cpu")
+        if name in ("_to_copy", "copy_"):
+            self._moved(name, args, kwargs, there)
+        else:
+            self._mixed(name, func, tensors)
+            if name in _INDEXED and any(type(x) is torch.Tensor and x.dim() > 0 for x in args[1]):
+                self._wait(f"{name} by numbers of the host")
+            if name in _COUNTING or name == "_local_scalar_dense" or self._by_mask(name, args):
+                self._wait(name)
+        kwargs.pop("pin_memory", None)
+        out = func(*_real(args), **_real(kwargs))
+        if func._schema.is_mutable and name.endswith("_"):
+            return args[0]
+        if "out" in kwargs:
+            return kwargs["out"]
+        # torch wants views of tensors that were made outside inference mode to be such tensors too.
+        with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
+            return tree_map_only(torch.Tensor, OnCard, out) if there else out
+
+    def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], there: bool) -> None:
+        source = args[1] if name == "copy_" else args[0]
+        target = isinstance(args[0], OnCard) if name == "copy_" else there
+        if isinstance(source, OnCard) == target:
+            return
+        soon = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        if not target:
+            self._wait(name)
+        elif self.recording:
+            raise AssertionError(f"a copy from the host was recorded at {_place()}")
+        elif not (soon and getattr(source, "pinned", False)):
+            self._wait(f"{name} from memory that is not pinned")
+
+    def _mixed(self, name: str, func: Any, tensors: list[torch.Tensor]) -> None:
+        if name in _INDEXED:
+            return
+        strange = [x for x in tensors if not isinstance(x, OnCard) and x.dim() > 0]
+        if strange:
+            raise Mixed(f"{func} of the device's tensors and one of the host, {tuple(strange[0].shape)}, at {_place()}")
+
+    def _by_mask(self, name: str, args: tuple[Any, ...]) -> bool:
+        if name not in _INDEXED:
+            return False
+        masks = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        return masks and not (name != "index" and args[2].numel() == 1)
+
+    def _wait(self, name: str) -> None:
+        place = f"{_place()} ({name})"
+        if self.recording:
+            raise AssertionError(f"a recording waits for the device at {place}")
+        self.waits.append(place)
+
+
+class StandIn:
+    """Records a function; a replay runs it again, and leaves what it finds in the tensors of the recording.
+
+    Args:
+        card: is told what is being recorded, and finds what may not be.
+    """
+
+    def __init__(self, card: Card | None = None) -> None:
+        self.captures = self.replays = 0
+        self._card = card
+
+    def capture(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        self.captures += 1
+        compute()  # the warm-up
+        out = self._recorded(compute)
+
+        def replay() -> Any:
+            self.replays += 1
+            new = self._recorded(compute)
+            for old, x in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if x is not None:
+                    old.copy_(x)
+            return out
+
+        return replay
+
+    def _recorded(self, compute: Callable[[], Any]) -> Any:
+        if self._card is None:
+            return compute()
+        self._card.recording = True
+        try:
+            return compute()
+        finally:
+            self._card.recording = False
+
+
+def _real(x: Any) -> Any:
+    return tree_map_only(OnCard, lambda t: t.numbers, x)
+
+
+def _place() -> str:
+    """The innermost line of longdraft's that is being run."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(_SOURCES):
+            return f"{frame.filename.removeprefix(_SOURCES + '/')}:{frame.lineno} {frame.name}"
+    return "outside longdraft"
+
+
+@contextmanager
+def card(monkeypatch: Any) -> Iterator[Card]:
+    """As if there were an NVIDIA GPU of the Ampere kind with 80 GB, whose attention kernels are stand-ins."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    for name, value in {
+        "get_device_capability": (8, 0),
+        "mem_get_info": (80 << 30, 80 << 30),
+        "memory_reserved": 0,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "current_device": 0,
+        "get_device_name": "a card in name",
+        "synchronize": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
+
+    def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+        pinned = self.clone()
+        pinned.pinned = True  # type: ignore[attr-defined]
+        return pinned
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setenv("LONGDRAFT_TUNE", "0")
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with torch_kernels.registered(), Card() as found:
+            yield found
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    """Its parameters and buffers, on the device, in place."""
+    for part in module.modules():
+        for name, x in list(part._parameters.items()):
+            if x is not None:
+                part._parameters[name] = torch.nn.Parameter(OnCard(x.detach()), requires_grad=False)
+        for name, x in list(part._buffers.items()):
+            if x is not None:
+                part._buffers[name] = OnCard(x)
+    return module

@@ -1,0 +1,161 @@
+"""Every method's rounds on a GPU in name: no tensor of the host among the device's, and the host waits where it has to.
+
+docs/gpu.md has these numbers, and why they are what they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longdraft import Speculator
+from longdraft.host import graphs
+from longdraft.host.graphs import Graphs
+from tests.exact_methods import EXACT, Specs
+from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
+TOKENS, TREE, LEVEL = "decide", "to_trees", "levels"
+# Where the host waits in a round, at most: for the accepted tokens; for the tree, which is made on the host; and
+# in an OPT-Tree, once a level but the first and the last, for what goes on.
+WAITS: dict[str, dict[str, int]] = {
+    "ar": {TOKENS: 1},
+    "prompt-lookup": {TOKENS: 1},
+    "suffix": {TOKENS: 1},
+    "longspec": {TOKENS: 1, TREE: 1},
+    "eagle3": {TOKENS: 1, TREE: 1},
+    "eagle": {TOKENS: 1, TREE: 1},
+    "onepass": {TOKENS: 1, TREE: 1},
+    "small-lm": {TOKENS: 1, TREE: 1},
+    "specextend": {TOKENS: 1, TREE: 1, LEVEL: 1, "look": 2},  # which chunks, of both prompts, when that is due
+    "specextend-eagle3": {TOKENS: 1, TREE: 1, LEVEL: 1, "look": 2},
+    "self": {TOKENS: 1, TREE: 1},
+    "magicdec": {TOKENS: 1, TREE: 1},
+    "heads": {TOKENS: 1, TREE: 1},
+    "tokenswift": {TOKENS: 1, TREE: 1},
+    "specpv-exact": {TOKENS: 1},
+    # Each verification of a level decides what comes next: it is read, and so is how sure the level was of each text.
+    "triforce": {TOKENS: 7, TREE: 6, "_step": 12},
+    "nested": {TOKENS: 6, "_step": 8},
+}
+# Whose forwards between two verifications are recorded too.
+RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
+
+
+def rounds(spec: Speculator, found: Card, **settings: Any) -> tuple[list[list[int]], list[dict[str, int]]]:
+    """Tokens, and of each round where the host waited, but for the first."""
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    waits: list[dict[str, int]] = []
+    for step in spec.stream(PROMPTS, max_new_tokens=20, eos_token_ids=[], **settings):
+        outputs[step.sequence] += step.token_ids
+        if step.seconds and step.mode != "prefill":
+            places = [place.split()[1] for place in found.waits]
+            waits.append({place: places.count(place) for place in places})
+        if step.seconds:
+            found.waits.clear()
+    return outputs, waits[1:]
+
+
+@pytest.fixture
+def there(monkeypatch):
+    monkeypatch.setattr(graphs, "USES", 0)
+    with card(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def specs(tmp_path: Path) -> Specs:
+    return Specs(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
+    options = specs.options(method)
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=20, eos_token_ids=[])
+    moved(specs.model)
+    spec = Speculator(method, target=specs.model, plan="fixed", **options)
+    recorder = StandIn(there)
+    spec.runner().graphs = Graphs(recorder)
+    outputs, waits = rounds(spec, there)
+    assert outputs == [list(r.token_ids) for r in expected]
+    most = {place: max(found.get(place, 0) for found in waits) for place in {p for found in waits for p in found}}
+    assert most == WAITS[method]
+    # The first round is not among those counted, and is recorded too.
+    assert recorder.replays > (len(waits) + 1 if method in RECORDED else len(waits))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.05}], ids=["plain", "filtered"])
+@pytest.mark.parametrize("method", ["ar", "longspec", "eagle3", "self"])
+def test_sampled_tokens_are_read_together(method, sampling, specs, there):
+    """The random numbers of coming samples are known: what the target says at every node goes to the host at once."""
+    settings = {"temperature": 0.8, "seed": 5, **sampling}
+    options = specs.options(method)
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=20, eos_token_ids=[], **settings)
+    moved(specs.model)
+    # A generator of the device does not exist without one.
+    with pytest.MonkeyPatch.context() as patch:
+        generator = torch.Generator
+        patch.setattr(torch, "Generator", lambda *_: generator())
+        outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there, **settings)
+    assert outputs == [list(r.token_ids) for r in expected]
+    assert all(found[TOKENS] == 1 and "sample" not in found for found in waits[1:])
+
+
+@pytest.mark.parametrize("tree", [{"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "depth": 5}], ids=str)
+@pytest.mark.parametrize("method", ["longspec", "eagle3", "eagle"])
+def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there):
+    """Levels of several widths and depths, of sequences that end at different times: the same is accepted of them."""
+    options = specs.options(method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
+    moved(specs.model)
+    found = []
+    for recorder in (None, StandIn(there)):
+        spec = Speculator(method, target=specs.model, plan="fixed", **options)
+        spec.runner().graphs = Graphs(recorder)
+        steps = spec.stream(PROMPTS, max_new_tokens=30, eos_token_ids=[4])
+        found.append([(step.sequence, step.drafted, step.accepted, step.token_ids) for step in steps])
+    assert found[0] == found[1] and recorder.replays > len(found[0])
+
+
+# --- the card itself ---
+
+
+@torch.inference_mode()
+def test_what_a_gpu_would_refuse_is_refused(there):
+    x = OnCard(torch.ones(3))
+    assert (x.device.type, (x + 1).device.type) == ("cuda", "cuda")
+    assert torch.equal((x * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))  # a number goes along
+    with pytest.raises(Mixed, match=r"\(3,\)"):
+        x + torch.ones(3)
+
+
+@torch.inference_mode()
+def test_what_a_gpu_would_make_wait_is_counted(there):
+    x, rows = OnCard(torch.arange(3.0)), OnCard(torch.zeros(3))
+    for wait in (
+        lambda: x.tolist(),
+        lambda: float(x[0]),
+        lambda: bool(x.sum() > 0),
+        lambda: x.nonzero(),
+        lambda: x[x > 1],
+        lambda: x[[0, 2]],
+        lambda: torch.tensor([1, 2], device=DEVICE),
+        lambda: rows.copy_(torch.ones(3)),
+    ):
+        there.waits.clear()
+        wait()
+        assert len(there.waits) == 1
+    there.waits.clear()
+    rows[1:] = x[OnCard(torch.tensor([0, 2]))]
+    torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
+    assert not there.waits
+
+
+@torch.inference_mode()
+def test_what_may_not_be_recorded_is_found(there):
+    x = OnCard(torch.arange(3.0))
+    for wrong in (lambda: x.tolist(), lambda: torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)):
+        with pytest.raises(AssertionError, match="record"):
+            StandIn(there).capture(lambda wrong=wrong: there.recording and wrong())
