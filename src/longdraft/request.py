@@ -41,6 +41,8 @@ class Request:
         stop: strings that end the output, or one; they are cut from the text. None: none.
         chat: wrap a text prompt in the tokenizer's chat template, where it has one.
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as of :class:`~longdraft.Sampling`.
+        tenant: whose it is: with ``earlier=N``, lookups see the texts of the same tenant's requests alone.
+        predicted: token ids that the output may be, or be like: where lookups are on, they look there too.
     """
 
     prompt: Prompt
@@ -57,6 +59,8 @@ class Request:
     min_p: float | None = None
     repetition_penalty: float | None = None
     repetition_window: int | None = None
+    tenant: str | None = None
+    predicted: SequenceOf[int] = ()
 
     def checked(self) -> Request:
         """The same request with all values as they are declared, and its sampling in one.
@@ -79,6 +83,7 @@ class Request:
             seed=None if self.seed is None else whole("seed", self.seed, *_SEEDS),
             eos_token_ids=_ids("eos_token_ids", self.eos_token_ids),
             stop=stops_of(self.stop),
+            predicted=_ids("predicted", self.predicted) or [],
             **cleared,
         )
 

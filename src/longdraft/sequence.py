@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -29,6 +30,7 @@ class Sequence:
         shown: the prompt as processors and stopping criteria see it, where that is not the prompt: a padded row of
             transformers, whose padding the model never sees.
         greedy: its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
+        tenant: whose request it is. predicted: what its output may be: lookups may look there.
         sampler: decides its tokens from the target's logits; None: given before the sequence is decoded. Drafters may
             rehearse coming tokens with it, but not sample.
         rules: asked in order after each emitted token whether the sequence is over.
@@ -49,12 +51,15 @@ class Sequence:
         greedy: bool = True,
         sampler: Sampler | None = None,
         rules: Iterable[StopRule] = (),
+        tenant: str | None = None,
+        predicted: SequenceOf[int] = (),
     ) -> None:
         self.index = index
         self.slot = index
         self.prompt = prompt
         self.greedy = greedy
         self.rules = tuple(rules)
+        self.tenant, self.predicted = tenant, predicted
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None

@@ -164,6 +164,7 @@ class Session:
             text=self._text(told),
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
+            cached_tokens=stats.cached,
             method=self._method.name,
             exact=self._method.exact and not self._engine.runner.rounds,
             finish_reason=s.finish_reason or "cancelled",
@@ -260,6 +261,8 @@ def _sequence(spec: Speculator, index: int, request: Request, max_nodes: int) ->
         greedy=sampling.greedy,
         sampler=Sampler(sampling.greedy, sampling.processors(request.processors), OwnDraws(generator)),
         rules=rules,
+        tenant=request.tenant,
+        predicted=request.predicted,
     )
 
 

@@ -112,15 +112,15 @@ class _Node:
 
 
 class _Text:
-    """What a sequence's end matches: in its own text, and in earlier ones.
+    """What a sequence's end matches: in its own text, and in others: earlier requests', and what it may say.
 
     Attributes:
         trust: of its own, for a text is drafted alike whoever is decoded beside it.
         proposed: the root of the last round's paths.
     """
 
-    def __init__(self, prompt: list[int], longest: int, earlier: Earlier | None) -> None:
-        self._longest, self._earlier = longest, earlier
+    def __init__(self, prompt: list[int], longest: int, others: SequenceOf[Suffixes]) -> None:
+        self._longest, self._others = longest, others
         self._own = Suffixes()
         self._begin()
         self.trust = Trust()
@@ -130,8 +130,7 @@ class _Text:
             self._own.append(token)
 
     def _begin(self) -> None:
-        stores = (self._own, *([self._earlier.suffixes] if self._earlier is not None else []))
-        self._matches = [Matches(store, self._longest) for store in stores]
+        self._matches = [Matches(store, self._longest) for store in (self._own, *self._others)]
 
     def take_back(self, s: Sequence) -> None:
         """Tokens turned out wrong: those that the sequence has not. Matches are followed anew from some way before."""
@@ -190,9 +189,17 @@ class SuffixDrafter(Drafter):
         if not isinstance(self.earlier, Earlier) and self.earlier != 0:
             self.earlier = Earlier(self.earlier)
 
-    @property
-    def _store(self) -> Earlier | None:
-        return self.earlier if isinstance(self.earlier, Earlier) else None
+    def _store(self, s: Sequence) -> Earlier | None:
+        return self.earlier.of(s.tenant) if isinstance(self.earlier, Earlier) else None
+
+    def _others(self, s: Sequence) -> list[Suffixes]:
+        earlier = self._store(s)
+        found = [] if earlier is None else [earlier.suffixes]
+        if s.predicted:
+            found.append(Suffixes())
+            for token in (*s.predicted, END):
+                found[-1].append(token)
+        return found
 
     def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
         return [self._propose(s, LEAST if budget is None else LEAST_PLANNED) for s in sequences]
@@ -229,7 +236,7 @@ class SuffixDrafter(Drafter):
         """Takes in what was emitted, and learns what the last round's probabilities were worth."""
         s = event.sequence
         if event.begins:
-            self._texts[s.index] = _Text(s.prompt, self.max_n, self._store)
+            self._texts[s.index] = _Text(s.prompt, self.max_n, self._others(s))
         text = self._texts[s.index]
         if event.taken_back:
             text.take_back(s)
@@ -245,5 +252,5 @@ class SuffixDrafter(Drafter):
     def release(self, sequence: Sequence) -> None:
         """Its text is an earlier one from now on: the output, behind so much of the prompt as matches are long."""
         known = self._texts.pop(sequence.index, None)
-        if known is not None and self._store is not None:
-            self._store.add(sequence.prompt[-self.max_n :] + sequence.output)
+        if known is not None and (store := self._store(sequence)) is not None:
+            store.add(sequence.prompt[-self.max_n :] + sequence.output)

@@ -84,6 +84,11 @@ class Earlier:
         self.most = tokens
         self.suffixes = Suffixes()
         self._sizes: deque[int] = deque()
+        self._tenants: dict[str, Earlier] = {}
+
+    def of(self, tenant: str | None) -> Earlier:
+        """Those of one tenant, which nobody else is given; None: those of requests that name none."""
+        return self if tenant is None else self._tenants.setdefault(tenant, Earlier(self.most))
 
     def add(self, text: Sequence[int]) -> None:
         """Keeps a text, for as long as there is room."""

@@ -311,7 +311,8 @@ class Engine:
             while not s.output and read < self.chunk:
                 start = time.perf_counter()
                 if s.index not in self._looked:
-                    self.cache.begin(s.slot, s.prompt, 1 if self._kept else self.chunk)
+                    kept = self.cache.begin(s.slot, s.prompt, 1 if self._kept else self.chunk)
+                    self.stats[s.index].cached = kept
                     self._looked[s.index] = {layer: [] for layer in self._queries}
                 done = self._store.lengths[s.slot]
                 emitted = self._read_piece(s, done)

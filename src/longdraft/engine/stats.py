@@ -60,6 +60,7 @@ class Result:
         rounds: target verification forwards that this sequence took part in, partial ones among them.
         partial_rounds: those on a partial cache. partial_tokens: tokens that they accepted. rolled_back: how many of
             these a full one refuted before they were emitted.
+        cached_tokens: of the prompt, whose keys and values were there already.
         prefill_seconds, decode_seconds: wall time of reading the prompts and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
         from_draft: of each token, whether it was drafted.
@@ -81,6 +82,7 @@ class Result:
     partial_rounds: int = 0
     partial_tokens: int = 0
     rolled_back: int = 0
+    cached_tokens: int = 0
     from_draft: list[bool] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
@@ -121,6 +123,7 @@ class Stats:
 
     def __init__(self) -> None:
         self.drafted = self.accepted = self.unconfirmed = self.taken_back = 0
+        self.cached = 0  # prompt tokens that need not be read
         self.rounds_by_mode: Counter[Mode] = Counter()
 
     @property
