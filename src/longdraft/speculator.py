@@ -50,9 +50,9 @@ class Speculator:
         model.generate(**inputs, custom_generate=spec, max_new_tokens=64)
 
     Args:
-        method: a name of :func:`longdraft.methods`, what :func:`longdraft.compose` made, or a draft folder. Left out: on
-            a CPU where our kernels compute the whole model and rounds are planned ``self``, else ``longspec`` where a
-            draft for the target comes with the package (both with lookups), else ``prompt-lookup``.
+        method: a name of :func:`longdraft.methods`, what :func:`longdraft.compose` made, or a draft folder. Left out:
+            ``self`` on a CPU where our kernels compute the whole model and rounds are planned, else ``longspec`` where
+            a draft for the target comes with the package (both with lookups), else ``prompt-lookup``.
         target: the model. May be left out when only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
         offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
