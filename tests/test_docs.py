@@ -91,7 +91,7 @@ def shown(name: str) -> str:
 
 CALLS = [
     " ".join(call.split())
-    for block in re.findall(r"```python\n(.*?)```", API, re.DOTALL)
+    for block in re.findall(r"```text\n(.*?)```", API, re.DOTALL)
     for call in re.findall(r"^longdraft\.[\w.]+\(.*?\)$", block, re.DOTALL | re.MULTILINE)
 ]
 
