@@ -51,8 +51,8 @@ class Speculator:
 
     Args:
         method: a name of :func:`longdraft.methods`, what :func:`longdraft.compose` made, or a draft folder. Left out:
-            ``self`` on a CPU where our kernels compute the whole model and rounds are planned, else ``longspec`` where
-            a draft for the target comes with the package (both with lookups), else ``prompt-lookup``.
+            ``self`` with lookups on a CPU where our kernels compute the whole model and rounds are planned; else
+            ``longspec`` with lookups where a draft for the target comes with the package; else ``prompt-lookup``.
         target: the model. May be left out when only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
         offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
@@ -61,8 +61,8 @@ class Speculator:
             computes in float32 on a CPU. Fewer bytes to read and to hold, whatever the method; the text is that of a
             slightly different model. None: nothing is rounded.
         plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
-            decodes plainly where that is faster; the first run with a model measures the costs, for up to half a
-            minute, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
+            decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
+            most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
             tree, else what LONGDRAFT_PLAN says, else auto. The output is the same.
         options: the method's own, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
