@@ -28,6 +28,7 @@ DEFINITIONS = (
     "most 64 (float32) or 4 (bfloat16, float16) spacings of the dtype apart, which is what rounding may turn round.",
 )
 
+VIEW = ("view", "view", "{}")
 COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("vs ar", "speedup_vs_ar", "{:.2f}x"),
@@ -37,7 +38,7 @@ COLUMNS = (
     ("accepted", "mean_accepted_length", "{:.2f}"),
     ("rolled back", "rolled_back", "{:.1%}"),
     ("first token", "ttft_seconds", "{:.2f} s"),
-    ("view", "view", "{}"),
+    VIEW,
 )
 _COUNTED = ("faster_than_ar", "slower_than_ar")
 
@@ -168,14 +169,18 @@ def difference(found: Disagreement) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     """For people: a title and a table for each dataset, context and batch."""
     found: dict[tuple[str, int | None, int], tuple[str, Table]] = {}
-    shown = columns(report["rows"])
+    known = columns(report["rows"])
+    shown = [column for column in known if column != VIEW]
     for row in report["rows"]:
         cell = row["dataset"], row["context"], row["batch"]
         if cell not in found:
             found[cell] = (_title(row), table(["method"], [head for head, *_ in shown]))
             found[cell][1].add_column("differ")
+            if VIEW in known:  # text, which may be wrapped
+                found[cell][1].add_column(VIEW[0])
         figures = (figure(row.get(key), form) for _, key, form in shown)
-        found[cell][1].add_row(Text(row["method"]), *figures, _agreement(row))
+        views = [figure(row["view"], "{}")] if VIEW in known else []
+        found[cell][1].add_row(Text(row["method"]), *figures, _agreement(row), *views)
     return list(found.values())
 
 
