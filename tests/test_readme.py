@@ -75,4 +75,4 @@ def test_the_shell_commands_run(folder, command):
 
 
 def test_there_are_commands_to_check():
-    assert len(COMMANDS) >= 4
+    assert len(COMMANDS) >= 3

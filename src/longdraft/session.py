@@ -18,6 +18,7 @@ from longdraft.sequence import Sequence, StopRule
 from longdraft.streaming import Piece, TextStream
 from longdraft.verify.draws import OwnDraws
 from longdraft.verify.sampling import Sampler, Sampling
+from longdraft.views.view import View
 
 if TYPE_CHECKING:
     from longdraft.methods import Method
@@ -117,6 +118,11 @@ class Session:
             else:
                 seconds[1] += decoding
         return [self._told[step.sequence].follow(step) for step in steps]
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """What drafts, and then partial verifications, see of longer texts; settled by the first step."""
+        return self._engine.drafter.views + self._engine.schedule.views
 
     def abort(self, number: int) -> None:
         """Ends a request where it is; its last step says "cancelled". One that has ended is left as it is."""

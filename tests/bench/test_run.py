@@ -352,6 +352,19 @@ def test_a_method_with_options_of_its_own_is_a_contender_of_its_own(loaded):
         settings(methods=("prompt-lookups:max_draft=2",))
 
 
+def test_rows_say_how_much_a_draft_sees(loaded):
+    """With the sizes in effect, defaults too; the tiny model's text is shorter."""
+    names = ("self", "self:view=chunks:budget=64", "specpv:drafter=self", "specpv:drafter=ar", "quantspec")
+    own = {names[1]: {"view": "chunks", "budget": 64}, names[2]: {"drafter": "self"}, names[3]: {"drafter": "ar"}}
+    found = rows(loaded, settings(methods=names, own_options=own, cold=False), samples=SAMPLES[:1])
+    partial, own_view = "1,184 = 32 + 64 x 16 + 128", "2,048 = 16 + 250 x 8 + 32"
+    assert [row["view"] for row in found] == [
+        None, own_view, "64 = 16 + 2 x 8 + 32", f"{own_view}; {partial}", partial, None
+    ]  # fmt: skip
+    (_, shown), *_ = report.tables({"rows": found})
+    assert "view" in [column.header for column in shown.columns]
+
+
 def test_each_contender_may_have_a_plan_of_its_own(loaded, monkeypatch):
     table = CostTable((0,), (1, 2), ((1e-9, 1.0),))  # a second row costs an age
     monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)

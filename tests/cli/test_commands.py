@@ -17,7 +17,7 @@ ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
     "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
     "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
-    "slower_than_ar", "depth_accepted", "peak_memory_bytes",
+    "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view",
 ]  # fmt: skip
 
 

@@ -62,6 +62,7 @@ class Run:
             ``decode_seconds`` was spent on them.
         accepted: for each round, drafted tokens that it accepted, and how many its token budget had room for; rounds of
             all prompts, in the order in which they ended.
+        view: rows that a draft or a partial verification sees of a longer text, as a table shows them; empty: all.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -73,6 +74,7 @@ class Run:
     partial_rounds: int = 0
     partial_tokens: int = 0
     rolled_back: int = 0
+    view: str = ""
 
     @classmethod
     def streamed(
@@ -223,6 +225,7 @@ class Ours:
             partial_rounds=sum(r.partial_rounds for r in results),
             partial_tokens=sum(r.partial_tokens for r in results),
             rolled_back=sum(r.rolled_back for r in results),
+            view="; ".join(f"{view.budget:,} = {view}" for view in run.views),
         )
 
     def release(self) -> None:

@@ -22,10 +22,13 @@ DEFINITIONS = (
     "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
     "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
+    "view: rows of a longer text's KV that a draft, and in specpv a partial verification, sees: first rows + chunks x "
+    "rows of each + last rows.",
     "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are at "
     "most 64 (float32) or 4 (bfloat16, float16) spacings of the dtype apart, which is what rounding may turn round.",
 )
 
+VIEW = ("view", "view", "{}")
 COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("vs ar", "speedup_vs_ar", "{:.2f}x"),
@@ -35,6 +38,7 @@ COLUMNS = (
     ("accepted", "mean_accepted_length", "{:.2f}"),
     ("rolled back", "rolled_back", "{:.1%}"),
     ("first token", "ttft_seconds", "{:.2f} s"),
+    VIEW,
 )
 _COUNTED = ("faster_than_ar", "slower_than_ar")
 
@@ -88,6 +92,7 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "slower_than_ar": won and won.slower,
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
+        "view": next((run.view for run in runs if run.view), None),
     }
     rolled_back = _rolled_back(runs)
     return row | ({} if rolled_back is None else {"rolled_back": rolled_back})
@@ -164,14 +169,18 @@ def difference(found: Disagreement) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     """For people: a title and a table for each dataset, context and batch."""
     found: dict[tuple[str, int | None, int], tuple[str, Table]] = {}
-    shown = columns(report["rows"])
+    known = columns(report["rows"])
+    shown = [column for column in known if column != VIEW]
     for row in report["rows"]:
         cell = row["dataset"], row["context"], row["batch"]
         if cell not in found:
             found[cell] = (_title(row), table(["method"], [head for head, *_ in shown]))
             found[cell][1].add_column("differ")
+            if VIEW in known:  # text, which may be wrapped
+                found[cell][1].add_column(VIEW[0])
         figures = (figure(row.get(key), form) for _, key, form in shown)
-        found[cell][1].add_row(Text(row["method"]), *figures, _agreement(row))
+        views = [figure(row["view"], "{}")] if VIEW in known else []
+        found[cell][1].add_row(Text(row["method"]), *figures, _agreement(row), *views)
     return list(found.values())
 
 

@@ -10,6 +10,7 @@ from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.tree import TokenTree
+from longdraft.views.view import View
 
 
 class Drafter(ABC):
@@ -40,6 +41,11 @@ class Drafter(ABC):
 
     query_window: int = 1
     """Of how many of a prompt's last tokens it wants the queries, where it wants any; the first event brings them."""
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """What it sees of texts that are longer, once it is bound; none: all of them, or nothing."""
+        return ()
 
     def follow_budget(self) -> None:  # noqa: B027
         """Told before all else, if at all: a planner decides how large trees are; each propose brings a budget."""

@@ -29,6 +29,7 @@ from longdraft.trees.level import Level
 from longdraft.trees.options import tree_kind
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
+from longdraft.views.view import View
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ class StateSource(ABC):
     Attributes:
         ahead: whether its states are the roots' own: trees are then a level deeper.
         forwards: of the target that it has made.
-        query_window: as of a drafter.
+        query_window, views: as of a drafter.
     """
 
     ahead: bool = False
     forwards: int = 0
     query_window: int = 1
+    views: tuple[View, ...] = ()
 
     @abstractmethod
     def states(self, sequences: SequenceOf[Sequence]) -> States:
@@ -142,6 +144,10 @@ class HeadsDrafter(TreeDrafter):
     def forwards(self) -> int:  # type: ignore[override]
         """Products with the target's head, which are what drafting costs, or forwards of the source."""
         return max(self._rounds, self._source.forwards)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return self._source.views
 
     @property
     def query_window(self) -> int:  # type: ignore[override]

@@ -17,6 +17,7 @@ from longdraft.host.runner import TargetRunner
 from longdraft.kv.store import KVStore
 from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
+from longdraft.views.view import View
 
 
 class ViewStates(StateSource):
@@ -34,6 +35,10 @@ class ViewStates(StateSource):
     @property
     def forwards(self) -> int:  # type: ignore[override]
         return self.level.forwards
+
+    @property
+    def views(self) -> tuple[View, ...]:  # type: ignore[override]
+        return self.level.views
 
     @property
     def query_window(self) -> int:  # type: ignore[override]

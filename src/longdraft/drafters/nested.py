@@ -36,6 +36,7 @@ from longdraft.trees.budget import Budget
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import accept, decide
+from longdraft.views.view import View
 
 # TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
 # model drafts for the level (gamma_1), and the rows that it sees.
@@ -112,6 +113,10 @@ class NestedDrafter(Drafter):
     def forwards(self) -> int:  # type: ignore[override]
         """Of the level; those of the drafter under it count as part of theirs."""
         return self.level.forwards
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return self.inner.views + self.level.views
 
     @property
     def query_window(self) -> int:  # type: ignore[override]

@@ -24,6 +24,10 @@ class RetrievingDrafter(TreeDrafter):
     retrieval: Retrieval | None = None
 
     @property
+    def views(self) -> tuple[View, ...]:
+        return () if self.retrieval is None else (self.retrieval.view,)
+
+    @property
     def query_window(self) -> int:  # type: ignore[override]
         return 1 if self.retrieval is None else max(1, self.retrieval.view.looks)
 

@@ -19,7 +19,7 @@ import torch
 
 from longdraft.drafters.agreement import Agreement
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.self_views import BUDGET, self_view
+from longdraft.drafters.self_views import BUDGET, EVERYTHING, self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafters.whole_lm import WholeLM
 from longdraft.events import Event
@@ -35,7 +35,7 @@ from longdraft.verify.schedule import verify_trees
 from longdraft.views.cache import TrueCache
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
-from longdraft.views.view import check_sizes, dtype_of
+from longdraft.views.view import View, check_sizes, dtype_of
 
 # New rows that a view takes in before it is chosen anew, as a share of its budget, and at least.
 FRESH_SHARE, FRESH = 4, 64
@@ -130,6 +130,10 @@ class SelfDrafter(TreeDrafter):
     def own_rows(self, length: int) -> float | None:
         kept = self.runner.kv_dtype
         return min(length, self.view.budget) * (self.view_dtype or kept).itemsize / kept.itemsize
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return () if self.view.window == EVERYTHING else (self.view,)
 
     @property
     def query_window(self) -> int:  # type: ignore[override]

@@ -16,6 +16,7 @@ from longdraft.sequence import Sequence
 from longdraft.trees.budget import Budget
 from longdraft.trees.builders import merged
 from longdraft.trees.tree import TokenTree
+from longdraft.views.view import View
 
 
 class UnitedDrafter(Drafter):
@@ -57,6 +58,10 @@ class UnitedDrafter(Drafter):
 
     def own_rows(self, length: int) -> float | None:
         return self.paid.own_rows(length)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return self.paid.views
 
     @property
     def query_window(self) -> int:  # type: ignore[override]

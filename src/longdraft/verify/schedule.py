@@ -14,6 +14,7 @@ from longdraft.sequence import Sequence
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 from longdraft.verify.acceptance import Accepted
+from longdraft.views.view import View
 
 
 @dataclass
@@ -62,6 +63,9 @@ class Schedule:
     """
 
     exact = True
+
+    views: tuple[View, ...] = ()
+    """What partial verifications see of longer texts; none: every verification sees all."""
 
     def extra_rows(self, max_nodes: int) -> int:
         """Rows that a slot needs behind prompt, output and tree."""

@@ -87,6 +87,7 @@ class SpecPV(Schedule):
 
     def __init__(self, view: View, dtype: torch.dtype | None = None) -> None:
         self.view, self._dtype = view, dtype
+        self.views = (view,)
         self._trial: Trial | None = None  # where rounds are planned
 
     def extra_rows(self, max_nodes: int) -> int:

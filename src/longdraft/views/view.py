@@ -108,6 +108,11 @@ class View:
         """How many chunks are chosen at most."""
         return 0 if SCORERS[self.scorer] is None else self.chosen // self.chunk
 
+    def __str__(self) -> str:
+        """Its sizes as the bench prints them: first rows + chunks x rows of each + last rows."""
+        ends = f"{self.sink:,}", f"{self.window:,}"
+        return " + ".join((ends[0], f"{self.chunks:,} x {self.chunk}", ends[1]) if self.chunks else ends)
+
     @property
     def looks(self) -> int:
         """By how many of a text's last queries it is chosen, where the scorer decides that."""

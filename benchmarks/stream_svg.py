@@ -1,0 +1,54 @@
+"""A picture of `longdraft generate` as a terminal shows it: drafted tokens green, the target's own tokens white.
+
+    python benchmarks/stream_svg.py docs/stream.svg --file report.txt -p "Summarise this." -n 128
+
+What follows the picture's name is handed to `longdraft generate`. The figures in the picture are those of that run.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+WIDTH = 100
+# Bars and spinners begin by erasing the line, or by hiding the cursor.
+MOVES = re.compile(r"\x1b\[(?:2K|1A|\?25l)")
+# A picture asks no other server for a font.
+SVG = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace("Fira Code, ", "")
+
+
+def shown(output: str) -> str:
+    """What is left of a terminal's output when bars and spinners have gone."""
+    lines = [line.rstrip() for line in output.splitlines() if not MOVES.search(line)]
+    return "\n".join(lines).replace("\x1b[?25h", "").strip("\n")
+
+
+def main(picture: Path, arguments: list[str]) -> None:
+    """Runs the command and writes the picture."""
+    command = [sys.executable, "-m", "longdraft", "generate", *arguments]
+    env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+    env.pop("NO_COLOR", None)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    names = [Path(word).name if Path(word).is_file() else word for word in arguments]
+    console.print(Text(f"$ longdraft generate {shlex.join(names)}", style="bold"))
+    # A piece is a token: those of one colour become one.
+    console.print(Text.from_ansi(re.sub(r"\x1b\[0m\x1b\[32m", "", done.stdout).strip("\n")))
+    console.print()
+    console.print(Text.from_ansi(shown(done.stderr)))
+    picture.write_text(console.export_svg(title="longdraft", theme=MONOKAI, code_format=SVG, unique_id="stream"))
+    print(f"{picture}: {picture.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,149 @@
+"""What the docs say exists: links, files and names of the code, signatures of the API, flags of the commands."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+import shlex
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer.main
+
+import longdraft
+from longdraft import errors
+from longdraft.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCE = ROOT / "src" / "longdraft"
+API = (ROOT / "docs" / "api.md").read_text()
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    heads = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head) for head in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def names_in(path: Path) -> set[str]:
+    """What a file defines: `name`, and `Class.name`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        found |= {t.id for t in targets if isinstance(t, ast.Name)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+@each_page
+def test_files_and_names_of_the_code_exist(page):
+    """In tables of a paper beside the code: `file.py` `Name.method`, `other`."""
+    for name, called in re.findall(r"`([\w/]+\.py)`((?:(?: |, | and )`[A-Z][\w.]*`| `[a-z_]\w*`)*)", prose(page)):
+        place = next((p for p in (SOURCE / name, ROOT / name) if p.is_file()), None)
+        if place is None:
+            assert "/" not in name, name
+            continue
+        if place.is_relative_to(SOURCE):
+            for wanted in re.findall(r"`([\w.]+)`", called):
+                assert wanted in names_in(place), f"{name}: {wanted}"
+
+
+def shown(name: str) -> str:
+    """A signature as the page has it: no annotations, no self, functions and classes as dots."""
+    made = longdraft.methods if name == "longdraft.methods" else pkgutil.resolve_name(name)  # also a module
+    parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
+    words, starred = [], False
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            words.append("*")
+            starred = True
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        default = "" if p.default is p.empty else "=..." if callable(p.default) else f"={p.default!r}"
+        words.append(f"{stars}{p.name}{default}")
+    return f"{name}({', '.join(words)})"
+
+
+CALLS = [
+    " ".join(call.split())
+    for block in re.findall(r"```text\n(.*?)```", API, re.DOTALL)
+    for call in re.findall(r"^longdraft\.[\w.]+\(.*?\)$", block, re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.partition("(")[0])
+def test_signatures_of_the_api_are_the_codes(call):
+    assert call == shown(call.partition("(")[0])
+
+
+def test_the_api_page_names_all_there_is():
+    for name in longdraft.__all__:
+        assert re.search(rf"\b{name}\b", API), name
+    raised = {name for name, made in vars(errors).items() if inspect.isclass(made) and issubclass(made, Exception)}
+    assert raised <= set(re.findall(r"`(\w+Error)`", API))
+    assert set(re.findall(r"`(\w+Error)`", API)) - raised <= set(dir(__import__("builtins")))
+
+
+@pytest.mark.parametrize("name", ["Step", "Result"])
+def test_attributes_of_the_api_exist(name):
+    made = getattr(longdraft, name)
+    table = API.split(f"| `{name}` | |")[1].split("\n\n")[0]
+    listed = {word for row in table.splitlines()[2:] for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert is_dataclass(made)
+    assert {f.name for f in fields(made)} <= listed
+    assert all(hasattr(made, word) or word in {f.name for f in fields(made)} for word in listed)
+    for owner, attribute in re.findall(r"`(Speculator|Session)\.(\w+)`", API):
+        assert hasattr(getattr(longdraft, owner), attribute)
+
+
+COMMANDS = [
+    (page.stem, line)
+    for page in PAGES
+    for block in re.findall(r"^```\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    for line in re.sub(r"\s*\\?\n    +", " ", block).splitlines()
+    if re.match(r"longdraft [a-z]", line) and "..." not in line
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_flags_of_commands_exist(page, line):
+    """Of each `longdraft` command in a block; what stands for something of the reader's own is not looked at."""
+    found: Any = typer.main.get_command(app)
+    words = shlex.split(line, comments=True)[1:]
+    while words and hasattr(found, "get_command"):
+        if words[0] == "--load":  # of `longdraft train`, before the kind's name
+            words = words[2:]
+        elif " ".join(words[:2]) in getattr(found, "commands", ()):  # `bench quality` is a verb of its own
+            found, words = found.commands[" ".join(words[:2])], words[2:]
+        elif (inner := found.get_command(click.Context(found), words[0])) is None:
+            break
+        else:
+            found, words = inner, words[1:]
+    known = {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert given <= known, f"{line}: {sorted(given - known)}"
