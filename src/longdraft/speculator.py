@@ -14,7 +14,7 @@ import torch
 from longdraft import integration
 from longdraft.arguments import answering, whole
 from longdraft.drafters.draft import Draft
-from longdraft.engine import Engine, Result
+from longdraft.engine import PREFILL_CHUNK, Engine, Result
 from longdraft.errors import CapabilityError, RequestError, values_checked
 from longdraft.host import support
 from longdraft.host.chat import chat_prompt, encode
@@ -316,7 +316,14 @@ class Speculator:
         return Generation(self, chosen.method, engine, requests, cancelled)
 
     @answering
-    def session(self, batch: int | None = None, *, context: int = 0, cache: PromptCache | None = None) -> Session:
+    def session(
+        self,
+        batch: int | None = None,
+        *,
+        context: int = 0,
+        cache: PromptCache | None = None,
+        piece: int = PREFILL_CHUNK,
+    ) -> Session:
         """A session, to which requests are added while others are decoded.
 
         Args:
@@ -325,15 +332,21 @@ class Speculator:
                 waits until nobody else is decoded, and then has more taken.
             cache: KV of earlier runs to start from and to keep. Without, requests share what whole pieces of 1,024
                 prompt tokens they have in common.
+            piece: prompt tokens that are read between two rounds of the others.
 
         Raises:
-            RequestError: ``batch`` below 1.
+            RequestError: ``batch`` or ``piece`` below 1.
         """
-        chosen, engine = self._engine(batch, cache, None, context)
+        chosen, engine = self._engine(batch, cache, None, context, whole("piece", piece, 1))
         return Session(self, chosen.method, engine)
 
     def _engine(
-        self, batch: int | None, cache: PromptCache | None, most: int | None, context: int = 0
+        self,
+        batch: int | None,
+        cache: PromptCache | None,
+        most: int | None,
+        context: int = 0,
+        piece: int = PREFILL_CHUNK,
     ) -> tuple[Recipe, Engine]:
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
@@ -348,6 +361,7 @@ class Speculator:
             self._planner(runner),
             slots=slots if most is None else min(slots, most),
             capacity=whole("context", context, 0),
+            chunk=piece,
         )
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---

@@ -23,6 +23,7 @@ from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
+from longdraft.cli.serve import serve
 from longdraft.cli.train import Trainers, data, loaded_first
 from longdraft.cli.wording import flagged
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError
@@ -50,7 +51,7 @@ app = typer.Typer(
 )
 
 
-for verb in (generate, bench, methods, doctor, export):
+for verb in (generate, bench, methods, doctor, export, serve):
     app.command()(interruptible(options.spread(verb)))
 for name, part in (
     ("acceptance", acceptance), ("gamma", gamma), ("quality", quality), ("needle", needle), ("report", bench_report),

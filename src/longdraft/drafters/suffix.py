@@ -230,7 +230,8 @@ class SuffixDrafter(Drafter):
             log_probs.append(chance)
             if len(node.path) + 1 < depth:
                 offer(len(tokens) - 1, -score, node.follow(token))
-        return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs))
+        looked_up = frozenset(range(1, len(tokens)))
+        return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), looked_up=looked_up)
 
     def observe(self, event: Event) -> None:
         """Takes in what was emitted, and learns what the last round's probabilities were worth."""

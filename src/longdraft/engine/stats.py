@@ -9,6 +9,7 @@ from longdraft.engine import notebook
 from longdraft.events import Event, Mode
 from longdraft.sequence import FinishReason, Sequence
 from longdraft.streaming import Piece
+from longdraft.trees.tree import TokenTree
 
 # Characters of a text that its repr shows.
 _SHOWN = 60
@@ -31,6 +32,7 @@ class Step:
         finish_reason: set on a sequence's last step.
         pieces: the text that it emitted, each piece with whether it was drafted; none without a tokenizer. A character
             that lacks bytes, and what may be the beginning of a stop string, come with a later step.
+        tree: what was drafted and verified, on the last token before. path: its accepted nodes, the root first.
     """
 
     sequence: int
@@ -43,6 +45,8 @@ class Step:
     prefilled: int = 0
     finish_reason: FinishReason | None = None
     pieces: tuple[Piece, ...] = ()
+    tree: TokenTree | None = field(default=None, repr=False)
+    path: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -152,4 +156,6 @@ def step_of(sequence: Sequence, event: Event) -> Step:
         seconds=0.0,
         prefilled=len(sequence.prompt),
         finish_reason=sequence.finish_reason,
+        tree=event.tree,
+        path=event.path,
     )

@@ -71,6 +71,7 @@ def merged(first: TokenTree, second: TokenTree) -> TokenTree:
     """
     if not second.drafted or not first.drafted:
         return first if first.drafted else second
+    looked_up = first.looked_up
     tokens, parents = list(first.tokens), list(first.parents)
     log_probs = list(first.log_probs or (0.0,) * first.size)
     known = {(parents[i], tokens[i]): i for i in reversed(range(1, first.size))}
@@ -87,5 +88,6 @@ def merged(first: TokenTree, second: TokenTree) -> TokenTree:
             parents.append(key[0])
             log_probs.append(log_prob)
         place.append(known[key])
+    looked_up |= {place[node] for node in second.looked_up}
     sampled |= {place[node]: children for node, children in second.sampled.items()}
-    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), sampled)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), sampled, looked_up)

@@ -38,12 +38,14 @@ class TokenTree:
         sampled: which nodes' children were sampled, and from what; they are then accepted by it. Such a tree is
             verified as it was sampled, or cut at a depth that nothing sampled decides: to leave nodes out for being
             unlikely would be to sample them otherwise than ``sampled`` says.
+        looked_up: nodes that a lookup proposed, not a draft: to be shown.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
     sampled: Mapping[int, SampledChildren] = field(default_factory=dict, compare=False, repr=False)
+    looked_up: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
@@ -129,6 +131,7 @@ class TokenTree:
             (*tokens, *self.tokens),
             (*range(-1, n), *(parent + n for parent in self.parents[1:])),
             (0.0,) * n + self.log_probs if self.log_probs else (),
+            looked_up=frozenset(i + n for i in self.looked_up),
         )
 
     def limited(self, max_depth: int) -> TokenTree:
@@ -154,4 +157,5 @@ class TokenTree:
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.log_probs[i] for i in kept) if self.log_probs else (),
             {new[i]: children for i, children in sampled.items()},
+            frozenset(new[i] for i in kept if i in self.looked_up),
         )

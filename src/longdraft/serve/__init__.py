@@ -1,0 +1,1 @@
+"""``longdraft serve``: the OpenAI API in front of the engine."""

@@ -1,0 +1,5 @@
+from longdraft.kv.prompt_cache import PromptCache
+
+
+class DiskPrefixes(PromptCache):
+    pass

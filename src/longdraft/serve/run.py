@@ -1,0 +1,47 @@
+"""The server process: uvicorn in front, the worker behind, and how both end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import uvicorn
+
+from longdraft.serve.app import make_app
+from longdraft.serve.service import Service
+
+
+class Server(uvicorn.Server):
+    """Drains on SIGTERM and Ctrl-C: what runs and waits is answered, new requests get 503. A second signal ends all at once.
+
+    Args:
+        drain: seconds that the answers may take.
+    """
+
+    def __init__(self, service: Service, host: str, port: int, drain: float = 300.0, access_log: bool = False) -> None:
+        config = uvicorn.Config(
+            make_app(service), host=host, port=port, log_level="warning", access_log=access_log, timeout_keep_alive=30
+        )
+        super().__init__(config)
+        self._service, self._drain = service, drain
+        self._signals = 0
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self.force_exit = sig == signal.SIGINT
+            self.should_exit = True
+            return
+        threading.Thread(target=self._end, name="longdraft drain").start()
+
+    def _end(self) -> None:
+        # The listener stays: whoever comes is told that the server shuts down.
+        self._service.worker.close(self._drain)
+        self.should_exit = True
+
+    @property
+    def port(self) -> int:
+        """The one that it listens at, once it does."""
+        found: int = self.servers[0].sockets[0].getsockname()[1]
+        return found

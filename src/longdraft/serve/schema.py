@@ -1,0 +1,177 @@
+"""What clients send: OpenAI's fields that are served. A field that is not, or a value, is refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Strict(BaseModel):
+    """Unknown fields are refused; a null is as if the field were not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: x for name, x in data.items() if x is not None} if isinstance(data, dict) else data
+
+
+class Part(Strict):
+    """A part of a message: text alone is served."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            said["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id:
+            said["tool_call_id"] = self.tool_call_id
+        if self.name:
+            said["name"] = self.name
+        return said
+
+
+class StreamOptions(Strict):
+    """``include_trace``: what each round drafted, for the page."""
+
+    include_usage: bool = False
+    include_trace: bool = False
+    include_obfuscation: bool = False
+
+
+class Prediction(Strict):
+    """OpenAI's predicted outputs."""
+
+    type: Literal["content"] = "content"
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Sampled(Strict):
+    """What all endpoints share."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    # OpenAI's default: clients that want greedy text say 0.
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    seed: int | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops), Field(max_length=16)] = Field(
+        default_factory=list
+    )
+    n: Annotated[int, Field(ge=1, le=16)] = 1
+    ignore_eos: bool = False
+    method: str | None = None
+    prediction: Prediction | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Chat(Sampled):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    modalities: list[Literal["text"]] | None = None
+
+
+class Completion(Sampled):
+    """``/v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class Input(Strict):
+    """A message of ``/v1/responses``."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    id: str | None = None
+    status: str | None = None
+
+
+class Responses(Strict):
+    """``/v1/responses``: text in, text out; nothing is stored."""
+
+    model: str = ""
+    input: str | list[Input]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stream: bool = False
+    store: bool = False
+    seed: int | None = None
+    method: str | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+class Tokenize(Strict):
+    """``/tokenize``: a text, or a chat as the model is shown it."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
