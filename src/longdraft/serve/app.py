@@ -26,7 +26,8 @@ def make_app(service: Service) -> FastAPI:
     """The application of a service, whose worker runs."""
     app = FastAPI(title="longdraft", docs_url="/docs", redoc_url=None)
     endpoints = Endpoints(service)
-    app.add_middleware(Guards, keys=service.settings.keys, max_body=service.settings.max_body)
+    own = service.settings
+    app.add_middleware(Guards, keys=own.keys, max_body=own.max_body, body_seconds=own.body_seconds)
     for path, answer in (
         ("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.complete),
         ("/v1/responses", endpoints.respond), ("/tokenize", endpoints.tokenize),

@@ -11,16 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.serve.errors import ApiError
 
-# Seconds that a body may take to arrive.
-BODY_SECONDS = 30.0
 # What is served without a key: whether the server lives, and the page, which asks for one.
 OPEN = ("/", "/health", "/ready", "/version", "/metrics")
 
 
 class Guards:
-    """ASGI middleware. Args: keys: tenant -> API key; empty: none is asked for. max_body: bytes."""
+    """ASGI middleware. Args: keys: tenant -> API key; empty: none is asked for. max_body: bytes. body_seconds: that a body may take to arrive."""
 
-    def __init__(self, app: ASGIApp, keys: dict[str, str], max_body: int, body_seconds: float = BODY_SECONDS) -> None:
+    def __init__(self, app: ASGIApp, keys: dict[str, str], max_body: int, body_seconds: float) -> None:
         self._app, self._keys, self._most, self._seconds = app, keys, max_body, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,7 +17,7 @@ class Settings:
     queue: requests that wait at most; more are refused with 429.
     max_tokens: emitted at most, a request; and where a request says nothing.
     timeout: seconds that a request may take, waiting included.
-    max_body: bytes of a request.
+    max_body: bytes of a request. body_seconds: that it may take to arrive.
     keys: API keys, by the name that each tenant has; empty: none is asked for.
     piece: prompt tokens that are read between two rounds of the others.
     earlier: so many tokens of a tenant's earlier requests are looked up too.
@@ -33,6 +33,7 @@ class Settings:
     default_tokens: int = 512
     timeout: float = 600.0
     max_body: int = 8 << 20
+    body_seconds: float = 30.0
     keys: dict[str, str] = field(default_factory=dict, repr=False)
     piece: int = 512
     earlier: int = 0
