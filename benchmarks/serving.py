@@ -99,7 +99,7 @@ def texts_of(options: argparse.Namespace, tokenizer: Any, count: int) -> list[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="+", metavar="NAME=URL")
+    parser.add_argument("servers", nargs="+", metavar="NAME=URL[@MODEL]")
     parser.add_argument("--data", type=Path, action="append", required=True)
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--clients", default="1,2,4,8")
@@ -112,8 +112,12 @@ def main() -> None:
         "--overhead", action="store_true", help="the same requests by Speculator.generate in this process too"
     )
     options = parser.parse_args()
-    servers = dict(each.split("=", 1) for each in options.servers)
-    models = {name: httpx.get(f"{url}/models", timeout=60).json()["data"][0]["id"] for name, url in servers.items()}
+    servers, models = {}, {}
+    for each in options.servers:
+        name, _, where = each.partition("=")
+        servers[name], _, models[name] = where.partition("@")
+        if not models[name]:
+            models[name] = httpx.get(f"{servers[name]}/models", timeout=60).json()["data"][0]["id"]
     target, tokenizer = longdraft.load()
     rows = []
     if options.questions:
