@@ -75,7 +75,7 @@ class Browser:
         os.close(self._to)
 
     def _listen(self) -> None:
-        with open(self._from, "rb") as stream:
+        with os.fdopen(self._from, "rb") as stream:
             rest = b""
             while part := stream.read1(1 << 16):
                 *messages, rest = (rest + part).split(b"\0")
@@ -118,14 +118,13 @@ class Browser:
             raise RuntimeError(found["exceptionDetails"]["exception"].get("description"))
         return found["result"].get("value")
 
-    def until(self, script: str, seconds: float = 20) -> Any:
-        """Waits until an expression is true, and returns it."""
+    def until(self, script: str, seconds: float = 20) -> None:
+        """Waits until an expression is true."""
         end = time.monotonic() + seconds
-        while not (found := self.value(script)):
+        while not self.value(f"Boolean({script})"):
             if time.monotonic() > end:
                 raise TimeoutError(f"Not true in {seconds} seconds: {script}")
             time.sleep(0.03)
-        return found
 
     def write(self, text: str) -> None:
         """Into whatever has the focus."""
