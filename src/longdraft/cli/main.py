@@ -16,6 +16,8 @@ from longdraft.cli.acceptance import acceptance
 from longdraft.cli.bench import bench
 from longdraft.cli.bench_report import bench_report
 from longdraft.cli.cancel import interruptible
+from longdraft.cli.chat import chat
+from longdraft.cli.completion import completion
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.gamma import gamma
@@ -51,17 +53,21 @@ app = typer.Typer(
 )
 
 
-for verb in (generate, bench, methods, doctor, export, serve):
-    app.command()(interruptible(options.spread(verb)))
+WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
+for verb, panel in (
+    (generate, WRITE), (chat, WRITE), (serve, WRITE), (methods, LOOK), (doctor, LOOK), (completion, LOOK), (bench, MEASURE),
+    (export, TRAIN),
+):  # fmt: skip
+    app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (
     ("acceptance", acceptance), ("gamma", gamma), ("quality", quality), ("needle", needle), ("report", bench_report),
 ):  # fmt: skip
-    app.command(f"bench {name}")(interruptible(options.spread(part)))
+    app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.spread(part)))
 
 training = typer.Typer(cls=Trainers, no_args_is_help=True)
 training.callback()(loaded_first)
 training.command()(interruptible(options.spread(data)))
-app.add_typer(training, name="train")
+app.add_typer(training, name="train", rich_help_panel=TRAIN)
 
 BAD_SETTING, FAILED = 2, 1
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
-from longdraft.cli import console
+from longdraft.cli import console, panels
 from longdraft.cli.wording import flags, in_flags
 from longdraft.errors import LongdraftError, values_checked
 from longdraft.host.checkpoints import LoadedModel, Progress
@@ -294,7 +294,9 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             parameters += inspect.signature(kind, eval_str=True).parameters.values()
         else:
             parameters.append(parameter)
-    parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+    parameters = [
+        p.replace(kind=Parameter.KEYWORD_ONLY, annotation=panels.placed(p.name, p.annotation)) for p in parameters
+    ]
 
     @functools.wraps(verb)
     def spreading(**given: Any) -> None:

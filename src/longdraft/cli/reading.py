@@ -52,6 +52,11 @@ def read(prompt: str | None, files: Sequence[str]) -> Request:
     return Request(_joined(documents), instruction)
 
 
+def document(name: str) -> str:
+    """A file's text, with its name before it; for errors, see :func:`read`."""
+    return f"File: {Path(name).name}\n\n{_file_text(name).strip()}"
+
+
 def _joined(documents: Sequence[tuple[str, str]]) -> str:
     if len(documents) < 2:
         return "".join(text for _, text in documents)

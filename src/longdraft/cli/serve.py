@@ -107,14 +107,9 @@ def serve(
     )
     service.speculator(methods[0])
     server = Server(service, host, port, access_log=debug)
-    service.worker.start()
+    where = f"http://{host}:{port}"
     console.note(
-        f"{settings.name} with {methods[0]}: http://{host}:{port} (the page), http://{host}:{port}/v1 (the API)."
+        f"{settings.name} with {methods[0]}: {where} (a page to try it), {where}/v1 (the API). Ctrl-C ends it."
     )
-    try:
-        server.run()
-    finally:
-        service.worker.close(0)
-    if not server.started:
-        raise RequestError(f"Nothing can listen at {host}:{port}: is it in use? --port names another.")
+    server.serve_beside()
     console.note("All requests have ended.")

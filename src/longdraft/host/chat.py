@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +40,33 @@ def chat_prompt(
     except jinja2.TemplateError as error:
         advice = " Leave the system message out." if len(turns) > 1 else ""
         raise PromptError(f"The model's chat template refuses this prompt: {error}.{advice}") from error
+    return ids
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **template: Any
+) -> list[int]:
+    """Token ids of a conversation, ready for the model's next answer; its contents as plain text without a template.
+
+    Args:
+        messages: role and content of each, and what else the template takes. template: its own arguments.
+
+    Raises PromptError where text is not valid Unicode, and where the template refuses the messages.
+    """
+    for message in messages:
+        _checked(str(message["content"]))
+    if not tokenizer.chat_template:
+        return encode(tokenizer, "\n\n".join(str(message["content"]) for message in messages))
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
+            **template,
+        )
+    except jinja2.TemplateError as error:
+        raise PromptError(f"The model's chat template refuses these messages: {error}.") from error
     return ids
 
 

@@ -98,9 +98,8 @@ class Endpoints:
     async def complete(self, asked: schema.Completion, request: Request) -> Response:
         service = self._service
         service.check_model(asked.model)
-        given = asked.prompt
-        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-        prompts = list(given) if several else [given]  # type: ignore[arg-type]
+        given: Any = asked.prompt
+        prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if len(prompts) > 16:
             raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
         choices: list[Choice] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -41,7 +42,7 @@ class Metrics:
         self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
         for i, (name, says) in enumerate((("num_requests_running", "Decoded."), ("num_requests_waiting", "Waiting."))):
             gauge = Gauge(f"longdraft:{name}", says, ["model_name"], registry=self._registry)
-            gauge.labels(model).set_function(lambda i=i: load()[i])
+            gauge.labels(model).set_function(partial(_one_of, load, i))
 
     def ended(self, choice: Choice, reason: str) -> None:
         """A request's answer has ended."""
@@ -69,3 +70,7 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _one_of(load: Callable[[], tuple[int, int]], which: int) -> float:
+    return load()[which]

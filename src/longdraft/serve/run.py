@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import Any
 
 import uvicorn
 
+from longdraft.errors import RequestError
 from longdraft.serve.app import make_app
 from longdraft.serve.service import Service
 
@@ -39,6 +41,30 @@ class Server(uvicorn.Server):
         # The listener stays: whoever comes is told that the server shuts down.
         self._service.worker.close(self._drain)
         self.should_exit = True
+
+    def serve_beside(self) -> None:
+        """Listens in a thread, and decodes in this one, which is the main one, until all has ended.
+
+        Raises:
+            RequestError: nothing can listen there.
+        """
+        listening = threading.Thread(target=self._listen, name="longdraft http", daemon=True)
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, self.handle_exit)
+        listening.start()
+        while listening.is_alive() and not self.started:
+            time.sleep(0.01)
+        if not self.started:
+            raise RequestError(
+                f"Nothing can listen at {self.config.host}:{self.config.port}: is it in use? --port names another."
+            )
+        self._service.worker.run()
+        listening.join()
+
+    def _listen(self) -> None:
+        self.run()
+        if self.started:  # whatever has ended it: nobody could be answered any more
+            self._service.worker.close(0)
 
     @property
     def port(self) -> int:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from longdraft.errors import PromptError
-from longdraft.host.chat import encode
+from longdraft.host.chat import conversation, encode
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.request import Request
 from longdraft.serve import schema
@@ -95,19 +93,7 @@ class Service:
         Raises:
             PromptError: the model's template refuses it.
         """
-        if not self.tokenizer.chat_template:
-            return self.text_prompt("\n\n".join(m["content"] for m in messages))
-        try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                list(messages),
-                add_generation_prompt=True,
-                return_dict=False,
-                tokenizer_kwargs={"verbose": False},
-                **template,
-            )
-        except (jinja2.TemplateError, UnicodeEncodeError) as error:
-            raise PromptError(f"The model's chat template refuses these messages: {error}.") from error
-        return ids
+        return conversation(self.tokenizer, messages, **template)
 
     def text_prompt(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)

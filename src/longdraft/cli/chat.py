@@ -1,0 +1,262 @@
+"""``longdraft chat``: a conversation in the terminal, about documents if there are any."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longdraft.cli import console, options, reading
+from longdraft.cli.cancel import Cancel
+from longdraft.cli.display import PrefillBar, TextOutput
+from longdraft.cli.wording import flagged
+from longdraft.engine import Result
+from longdraft.errors import ContextError, LongdraftError, RequestError
+from longdraft.host.chat import conversation
+from longdraft.host.checkpoints import LoadedModel
+from longdraft.kv.prompt_cache import PromptCache
+from longdraft.speculator import Speculator
+from longdraft.verify.sampling import Sampling
+
+
+def chat(
+    *,
+    file: Annotated[
+        list[str] | None, typer.Option("--file", "-f", help="A document to talk about; repeat it for several.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How to decode.", show_default="the first of self, longspec and prompt-lookup that suits the model"
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of an answer at most.")
+    ] = 512,
+    choosing: options.SamplingOptions,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
+    drafting: options.DraftOptions,
+    plan: options.Plan = None,
+    loading: options.ModelOptions,
+    offload: options.Offload = None,
+    kv_dtype: options.KVDtype = None,
+    composed: options.Load = None,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with the model, about documents if there are any. /help lists what else can be said."""
+    with options.settings_checked():
+        settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
+        own = options.method_options(method, option or []) | drafting.options()
+        shared: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
+        own = Speculator(method, **shared, **own).options
+    documents = [reading.document(name) for name in file or []]
+    with console.status() as status:
+        loaded = loading.load(status)
+
+        def decoder(name: str | None, chosen: dict[str, Any]) -> Speculator:
+            return Speculator(name, loaded.model, loaded.tokenizer, **shared, **chosen)
+
+        with options.settings_checked():
+            spec = decoder(method, own)
+            spec.planner(status)
+    talk = Chat(loaded, spec, decoder, settings, system, documents)
+    console.note(f"{spec.method.name}; /help lists the commands, Ctrl-D ends.")
+    talk.run()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What /set changes, and /seed."""
+
+    sampling: Sampling
+    max_tokens: int
+    seed: int
+
+    def with_one(self, name: str, text: str) -> Settings:
+        """Raises RequestError for a name or a value that there is not."""
+        if name == "max_tokens":
+            return replace(self, max_tokens=int(options.numbers(name, text)[0]))
+        known = [f.name for f in fields(Sampling)]
+        if name not in known:
+            raise RequestError(f"/set takes max_tokens, {', '.join(known)}, not {name!r}")
+        value = options.numbers(name, text)[0]
+        one: dict[str, Any] = {name: int(value) if value == int(value) else value}
+        return replace(self, sampling=replace(self.sampling, **one))
+
+
+class Chat:
+    """Args: decoder: makes a speculator of a method's name and options. documents: go before the first question."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        spec: Speculator,
+        decoder: Callable[[str | None, dict[str, Any]], Speculator],
+        settings: Settings,
+        system: str | None = None,
+        documents: list[str] | None = None,
+    ) -> None:
+        self._loaded, self._spec, self._decoder, self._settings = loaded, spec, decoder, settings
+        self._system, self._documents = system, list(documents or [])
+        self._messages: list[dict[str, str]] = []
+        # Kept from turn to turn, and from method to method where these read the same layers.
+        self._cache = PromptCache(spec.feature_layers())
+        self._commands: dict[str, Callable[[str], None]] = {
+            name.removeprefix("_say_"): getattr(self, name) for name in dir(self) if name.startswith("_say_")
+        }
+
+    def run(self) -> None:
+        """Until the input ends."""
+        terminal = sys.stdin.isatty()
+        if terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (arrow keys and history in input())
+        while True:
+            try:
+                line = input("> " if terminal else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                if terminal:
+                    console.line("")
+                return
+            try:
+                if line.startswith("/"):
+                    if self._command(line) is False:
+                        return
+                elif line:
+                    self.ask(line)
+            except (LongdraftError, OSError) as error:
+                console.error(str(error) if line.startswith("/") else flagged(str(error)))
+
+    # --- questions ---
+
+    def ask(self, text: str) -> Result | None:
+        """A question and its answer, shown as it comes; None where it was stopped before its first token."""
+        asked = "\n\n".join([*self._documents, text])
+        messages = [*self._messages, {"role": "user", "content": asked}]
+        first = [{"role": "system", "content": self._system}] if self._system else []
+        prompt = conversation(self._loaded.tokenizer, [*first, *messages])
+        settings, output = self._settings, TextOutput()
+        with Cancel() as cancel:
+            try:
+                run = self._spec.stream(
+                    prompt, max_new_tokens=settings.max_tokens, sampling=settings.sampling,
+                    seed=None if settings.sampling.greedy else settings.seed, cache=self._cache, cancelled=cancel,
+                )  # fmt: skip
+            except ContextError as error:
+                raise ContextError(
+                    f"{error} /new begins another conversation; --rope-factor stretches the context."
+                ) from None
+            try:
+                with PrefillBar(len(prompt)) as bar:
+                    for step in run:
+                        if step.mode == "prefill":
+                            bar.update(step.prefilled)
+                        output.write(step.pieces)
+            finally:
+                output.end()
+        (result,) = run.results()
+        console.note(_figures(result))
+        if not result.token_ids:
+            return None
+        self._documents = []
+        self._messages = [*messages, {"role": "assistant", "content": result.text}]
+        return result
+
+    # --- commands: what stands in their docstrings is what /help says ---
+
+    def _command(self, line: str) -> bool | None:
+        name, _, rest = line[1:].partition(" ")
+        if name in ("quit", "exit"):
+            return False
+        if name not in self._commands:
+            near = get_close_matches(name, [*self._commands, "quit"], 1)
+            meant = f"; did you mean /{near[0]}?" if near else ""
+            raise RequestError(f"There is no /{name}{meant} /help lists what there is.")
+        self._commands[name](rest.strip())
+        return None
+
+    def _say_help(self, _: str) -> None:
+        """this list"""
+        for name, command in sorted(self._commands.items()):
+            console.line(f"/{name:<8} {(command.__doc__ or '').strip()}")
+        console.line(f"/{'quit':<8} end (Ctrl-D too); Ctrl-C stops an answer")
+
+    def _say_method(self, text: str) -> None:
+        """NAME [option=value ...]: decode with another method from now on; alone: which one it is"""
+        if text:
+            name, *pairs = text.split()
+            spec = self._decoder(name, options.method_options(name, pairs))
+            with console.status() as status:
+                spec.planner(status)
+            self._spec = spec
+            if not set(spec.feature_layers()) <= set(self._cache.feature_layers):
+                self._cache = PromptCache(spec.feature_layers())
+        console.note(repr(self._spec))
+
+    def _say_file(self, text: str) -> None:
+        """PATH: a document, which goes before the next question"""
+        self._documents.append(reading.document(text))
+        console.note(f"{text}: {len(self._documents[-1]):,} characters go before your next question")
+
+    def _say_save(self, text: str) -> None:
+        """FILE: the conversation as Markdown, or as JSON where the name ends so"""
+        path = Path(text).expanduser()
+        if not text:
+            raise RequestError("/save takes a file's name")
+        if path.exists():
+            raise RequestError(f"{path} is there already: name another file, or delete it")
+        said = [{"role": "system", "content": self._system}] if self._system else []
+        said += self._messages
+        marked = "\n\n".join(f"## {m['role']}\n\n{m['content']}" for m in said) + "\n"
+        path.write_text(
+            json.dumps(said, ensure_ascii=False, indent=1) if path.suffix == ".json" else marked, encoding="utf-8"
+        )
+        console.note(f"{path}: {len(self._messages)} messages")
+
+    def _say_new(self, _: str) -> None:
+        """forget the conversation and its documents"""
+        self._messages, self._documents = [], []
+
+    def _say_undo(self, _: str) -> None:
+        """forget the last question and its answer"""
+        self._messages = self._messages[:-2]
+
+    def _say_seed(self, text: str) -> None:
+        """N: sample with this seed; alone: which one it is"""
+        if text:
+            if not text.isdigit():
+                raise RequestError(f"/seed takes a whole number, not {text!r}")
+            self._settings = replace(self._settings, seed=int(text))
+        console.note(f"seed {self._settings.seed}")
+
+    def _say_set(self, text: str) -> None:
+        """NAME VALUE: temperature, top_p, max_tokens and their like; alone: what they are"""
+        if text:
+            name, _, value = text.replace("=", " ").partition(" ")
+            with options.settings_checked():
+                self._settings = self._settings.with_one(name.replace("-", "_"), value.strip())
+        own = {f.name: getattr(self._settings.sampling, f.name) for f in fields(Sampling)}
+        shown = {"max_tokens": self._settings.max_tokens} | {k: v for k, v in own.items() if v is not None}
+        console.note(", ".join(f"{name} {value}" for name, value in shown.items()))
+
+
+def _figures(result: Result) -> str:
+    read = result.prompt_tokens - result.cached_tokens
+    parts = [f"{result.new_tokens} tokens", f"{read:,} of {result.prompt_tokens:,} prompt tokens read"]
+    if result.rounds:
+        parts[1:1] = [f"{result.tokens_per_second:.1f} tokens/s", f"{result.mean_accepted_length:.2f} a forward"]
+    if result.finish_reason in ("length", "cancelled"):
+        parts.append("stopped" if result.finish_reason == "cancelled" else "cut at max_tokens")
+    return ", ".join(parts)

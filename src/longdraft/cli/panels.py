@@ -1,0 +1,33 @@
+"""Which panel of ``--help`` an option stands in: said once, for all verbs. What is not named here comes first."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Annotated, Any, get_args, get_origin
+
+from typer.models import OptionInfo
+
+_PANELS = {
+    "Sampling": ("top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "stop", "raw"),
+    "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
+    "Model and memory": (
+        "dtype", "device", "weights", "rope_factor", "threads", "offload", "kv_dtype", "kv_cache", "snapshots", "snapshot_gib",
+    ),
+    "Limits": ("queue", "timeout", "max_body"),
+    "Data": ("short", "limit", "preface", "split", "column"),
+    "Peers": ("assistant", "gguf", "peers"),
+    "Everything else": ("load", "composed", "debug", "profile"),
+}  # fmt: skip
+PANELS = {name: panel for panel, names in _PANELS.items() for name in names}
+
+
+def placed(name: str, annotation: Any) -> Any:
+    """A parameter's annotation, whose option knows its panel."""
+    if name not in PANELS or get_origin(annotation) is not Annotated:
+        return annotation
+    kind, *rest = get_args(annotation)
+    for i, part in enumerate(rest):
+        if isinstance(part, OptionInfo):
+            rest[i] = copy(part)  # it is other verbs' too
+            rest[i].rich_help_panel = PANELS[name]
+    return Annotated[(kind, *rest)]

@@ -1,0 +1,160 @@
+"""``longdraft chat``, with its input piped in; and in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from longdraft import Speculator, load
+from longdraft.host.chat import conversation
+
+
+@pytest.fixture
+def chat(shell, model_folder):
+    def run(*lines, arguments=()):
+        return shell(
+            "chat", "--model", model_folder, "-n", 12, "--plan", "fixed", "--method", "prompt-lookup", *arguments,
+            stdin="\n".join(lines).encode(),
+        )  # fmt: skip
+
+    return run
+
+
+def answers(model_folder, *questions, first=""):
+    """The same conversation by hand."""
+    model, tokenizer = load(str(model_folder))
+    spec, messages, found = Speculator("ar", model, tokenizer, plan="fixed"), [], []
+    for i, question in enumerate(questions):
+        messages.append({"role": "user", "content": first + question if i == 0 else question})
+        found.append(spec.generate(conversation(tokenizer, messages), max_new_tokens=12)[0].text)
+        messages.append({"role": "assistant", "content": found[-1]})
+    return found
+
+
+def test_a_conversation_goes_on_and_reads_what_is_new_alone(chat, model_folder):
+    ended = chat("who are you?", "and i?")
+    assert ended.code == 0 and ended.out == "".join(f"{x}\n" for x in answers(model_folder, "who are you?", "and i?"))
+    read = [line for line in ended.err.splitlines() if "prompt tokens read" in line]
+    new, whole = (int(word) for word in read[1].split(" prompt tokens")[0].split()[-3::2])
+    assert new < whole / 2
+
+
+def test_a_document_goes_before_the_first_question(chat, model_folder, tmp_path):
+    (tmp_path / "note.txt").write_text("a ship.")
+    first = "File: note.txt\n\na ship.\n\n"
+    for ended in (
+        chat("what?", arguments=("-f", tmp_path / "note.txt")),
+        chat(f"/file {tmp_path / 'note.txt'}", "what?"),
+    ):
+        assert ended.out == answers(model_folder, "what?", first=first)[0] + "\n"
+
+
+def test_methods_change_and_the_text_does_not(chat, model_folder):
+    ended = chat("who are you?", "/method ar", "and i?", "/method suffix min_n=2", "/method")
+    assert ended.out == "".join(f"{x}\n" for x in answers(model_folder, "who are you?", "and i?"))
+    assert "Speculator('suffix'" in ended.err and "min_n=2" in ended.err
+
+
+def test_commands(chat, model_folder, tmp_path):
+    saved, as_json = tmp_path / "a.md", tmp_path / "a.json"
+    ended = chat(
+        "one?",
+        "two?",
+        "/undo",
+        f"/save {saved}",
+        f"/save {as_json}",
+        f"/save {saved}",
+        "/new",
+        "/set",
+        "/seed 7",
+        "/help",
+        "/quit",
+        "three?",
+    )
+    (answer,) = answers(model_folder, "one?")
+    assert saved.read_text() == f"## user\n\none?\n\n## assistant\n\n{answer}\n"
+    assert [m["role"] for m in json.loads(as_json.read_text())] == ["user", "assistant"]
+    assert "is there already" in ended.err and "seed 7" in ended.err and "max_tokens 12" in ended.err
+    assert all(
+        f"/{name} " in ended.out for name in ("help", "method", "file", "save", "new", "undo", "seed", "set", "quit")
+    )
+    assert ended.code == 0 and len(ended.err.split("prompt tokens read")) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/sav x", "did you mean /save?"),
+        ("/method nonsense", "nonsense"),
+        ("/method ar x=1", "x"),
+        ("/set temperature hot", "hot"),
+        ("/set heat 3", "heat"),
+        ("/set top_p 3", "top_p"),
+        ("/file nowhere.txt", "nowhere.txt"),
+        ("/seed x", "whole number"),
+        ("/save", "file's name"),
+        ("long " * 200, "/new begins another conversation"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_the_session_goes_on(chat, model_folder, line, said):
+    ended = chat(line, "one?")
+    assert said in ended.err and ended.code == 0
+    assert ended.out == answers(model_folder, "one?")[0] + "\n"
+
+
+def test_options_are_checked_before_anything_loads(shell):
+    ended = shell("chat", "--model", "nowhere", "--method", "nonsense")
+    assert ended.code == 2 and "nonsense" in ended.err
+
+
+@pytest.mark.slow
+def test_in_a_terminal_ctrl_c_stops_an_answer_and_not_the_session(model_folder):
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "longdraft",
+        "chat",
+        "--model",
+        str(model_folder),
+        "-n",
+        "400",
+        "--plan",
+        "fixed",
+        "--method",
+        "ar",
+    ]
+    run = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    seen = ""
+
+    def until(words, seconds=60):
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while words not in seen and time.monotonic() < end:
+            if select.select([ours], [], [], 0.1)[0]:
+                seen += os.read(ours, 4096).decode(errors="replace")
+        assert words in seen, seen
+        seen = seen.partition(words)[2]
+
+    try:
+        until("> ")
+        os.write(ours, b"who?\n")
+        time.sleep(0.3)
+        os.kill(run.pid, signal.SIGINT)
+        until("> ")
+        os.write(ours, b"/seed 3\n")
+        until("seed 3")
+        os.write(ours, b"\x04")
+        assert run.wait(20) == 0
+    finally:
+        run.kill()
+        os.close(ours)
+        os.close(theirs)
