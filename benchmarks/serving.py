@@ -1,12 +1,13 @@
 """Load on servers that speak OpenAI's API: tokens/s of all clients, time to first token, time per token.
 
-    python benchmarks/serving.py --data qmsum.jsonl --context 2000 --clients 1,2,4,8 longdraft=http://127.0.0.1:8000/v1 peer=http://127.0.0.1:8001/v1
-    python benchmarks/serving.py --data qmsum.jsonl --context 7000 --questions 10 longdraft=http://127.0.0.1:8000/v1
-    python benchmarks/serving.py --data qmsum.jsonl --context 2000 --overhead longdraft=http://127.0.0.1:8000/v1
+    A=longdraft=http://127.0.0.1:8000/v1
+    python benchmarks/serving.py --data qmsum.jsonl --context 2000 --clients 1,2,4,8 $A peer=http://127.0.0.1:8001/v1
+    python benchmarks/serving.py --data qmsum.jsonl --context 7000 --questions 10 $A
+    python benchmarks/serving.py --data qmsum.jsonl --context 2000 --overhead $A
 
-Servers are loaded in turn, never side by side. Every client sends its next request when its last one has ended. Time to first token: from
-sending to the first piece of text. Time per token: from the first piece to the last, over the tokens between. Prompts are token ids cut
-to ``--context``, sent as text; no prompt is sent twice to a server.
+Servers are loaded in turn, never side by side. Every client sends its next request when its last one has ended. Time
+to first token: from sending to the first piece of text. Time per token: from the first piece to the last, over the
+tokens between. Prompts are cut to ``--context`` tokens and sent as text; no prompt is sent twice to a server.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Answer:
 
 async def ask(client: httpx.AsyncClient, url: str, model: str, text: str, tokens: int) -> Answer:
     body = {
-        "model": model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0, "stream": True,
-        "stream_options": {"include_usage": True},
+        "model": model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens,
+        "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     start, first, count, said = time.perf_counter(), 0.0, 0, ""
     async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
@@ -149,11 +150,13 @@ def main() -> None:
             same = sum(answers[0].text == text for (answers, _), (text, _) in pairs)
             ratios = [seconds / alone for (_, seconds), (_, alone) in pairs]
             print(
-                f"{name}: {statistics.median(ratios):.3f} of generate's seconds ({min(ratios):.3f} to {max(ratios):.3f}), {same} of {len(pairs)} texts the same"
+                f"{name}: {statistics.median(ratios):.3f} of generate's seconds ({min(ratios):.3f} to "
+                f"{max(ratios):.3f}), {same} of {len(pairs)} texts the same"
             )
         return
     print(
-        "| server | clients | tokens/s | first token, median / 95th (s) | per token, median / 95th (ms) |\n|---|---|---|---|---|"
+        "| server | clients | tokens/s | first token, median / 95th (s) | per token, median / 95th (ms) |\n"
+        "|---|---|---|---|---|"
     )
     for step, clients in enumerate(numbers):
         for name, url in servers.items():
@@ -164,7 +167,8 @@ def main() -> None:
             first = [a.first for a in found]
             each = [1000 * a.rest / max(1, a.tokens - 1) for a in found]
             print(
-                f"| {name} | {clients} | {sum(a.tokens for a in found) / seconds:.1f} | {statistics.median(first):.2f} / "
+                f"| {name} | {clients} | {sum(a.tokens for a in found) / seconds:.1f} | "
+                f"{statistics.median(first):.2f} / "
                 f"{percentile(first, 0.95):.2f} | {statistics.median(each):.1f} / {percentile(each, 0.95):.1f} |"
             )
 

@@ -44,7 +44,7 @@ def test_a_conversation_goes_on_and_reads_what_is_new_alone(chat, model_folder):
     assert ended.code == 0 and ended.out == "".join(f"{x}\n" for x in answers(model_folder, "who are you?", "and i?"))
     read = [line for line in ended.err.splitlines() if "prompt tokens read" in line]
     new, whole = (int(word) for word in read[1].split(" prompt tokens")[0].split()[-3::2])
-    assert new < whole / 2
+    assert new < 0.6 * whole  # what stands before the first answer is there
 
 
 def test_a_document_goes_before_the_first_question(chat, model_folder, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
+# ruff: noqa: E402
 
 from longdraft import Speculator
 from longdraft.serve.run import Server

@@ -208,7 +208,8 @@ def test_what_operators_want(running):
     assert model.id == "tiny" and running.client().models.retrieve("tiny").id == "tiny"
     metrics = get("/metrics")
     for name in ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-                 "generation_tokens", "prefix_cache_hits", "num_requests_running", "time_to_first_token_seconds_bucket"):  # fmt: skip
+                 "generation_tokens", "prefix_cache_hits", "num_requests_running",
+                 "time_to_first_token_seconds_bucket"):  # fmt: skip
         assert f"longdraft:{name}" in metrics
     assert "<html" in get("/")
     body = json.dumps({"prompt": "the sea"}).encode()
@@ -250,7 +251,8 @@ def test_one_keys_text_is_never_looked_up_for_another(serving):
     messages = [{"role": "user", "content": "tell me."}]
 
     def length(key):
-        found = running.client(key).chat.completions.create(model="tiny", messages=messages, max_tokens=60, temperature=1, seed=5,
+        found = running.client(key).chat.completions.create(model="tiny", messages=messages, max_tokens=60,
+                                                            temperature=1, seed=5,
                                                             extra_body={"ignore_eos": True})  # fmt: skip
         return found.usage.model_extra["speculation"]["mean_accepted_length"]
 

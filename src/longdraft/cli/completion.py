@@ -91,7 +91,8 @@ def bash(verbs: dict[str, dict[str, list[str] | None]], zsh: bool = False) -> st
 {newline.join(values)}
   esac
   if [ "$values" != "-" ]; then
-    if [ -n "$values" ]; then COMPREPLY=($(compgen -W "$values" -- "$word")); else COMPREPLY=($(compgen -f -- "$word")); fi
+    COMPREPLY=($(compgen -f -- "$word"))
+    if [ -n "$values" ]; then COMPREPLY=($(compgen -W "$values" -- "$word")); fi
   else
     COMPREPLY=($(compgen -W "$flags" -- "$word"))
   fi

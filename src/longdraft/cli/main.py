@@ -55,8 +55,8 @@ app = typer.Typer(
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
-    (generate, WRITE), (chat, WRITE), (serve, WRITE), (methods, LOOK), (doctor, LOOK), (completion, LOOK), (bench, MEASURE),
-    (export, TRAIN),
+    (generate, WRITE), (chat, WRITE), (serve, WRITE), (methods, LOOK), (doctor, LOOK), (completion, LOOK),
+    (bench, MEASURE), (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (

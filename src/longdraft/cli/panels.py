@@ -11,7 +11,8 @@ _PANELS = {
     "Sampling": ("top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "stop", "raw"),
     "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
     "Model and memory": (
-        "dtype", "device", "weights", "rope_factor", "threads", "offload", "kv_dtype", "kv_cache", "snapshots", "snapshot_gib",
+        "dtype", "device", "weights", "rope_factor", "threads", "offload", "kv_dtype", "kv_cache", "snapshots",
+        "snapshot_gib",
     ),
     "Limits": ("queue", "timeout", "max_body"),
     "Data": ("short", "limit", "preface", "split", "column"),
@@ -30,4 +31,5 @@ def placed(name: str, annotation: Any) -> Any:
         if isinstance(part, OptionInfo):
             rest[i] = copy(part)  # it is other verbs' too
             rest[i].rich_help_panel = PANELS[name]
-    return Annotated[(kind, *rest)]
+    parts = kind, *rest
+    return Annotated[parts]

@@ -91,8 +91,8 @@ def serve(
     if context is not None and context > limit:
         raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
     settings = Settings(
-        name or Path(loading.model or "SmolLM2-135M-Instruct").name, methods, slots, context or limit, queue, max_tokens,
-        min(512, max_tokens), timeout, keys=keys, earlier=earlier, snapshots=snapshots,
+        name or Path(loading.model or "SmolLM2-135M-Instruct").name, methods, slots, context or limit, queue,
+        max_tokens, min(512, max_tokens), timeout, keys=keys, earlier=earlier, snapshots=snapshots,
         snapshot_bytes=int(snapshot_gib * 2**30),
     )  # fmt: skip
 

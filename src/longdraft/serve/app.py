@@ -35,7 +35,8 @@ def make_app(service: Service) -> FastAPI:
         app.post(path, response_model=None)(answer)
     for path, say in (
         ("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model), ("/health", endpoints.health),
-        ("/ready", endpoints.ready), ("/metrics", endpoints.metrics), ("/version", endpoints.version), ("/", endpoints.page),
+        ("/ready", endpoints.ready), ("/metrics", endpoints.metrics), ("/version", endpoints.version),
+        ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(say)
 

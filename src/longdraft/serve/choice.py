@@ -1,4 +1,4 @@
-"""One answer in the making: from the engine's steps to text, log-probabilities, a reason to end, and what was drafted."""
+"""One answer in the making: from the engine's steps to text, log-probabilities, why it ended, and what was drafted."""
 
 from __future__ import annotations
 

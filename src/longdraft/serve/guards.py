@@ -16,7 +16,11 @@ OPEN = ("/", "/health", "/ready", "/version", "/metrics")
 
 
 class Guards:
-    """ASGI middleware. Args: keys: tenant -> API key; empty: none is asked for. max_body: bytes. body_seconds: that a body may take to arrive."""
+    """ASGI middleware.
+
+    Args:
+        keys: tenant -> API key; empty: none is asked for. max_body: bytes. body_seconds: that one may take to arrive.
+    """
 
     def __init__(self, app: ASGIApp, keys: dict[str, str], max_body: int, body_seconds: float) -> None:
         self._app, self._keys, self._most, self._seconds = app, keys, max_body, body_seconds

@@ -51,9 +51,9 @@ class Metrics:
         if result is None:
             return
         for metric, value in (
-            (self._prompt, result.prompt_tokens), (self._output, result.new_tokens), (self._asked, result.prompt_tokens),
-            (self._hits, result.cached_tokens), (self._drafts, spec.drafts), (self._drafted, spec.drafted),
-            (self._accepted, spec.accepted),
+            (self._prompt, result.prompt_tokens), (self._output, result.new_tokens),
+            (self._asked, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.drafts),
+            (self._drafted, spec.drafted), (self._accepted, spec.accepted),
         ):  # fmt: skip
             metric.labels(self._model).inc(value)
         for position, count in spec.accepted_at.items():

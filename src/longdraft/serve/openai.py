@@ -164,8 +164,9 @@ def response_object(
     return {
         "id": id, "object": "response", "created_at": created, "model": model, "status": status, "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
-        "output": [] if status == "in_progress" else [item], "parallel_tool_calls": False, "previous_response_id": None,
+        "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {}, "output": [] if status == "in_progress" else [item],
+        "parallel_tool_calls": False, "previous_response_id": None,
         "store": False, "temperature": asked.temperature, "top_p": asked.top_p, "tool_choice": "none", "tools": [],
         "truncation": "disabled", "text": {"format": {"type": "text"}}, "usage": counted,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from longdraft.serve.service import Service
 
 
 class Server(uvicorn.Server):
-    """Drains on SIGTERM and Ctrl-C: what runs and waits is answered, new requests get 503. A second signal ends all at once.
+    """Drains on SIGTERM and Ctrl-C: what runs and waits is answered, new requests get 503. A second signal ends all.
 
     Args:
         drain: seconds that the answers may take.

@@ -121,8 +121,8 @@ class Service:
         if room < 1 or (max_tokens or 1) > room:
             raise ApiError(
                 400,
-                f"The prompt has {len(prompt)} tokens and {max_tokens or 'at least 1'} new ones are asked for; this server's "
-                f"context holds {self.settings.context}.",
+                f"The prompt has {len(prompt)} tokens and {max_tokens or 'at least 1'} new ones are asked for; this "
+                f"server's context holds {self.settings.context}.",
                 param="messages",
                 code="context_length_exceeded",
             )

@@ -1,8 +1,8 @@
 """The engine thread: requests come in from many threads, one decodes them, and each is told what came of its own.
 
-A session a method, made when it is first asked for. What a request's listener or processors raise ends that request. Where a whole
-forward fails, the requests that took part in it are decoded once more, one by one, each in a session of its own: what it was told
-already it is told again (a seed fixes every text), and the one that fails again ends with its error.
+A session a method, made when it is first asked for. What a request's processors raise makes a whole forward fail: the
+requests that took part in it are decoded once more, one by one, each in a session of its own. What one was told already
+it is told again (a seed fixes every text), and the one that fails again ends with its error.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Worker:
         self._began, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Decodes until :meth:`close`. The main thread is the best to do it: torch takes memory there a fifth faster while it reads
-        prompts."""
+        """Decodes until :meth:`close`. Best on the main thread: torch reads prompts a fifth faster there."""
         self._began.set()
         try:
             self._run()
