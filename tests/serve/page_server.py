@@ -42,7 +42,10 @@ def tokens_of(text: str) -> list[str]:
 def rounds(tokens: list[str], method: str) -> Iterator[dict[str, Any]]:
     """Rounds that emit the tokens: a tree each, some of whose nodes are accepted; none of method ``ar``."""
     chosen = random.Random(7)
-    root, at, number, emitted = "<s>", 0, 0, 0
+    root, at, number, emitted = tokens[0], 1, 0, 0
+    # The prompt's own forward gives the first token.
+    first = {"phase": "round", "round": 0, "tree": None, "pieces": [[root, "target"]]}
+    yield first | {"tokens_per_second": 0.0, "mean_accepted_length": 1.0}
     while at < len(tokens):
         accepted = 0 if method == "ar" else min(chosen.choice([0, 1, 3, 4, 6]), len(tokens) - at - 1)
         source = "lookup" if method == "prompt-lookup" or chosen.random() < 0.3 else "draft"

@@ -134,16 +134,16 @@ class TestRounds:
         ask(page, "What?")
         page.until(ANSWERED)
         page.point(".text [data-round='2']")
-        page.until("document.querySelector('#told').textContent.startsWith('Round 3 of')")
+        page.until("document.querySelector('#told').textContent.startsWith('Round 2 of')")
         tree = page.value("turns[0].answers[0].rounds[2].tree")
         # Its nodes, and the target's own token at the end of the accepted path.
         assert page.value("document.querySelectorAll('#tree circle').length") == len(tree["tokens"]) + 1
         assert page.value("document.querySelectorAll('#tree .accepted circle').length") == len(tree["accepted"]) + 1
         page.point("h1")
-        page.until("!document.querySelector('#told').textContent.startsWith('Round 3 of')")
+        page.until("!document.querySelector('#told').textContent.startsWith('Round 2 of')")
         page.point(".text [data-round='2']", click=True)
         page.point("h1")
-        page.until("document.querySelector('#told').textContent.startsWith('Round 3 of')")
+        page.until("document.querySelector('#told').textContent.startsWith('Round 2 of')")
 
     def test_the_keyboard_reaches_every_round(self, page):
         ask(page, "What?")
@@ -153,10 +153,15 @@ class TestRounds:
             if page.value("document.activeElement.className") == "text":
                 break
         assert page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-        rounds = page.value(f"{LAST}.rounds.length")
-        for key, shown in (("ArrowLeft", rounds - 1), ("ArrowLeft", rounds - 2), ("Home", 1), ("ArrowRight", 2)):
+        last = page.value(f"{LAST}.rounds.at(-1).round")
+        for key, shown in (
+            ("ArrowLeft", f"Round {last - 1} of {last}"),
+            ("ArrowLeft", f"Round {last - 2} of {last}"),
+            ("Home", "The first token"),
+            ("ArrowRight", f"Round 1 of {last}"),
+        ):
             page.press(key)
-            page.until(f"document.querySelector('#told').textContent.startsWith('Round {shown} of {rounds}')")
+            page.until(f"document.querySelector('#told').textContent.startsWith('{shown}')")
         assert page.value("document.querySelectorAll('.chosen').length") > 0
 
     def test_enter_sends_and_shift_enter_starts_a_line(self, page, server):
@@ -283,3 +288,26 @@ class TestFrame:
             role = node.get("role", {}).get("value")
             if role in named and not node["ignored"]:
                 assert node.get("name", {}).get("value"), node
+
+
+class TestServer:
+    """The server itself, of a tiny model: the page reads what it writes."""
+
+    pytestmark = in_a_browser
+
+    def test_answers_with_trees_and_figures_that_agree_with_plain_decoding(self, browser, running):
+        browser.screen(1280, 850)
+        browser.open(running.url)
+        browser.until("document.querySelector('#method').value === 'prompt-lookup'")
+        browser.value("document.querySelector('#max_tokens').value = 60")
+        browser.problems.clear()
+        ask(browser, "the sea the sea the sea the sea the sea")
+        browser.until(ANSWERED)
+        assert browser.value(f"{LAST}.state") == "done"
+        # Every piece of text came with the round that wrote it.
+        assert browser.value("document.querySelectorAll('.plain').length") == 0
+        assert browser.value(f"{LAST}.rounds.at(-1).round") > 0
+        press_button(browser, "ar")
+        browser.until(f"{ANSWERED} && turns[0].answers.length === 2")
+        assert re.match(r"All \d+ tokens? agree", browser.value("document.querySelector('.compared').textContent"))
+        assert not browser.problems
