@@ -1,4 +1,4 @@
-"""Half an hour of clients that ask, vanish, send half a body or ten megabytes: what is answered is right, nothing grows."""
+"""Half an hour of clients that ask, vanish, send half a body or ten megabytes: answers are right, and nothing grows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class Soak:
         chunks.close()
 
     def half(self, rng) -> None:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\ncontent-length: 900\r\n\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\n"
+        head += b"content-length: 900\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.running.server.port)) as connection:
             connection.sendall(head + b'{"messages": [')
             time.sleep(rng.random() * 0.5)
