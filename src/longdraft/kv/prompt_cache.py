@@ -11,6 +11,9 @@ from longdraft.errors import RequestError
 from longdraft.kv import snapshot
 from longdraft.kv.store import KVStore
 
+# Tokens that are compared at a time.
+_BLOCK = 1024
+
 
 class PromptCache:
     """Keeps the KV of past prompts and outputs, and the token ids they belong to.
@@ -139,7 +142,9 @@ class PromptCache:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading tokens two texts share."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    same, shorter = 0, min(len(a), len(b))
+    while same < shorter and a[same : same + _BLOCK] == b[same : same + _BLOCK]:
+        same += _BLOCK
+    while same < shorter and a[same] == b[same]:
+        same += 1
+    return min(same, shorter)

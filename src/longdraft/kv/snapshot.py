@@ -46,6 +46,8 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         os.close(handle)
         temporary = Path(name)
         save_file(tensors, temporary, metadata=meta)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
         temporary.replace(path)
         temporary = None
     except (OSError, SafetensorError) as error:

@@ -82,18 +82,19 @@ class Endpoints:
         if asked.tools and choice != "none":
             if grammar is not None:
                 raise ApiError(400, "response_format and tools are not served together.", param="response_format")
-            grammar = tools.grammar_for_tools(asked.tools, choice)
+            grammar = tools.grammar_for_tools(asked.tools, choice, asked.parallel_tool_calls)
         messages, template = tools.with_tools(service.tokenizer, messages, asked.tools if choice != "none" else [])
         prompt = await asyncio.to_thread(partial(service.chat_prompt, messages, **template))
         made = None
         if grammar is not None:
-            made = partial(structured.constraint, service.tokenizer, grammar, len(prompt))
+            made = partial(structured.Constraint, service.tokenizer, grammar, len(prompt))
+            made()  # what cannot be followed is said now
         choices = service.choices(
             prompt, asked, asked.max_completion_tokens or asked.max_tokens, request.scope["state"]["tenant"],
             asked.top_logprobs if asked.logprobs else None, made, asked.stream_options.include_trace,
         )  # fmt: skip
-        parser = tools.ToolParser if asked.tools and choice != "none" else (lambda: None)
-        answers = [ChatAnswer(i, piece, asked.logprobs, parser()) for i in range(asked.n)]
+        called = bool(asked.tools) and choice != "none"
+        answers = [ChatAnswer(i, piece, asked.logprobs, tools.ToolParser() if called else None) for i in range(asked.n)]
         return await self._answer(asked, choices, answers, request)
 
     async def complete(self, asked: schema.Completion, request: Request) -> Response:

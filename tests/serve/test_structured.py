@@ -1,0 +1,232 @@
+"""Text that is bound to a grammar is of the grammar, whatever the model and the method; and tools are called by it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("llguidance")
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+
+from longdraft import Request, Speculator
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.serve import structured, tools
+from longdraft.serve.service import Service
+from longdraft.serve.settings import Settings
+from tests.serve.bytes import byte_model, byte_tokenizer
+from tests.serve.conftest import Running
+from tests.tiny import tiny_tokenizer
+
+# ruff: noqa: E402
+MODEL, TOKENIZER = byte_model(), byte_tokenizer()
+WORDS = st.sampled_from(["a", "b", "cd", "e f"])
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.just({"type": "boolean"}),
+        st.builds(lambda a: {"type": "integer", "minimum": 0, "maximum": a}, st.integers(1, 500)),
+        st.builds(lambda w: {"enum": w}, st.lists(WORDS, min_size=1, max_size=3, unique=True)),
+        st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(1, 6)),
+    ),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda p: {"type": "object", "properties": p, "required": list(p), "additionalProperties": False},
+            st.dictionaries(WORDS, inner, min_size=1, max_size=3),
+        ),
+        st.builds(lambda x: {"type": "array", "items": x, "maxItems": 2}, inner),
+    ),
+    max_leaves=4,
+)
+
+
+def fits(value, schema) -> bool:
+    if "enum" in schema:
+        return value in schema["enum"]
+    kind = schema["type"]
+    if kind == "object":
+        return value.keys() == schema["properties"].keys() and all(
+            fits(value[k], s) for k, s in schema["properties"].items()
+        )
+    if kind == "array":
+        return isinstance(value, list) and len(value) <= 2 and all(fits(x, schema["items"]) for x in value)
+    if kind == "integer":
+        return type(value) is int and 0 <= value <= schema["maximum"]
+    return (
+        isinstance(value, bool) if kind == "boolean" else isinstance(value, str) and len(value) <= schema["maxLength"]
+    )
+
+
+def decoded(grammar: str, seed: int, method: str = "ar", n: int = 600):
+    prompt = TOKENIZER("say it")["input_ids"]
+    made = Request(
+        prompt,
+        max_new_tokens=n,
+        temperature=1.0,
+        seed=seed,
+        processors=[structured.Constraint(TOKENIZER, grammar, len(prompt))],
+    )
+    return Speculator(method, MODEL, TOKENIZER, plan="fixed").generate(made)[0]
+
+
+@settings(max_examples=10)
+@given(schema=SCHEMAS, seed=st.integers(0, 99))
+def test_what_is_said_is_json_of_the_schema(schema, seed):
+    result = decoded(structured.json_grammar(schema), seed)
+    assert result.finish_reason == "eos"
+    assert fits(json.loads(result.text), schema)
+
+
+def test_drafts_change_nothing():
+    schema = {
+        "type": "object",
+        "properties": {"words": {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 9}},
+    }
+    for seed in range(3):
+        plain, drafted = (decoded(structured.json_grammar(schema), seed, method) for method in ("ar", "prompt-lookup"))
+        assert plain.token_ids == drafted.token_ids
+
+
+def test_what_cannot_be_followed_is_refused():
+    with pytest.raises(RequestError, match="followed"):
+        structured.json_grammar({"type": "nonsense"})
+    for wrong in ({"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}}):
+        with pytest.raises(RequestError):
+            structured.grammar_for(wrong)
+    with pytest.raises(CapabilityError, match="tokenizer"):
+        structured.Constraint(tiny_tokenizer(eos=True), structured.json_grammar({"type": "object"}), 1)
+
+
+# --- tools ---
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather", "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"],
+                       "additionalProperties": False},
+    },
+}  # fmt: skip
+TIME = {"type": "function", "function": {"name": "time"}}
+
+
+@settings(max_examples=30)
+@given(cuts=st.lists(st.integers(1, 12), max_size=30))
+def test_calls_are_told_from_text_however_it_is_cut(cuts):
+    call = '{"name": "weather", "arguments": {"place": "Rome"}}'
+    text = f'well <tool <tool_call>{call}</tool_call><tool_call>{{"name": "time"}}</tool_call> so'
+    parser, said, calls, at = tools.ToolParser(), "", [], 0
+    for cut in [*cuts, len(text)]:
+        for part in parser.push(text[at : at + cut]):
+            said += part.get("content", "")
+            calls += part.get("tool_calls", [])
+        at += cut
+    rest, reason = parser.finish()
+    said += "".join(part["content"] for part in rest)
+    assert said == "well <tool  so" and reason == "tool_calls"
+    assert [(c["index"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
+        (0, "weather", {"place": "Rome"}), (1, "time", {}),
+    ]  # fmt: skip
+
+
+def test_text_that_only_begins_like_a_call_is_text():
+    parser = tools.ToolParser()
+    said = "".join(
+        p.get("content", "") for x in ("a <tool", "_call>{bro", "ken}</tool_call>", " <to") for p in parser.push(x)
+    )
+    rest, reason = parser.finish()
+    assert said + "".join(p["content"] for p in rest) == "a <tool_call>{broken}</tool_call> <to" and reason is None
+
+
+def test_templates_that_know_no_tools_are_told_in_words():
+    asked = [{"role": "user", "content": "?"}]
+    told, template = tools.with_tools(TOKENIZER, asked, [WEATHER])
+    assert template == {} and told[0]["role"] == "system" and "weather" in told[0]["content"] and told[1:] == asked
+    history = [
+        {"role": "assistant", "content": "",
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "1"},
+    ]  # fmt: skip
+    told, _ = tools.with_tools(TOKENIZER, history, [])
+    assert "<tool_call>" in told[0]["content"] and told[1] == {
+        "role": "user",
+        "content": "<tool_response>12:00</tool_response>",
+    }
+    knows = byte_tokenizer("{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert tools.with_tools(knows, asked, [WEATHER]) == (asked, {"tools": [WEATHER]})
+
+
+@pytest.mark.parametrize("choice", ["sometimes", {"type": "function", "function": {"name": "nobody"}}])
+def test_choices_that_there_are_not(choice):
+    with pytest.raises(RequestError):
+        tools.checked_choice([WEATHER], choice)
+
+
+@pytest.fixture(scope="module")
+def server():
+    def speculator(method):
+        return Speculator(method, MODEL, TOKENIZER, plan="fixed")
+
+    own = Settings("tiny", ("prompt-lookup", "ar"), slots=2, context=1200, max_tokens=1000)
+    running = Running(Service(own, speculator, TOKENIZER))
+    yield running.client()
+    running.close()
+
+
+def test_the_official_client_gets_json(server):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "n?"}], "max_tokens": 200, "seed": 1}
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+    found = server.chat.completions.create(**asked, response_format=form).choices[0]
+    assert 0 <= json.loads(found.message.content)["n"] <= 9 and found.finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError):
+        server.chat.completions.create(
+            **asked, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
+        )
+
+
+def test_the_official_client_gets_calls_whole_and_streamed(server):
+    asked = {
+        "model": "tiny", "messages": [{"role": "user", "content": "rain?"}], "tools": [WEATHER, TIME],
+        "max_tokens": 300, "seed": 2,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
+    }  # fmt: skip
+    found = server.chat.completions.create(**asked).choices[0]
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and call.id.startswith("call_") and call.function.name == "weather"
+    assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
+    chunks = list(server.chat.completions.create(**asked, stream=True))
+    streamed = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(c.function.arguments for c in streamed) == call.function.arguments
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+    again = [
+        *asked["messages"],
+        found.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+    ]
+    assert (
+        server.chat.completions.create(model="tiny", messages=again, max_tokens=4).choices[0].message.content
+        is not None
+    )
+
+
+@pytest.mark.model
+def test_the_embedded_model_answers_in_json():
+    import longdraft
+
+    model, tokenizer = longdraft.load()
+    legs = {"type": "integer", "minimum": 0, "maximum": 100}
+    schema = {"type": "object", "properties": {"animal": {"enum": ["whale", "ship"]}, "legs": legs},
+              "required": ["animal", "legs"], "additionalProperties": False}  # fmt: skip
+    spec = Speculator("prompt-lookup", model, tokenizer, plan="fixed")
+    prompt = spec.encode("Which of the two is an animal, a whale or a ship? And how many legs has it? Answer in JSON.")
+    constraint = structured.Constraint(tokenizer, structured.json_grammar(schema), len(prompt))
+    result = spec.generate(Request(prompt, max_new_tokens=40, processors=[constraint]))[0]
+    assert fits(json.loads(result.text), schema) and result.finish_reason == "eos"
