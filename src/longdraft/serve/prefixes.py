@@ -76,13 +76,16 @@ class DiskPrefixes(PromptCache):
         return super().begin(slot, prompt, piece)
 
     def keep(self) -> bool:
-        """Writes one slot's text that is on no file yet, the longest; whether there may be more to do."""
+        """Writes one slot's text that is on no file yet, the longest; whether there may be more to do.
+
+        A few tokens at the end, such as an answer's, are not worth another file: they are read again.
+        """
         if self.store is None:
             return False
         texts = {slot: tokens for slot, tokens in enumerate(self.tokens) if len(tokens) == self.store.lengths[slot]}
         for slot in sorted(texts, key=lambda slot: -len(texts[slot])):
             tokens = texts[slot]
-            there = any(common_prefix(kept, tokens) == len(tokens) for kept in self._files.values())
+            there = any(common_prefix(kept, tokens) > len(tokens) - self._least for kept in self._files.values())
             if len(tokens) >= self._least and not there and _name(tokens) not in self._unkept:
                 return self._write(slot, tokens)
         return False
@@ -98,7 +101,7 @@ class DiskPrefixes(PromptCache):
                 f"A text of {len(tokens)} tokens takes {size} bytes, more than all snapshots may: it is not kept."
             )
             return True
-        shorter = [old for old, kept in self._files.items() if common_prefix(kept, tokens) == len(kept)]
+        shorter = [old for old, kept in self._files.items() if common_prefix(kept, tokens) > len(kept) - self._least]
         for old in shorter:
             self._drop(old)
         while self._files and sum(map(_size, self._files)) + size > self._most:

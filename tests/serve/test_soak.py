@@ -1,0 +1,139 @@
+"""Half an hour of clients that ask, vanish, send half a body or ten megabytes: what is answered is right, nothing grows."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+
+from longdraft import Request, Speculator
+from tests.serve.conftest import MODEL, TOKENIZER, Running, make_service
+
+# ruff: noqa: E402
+MINUTES = float(os.environ.get("LONGDRAFT_SOAK_MINUTES", "30"))
+ALONE = Speculator("ar", MODEL, TOKENIZER, plan="fixed")
+KEYS = {"a": "key-a", "b": "key-b"}
+WORDS = ["sea", "ship", "whale", "wind", "rope", "sail"]
+
+
+class Soak:
+    """Clients of a server, each a thread, and what became of their requests."""
+
+    def __init__(self, running: Running, until: float) -> None:
+        self.running, self.until = running, until
+        self.count: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._expected: dict[tuple[int, int], str] = {}
+        self._lock = threading.Lock()
+
+    def expected(self, number: int, tokens: int) -> str:
+        with self._lock:
+            if (number, tokens) not in self._expected:
+                prompt = TOKENIZER.apply_chat_template(
+                    self.messages(number), add_generation_prompt=True, return_dict=False
+                )
+                found = ALONE.generate(Request(prompt, max_new_tokens=tokens))[0]
+                self._expected[number, tokens] = found.text
+            return self._expected[number, tokens]
+
+    def messages(self, number: int):
+        rng = random.Random(number)
+        return [{"role": "user", "content": " ".join(rng.choices(WORDS, k=5 + number * 7 % 60)) + "?"}]
+
+    def client(self, seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < self.until:
+            kind = rng.choices(("ask", "stream", "vanish", "half", "huge", "refused"), (8, 4, 3, 1, 1, 1))[0]
+            try:
+                getattr(self, kind)(rng)
+                self.count[kind] += 1
+            except openai.RateLimitError:
+                self.count["429"] += 1
+            except Exception as error:
+                self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
+            time.sleep(rng.random() * 0.3)
+
+    def asked(self, rng, **more):
+        number, tokens = rng.randrange(40), rng.choice((8, 24))
+        client = self.running.client(rng.choice(list(KEYS.values())))
+        answer = client.chat.completions.create(
+            model="tiny", messages=self.messages(number), max_tokens=tokens, temperature=0,
+            extra_body={"method": rng.choice(("prompt-lookup", "ar"))}, **more,
+        )  # fmt: skip
+        return answer, (number, tokens)
+
+    def ask(self, rng) -> None:
+        answer, key = self.asked(rng)
+        self.check(answer.choices[0].message.content, key)
+
+    def stream(self, rng) -> None:
+        chunks, key = self.asked(rng, stream=True)
+        self.check("".join(c.choices[0].delta.content or "" for c in chunks if c.choices), key)
+
+    def check(self, text: str, key: tuple[int, int]) -> None:
+        if text != self.expected(*key):
+            self.wrong.append(f"{key}: {text!r}")
+
+    def vanish(self, rng) -> None:
+        chunks, _ = self.asked(rng, stream=True)
+        for _ in range(rng.randrange(3)):
+            next(iter(chunks), None)
+        chunks.close()
+
+    def half(self, rng) -> None:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\ncontent-length: 900\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.running.server.port)) as connection:
+            connection.sendall(head + b'{"messages": [')
+            time.sleep(rng.random() * 0.5)
+
+    def huge(self, rng) -> None:
+        with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
+            self.running.client("key-a").chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "a" * 10_000_000}]
+            )
+
+    def refused(self, rng) -> None:
+        with pytest.raises(openai.APIStatusError):
+            self.running.client("wrong").models.list()
+
+
+@pytest.mark.slow
+def test_a_soak():
+    running = Running(make_service(keys=KEYS, queue=32, earlier=2000, body_seconds=5.0))
+    memory, process = [], psutil.Process()
+    try:
+        soak = Soak(running, time.monotonic() + 60 * MINUTES)
+        clients = [threading.Thread(target=soak.client, args=(seed,), daemon=True) for seed in range(6)]
+        for client in clients:
+            client.start()
+        while time.monotonic() < soak.until:
+            time.sleep(min(10.0, max(0.1, MINUTES * 6)))
+            memory.append(process.memory_info().rss)
+        for client in clients:
+            client.join(60)
+        assert not any(client.is_alive() for client in clients)
+        assert not soak.wrong, soak.wrong[:5]
+        assert {"ask", "stream", "vanish", "half", "huge", "refused"} <= soak.count.keys(), soak.count
+        until = time.monotonic() + 20
+        while running.service.worker.load != (0, 0) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert running.service.worker.load == (0, 0) and running.service.worker.alive
+        soak.ask(random.Random(1))
+        # Flat: the second half of the time took no more than a little.
+        half = memory[len(memory) // 2 :]
+        print(
+            dict(soak.count),
+            f"{memory[0] >> 20} to {max(memory) >> 20} MiB, second half {half[0] >> 20} to {max(half) >> 20}",
+        )
+        assert max(half) < half[0] + (40 << 20)
+    finally:
+        running.close()
