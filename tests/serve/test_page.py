@@ -66,7 +66,7 @@ class TestAnswers:
         for source in ("lookup", "draft", "target"):
             assert page.value(f"document.querySelectorAll('.text .{source}').length") > 3
         page.until("document.querySelector('#tree .accepted circle')")
-        assert "tokens/s · accepted length" in page.value("document.querySelector('#figures').textContent")
+        assert "tokens/s · mean accepted length" in page.value("document.querySelector('#figures').textContent")
         assert "6,144 from the cache" in page.value("document.querySelector('.figures').textContent")
         asked = server.asked[0]
         assert asked["messages"] == [{"role": "user", "content": "What does it say?"}]
@@ -144,6 +144,17 @@ class TestRounds:
         page.point(".text [data-round='2']", click=True)
         page.point("h1")
         page.until("document.querySelector('#told').textContent.startsWith('Round 2 of')")
+
+    def test_the_tree_under_the_mouse_stays_while_the_answer_streams(self, page):
+        ask(page, "slow")
+        page.until(f"{LAST}.rounds.length > 3")
+        page.point(".text [data-round='2']")
+        page.until(f"{LAST}.rounds.length > 8")
+        assert page.value("document.querySelector('#told').textContent").startswith("Round 2 of")
+        page.point("h1")
+        page.until("Number(document.querySelector('#told').textContent.split(' ')[1]) > 8")
+        page.press("Escape")
+        page.until(ANSWERED)
 
     def test_the_keyboard_reaches_every_round(self, page):
         ask(page, "What?")
