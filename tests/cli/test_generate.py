@@ -202,9 +202,9 @@ def test_a_difference_is_shown_for_what_it_is(generate, monkeypatch):
     stream = verb.Run.stream
 
     def wrong(self, spec, output):
-        result, reused = stream(self, spec, output)
+        result = stream(self, spec, output)
         result.token_ids[3] = (result.token_ids[3] + 1) % 61
-        return result, reused
+        return result
 
     monkeypatch.setattr(verb.Run, "stream", wrong)
     ended = generate("-p", "hello", "-n", 10, "--compare", "--json")

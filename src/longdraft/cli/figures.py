@@ -42,12 +42,11 @@ def payload(result: Result) -> dict[str, Any]:
     return found | ({name: getattr(result, name) for name in partial} if result.partial_rounds else {})
 
 
-def footer(result: Result, kernels: str, reused: int, coloured: bool) -> Group:
+def footer(result: Result, kernels: str, coloured: bool) -> Group:
     """The figures below a text.
 
     Args:
         kernels: which ones computed, in a line.
-        reused: prompt tokens whose KV was there before.
         coloured: the text above shows drafted tokens in colour.
     """
     title = Text(f"{result.method}, {_exactness(result)}", style="bold")
@@ -57,7 +56,7 @@ def footer(result: Result, kernels: str, reused: int, coloured: bool) -> Group:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    grid.add_row("prompt", Text(_prompt(result, reused)))
+    grid.add_row("prompt", Text(_prompt(result)))
     grid.add_row("new", Text(_new(result)))
     if result.rounds:
         grid.add_row("accepted", Text(_accepted(result)))
@@ -77,7 +76,8 @@ def _exactness(result: Result) -> str:
     return "exact" if result.exact else "approximate"
 
 
-def _prompt(result: Result, reused: int) -> str:
+def _prompt(result: Result) -> str:
+    reused = result.cached_tokens
     read = result.prompt_tokens - reused
     seconds = result.prefill_seconds
     rate = f" ({read / seconds:,.0f} tokens/s)" if seconds > 0 and read > 1 else ""

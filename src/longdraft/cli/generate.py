@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,16 +28,6 @@ from longdraft.speculator import Speculator
 from longdraft.verify.sampling import Sampling
 
 
-class CountingCache(PromptCache):
-    """Knows how many prompt tokens a run found in it."""
-
-    reused = 0
-
-    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
-        self.reused = super().begin(slot, prompt, piece)
-        return self.reused
-
-
 @dataclass(frozen=True)
 class Run:
     """What every run of one command shares."""
@@ -49,7 +38,7 @@ class Run:
     sampling: Sampling
     seed: int | None
     stops: tuple[str, ...]
-    cache: CountingCache
+    cache: PromptCache
     cancel: Cancel
 
     def start(self, spec: Speculator) -> Generation:
@@ -64,21 +53,19 @@ class Run:
             cancelled=self.cancel,
         )
 
-    def stream(self, spec: Speculator, output: TextOutput) -> tuple[Result, int]:
-        """Decodes, showing bar and text. Returns the result and how many prompt tokens were in the cache."""
+    def stream(self, spec: Speculator, output: TextOutput) -> Result:
+        """Decodes, showing bar and text."""
         generation = self.start(spec)
-        reused = 0
         try:
             with PrefillBar(len(self.prompt)) as bar:
                 for step in generation:
                     if step.mode == "prefill":
-                        reused = self.cache.reused
                         bar.update(step.prefilled)
                     output.write(step.pieces)
         finally:
             # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
             output.end()
-        return generation.results()[0], reused
+        return generation.results()[0]
 
 
 def generate(
@@ -156,19 +143,18 @@ def generate(
         seed = random.randrange(2**32)
         console.note(f"Sampling with --seed {seed}")
     restored = kv_cache is not None and kv_cache.exists()
-    cache = CountingCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else CountingCache()
-    assert isinstance(cache, CountingCache)
+    cache = PromptCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else PromptCache()
     others = Others()
     with Cancel() as cancel:
         run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
         text = TextOutput(silent=output.as_json)
-        own, reused = run.stream(spec, text)
+        own = run.stream(spec, text)
         if restored and kv_cache is not None:
-            console.note(f"{kv_cache}: {reused:,} of {len(tokens):,} prompt tokens were there")
+            console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.show(console.stderr(), footer(own, serving(spec.runner()).line, reused, text.coloured))
+        console.show(console.stderr(), footer(own, serving(spec.runner()).line, text.coloured))
         if others.advice is not None:
             console.note(others.advice)
         report: dict[str, Any] = payload(own)

@@ -31,16 +31,11 @@ def chat_prompt(
     if not tokenizer.chat_template:
         return encode(tokenizer, _joined(system, user))
     turns = [("system", system), ("user", user)] if system and system.strip() else [("user", user)]
-    messages = [{"role": role, "content": _checked(text)} for role, text in turns]
     try:
-        # The template writes the special tokens itself; transformers adds none on this path.
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
-        )
-    except jinja2.TemplateError as error:
+        return conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
+    except PromptError as error:
         advice = " Leave the system message out." if len(turns) > 1 else ""
-        raise PromptError(f"The model's chat template refuses this prompt: {error}.{advice}") from error
-    return ids
+        raise PromptError(f"{error}{advice}") from error
 
 
 def conversation(
