@@ -195,6 +195,25 @@ def test_what_is_not_served_is_refused_with_openais_error(running, body, status,
     assert param is None or error["param"] == param
 
 
+def test_a_body_that_is_no_json_is_refused(running):
+    asked = urllib.request.Request(f"{running.url}/v1/completions", b"{bad", {"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=20)
+    error = json.loads(refused.value.read())["error"]
+    assert refused.value.code == 400 and error["param"] is None and "JSON" in error["message"]
+
+
+def test_a_client_that_goes_away_while_it_waits_leaves_its_slot(running):
+    body = json.dumps({"model": "tiny", "messages": ASKED, "max_tokens": 400, "ignore_eos": True}).encode()
+    asked = urllib.request.Request(f"{running.url}/v1/chat/completions", body, {"content-type": "application/json"})
+    with pytest.raises(TimeoutError):
+        urllib.request.urlopen(asked, timeout=0.02).read()
+    until = time.monotonic() + 10
+    while running.service.worker.load != (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert running.service.worker.load == (0, 0)
+
+
 def test_what_operators_want(running):
     chat(running, max_tokens=8, temperature=0)
 

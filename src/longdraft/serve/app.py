@@ -58,7 +58,7 @@ class Endpoints:
         """An error as OpenAI's object."""
         if isinstance(error, RequestValidationError):
             first = error.errors()[0]
-            place = ".".join(str(x) for x in first["loc"] if x != "body")
+            place = ".".join(str(x) for x in first["loc"] if x != "body") if first["type"] != "json_invalid" else ""
             said = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
             found = ApiError(400, f"{place or 'The body'} {said}.", param=place or None)
         elif isinstance(error, HTTPException):
@@ -143,7 +143,8 @@ class Endpoints:
             made = list(answers[i].chunks(delta))
             if delta.trace is not None:
                 trace = delta.trace | ({"of": len(choices[i].prompt)} if delta.trace["phase"] == "prefill" else {})
-                empty = {"index": answers[i].index, "delta": {}, "finish_reason": None}
+                nothing: dict[str, Any] = {"delta": {}} if isinstance(answers[i], ChatAnswer) else {"text": ""}
+                empty = {"index": answers[i].index, "finish_reason": None} | nothing
                 yield event(head.made(kind, made or [empty], trace=trace, **last))
                 continue
             for chunk in made:
