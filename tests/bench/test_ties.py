@@ -112,4 +112,4 @@ def test_a_cache_of_the_prompt_is_used_and_still_holds_it(monkeypatch):
     monkeypatch.setattr(TargetRunner, "forward", counted)
     compare(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
     assert read == [1]
-    assert cache.tokens[0][: len(PROMPT)] == PROMPT
+    assert list(cache.tokens[0][: len(PROMPT)]) == PROMPT

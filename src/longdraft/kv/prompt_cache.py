@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from longdraft.errors import RequestError
 from longdraft.kv import snapshot
 from longdraft.kv.store import KVStore
 
-# Tokens that are compared at a time.
-_BLOCK = 1024
+# Tokens that are compared at a time, a power of two.
+_BLOCK = 4096
 
 
 class PromptCache:
@@ -25,13 +26,14 @@ class PromptCache:
         feature_layers: hidden states to keep beside the KV even where a run needs none, for the runs that will.
 
     Attributes:
+        tokens: those of each slot, as arrays: they are compared some twenty times as fast as lists.
         opened: how often. A run that finds another number than its own has lost the cache to another one.
     """
 
     def __init__(self, feature_layers: tuple[int, ...] = ()) -> None:
         self.feature_layers = feature_layers
         self.store: KVStore | None = None
-        self.tokens: list[list[int]] = []
+        self.tokens: list[array[int]] = []
         self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
@@ -79,18 +81,19 @@ class PromptCache:
                     if store.features is not None and old.features is not None:
                         store.features[slot, :n] = old.features[slot, :n]
                     store.lengths[slot] = n
-            self.tokens += [[] for _ in range(slots - len(self.tokens))]
+            self.tokens += [packed(()) for _ in range(slots - len(self.tokens))]
             self.store = store
         assert self.store is not None
         if self._pending is not None:
-            self.tokens[0] = snapshot.load(self.store, 0, self._fingerprint, self._pending)
+            self.tokens[0] = packed(snapshot.load(self.store, 0, self._fingerprint, self._pending))
             self._pending = None
         self.opened += 1
         return self.store
 
     def choose(self, slots: Sequence[int], prompt: Sequence[int]) -> int:
         """Which of several free slots shares the longest prefix with a prompt; of equals, one that holds the least."""
-        return max(slots, key=lambda slot: (common_prefix(self.tokens[slot], prompt), -len(self.tokens[slot])))
+        text = packed(prompt)
+        return max(slots, key=lambda slot: (common_prefix(self.tokens[slot], text), -len(self.tokens[slot])))
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
         """Leaves in a slot what is already there of a prompt; rows that another slot has more of are copied from it.
@@ -104,12 +107,13 @@ class PromptCache:
             How many of the prompt's tokens need not be read.
         """
         assert self.store is not None
-        other = self.choose(range(len(self.tokens)), prompt[:-1])
-        own, shared = (common_prefix(self.tokens[s], prompt[:-1]) // piece * piece for s in (slot, other))
+        text = packed(prompt)[:-1]
+        other = self.choose(range(len(self.tokens)), text)
+        own, shared = (common_prefix(self.tokens[s], text) // piece * piece for s in (slot, other))
         self.store.truncate(slot, own)
         if shared > own:
             self.store.copy_rows(other, slot, own, shared)
-        self.tokens[slot] = list(prompt[: max(own, shared)])
+        self.tokens[slot] = text[: max(own, shared)]
         return max(own, shared)
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
@@ -119,7 +123,7 @@ class PromptCache:
             tokens: at least as many as the slot has committed rows.
         """
         assert self.store is not None
-        self.tokens[slot] = list(tokens[: self.store.lengths[slot]])
+        self.tokens[slot] = packed(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
         """Writes a slot to a snapshot file, atomically.
@@ -140,11 +144,19 @@ class PromptCache:
         return cache
 
 
+def packed(tokens: Sequence[int]) -> array[int]:
+    """Token ids side by side in memory."""
+    return tokens if isinstance(tokens, array) else array("q", tokens)
+
+
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two texts share."""
-    same, shorter = 0, min(len(a), len(b))
-    while same < shorter and a[same : same + _BLOCK] == b[same : same + _BLOCK]:
-        same += _BLOCK
-    while same < shorter and a[same] == b[same]:
-        same += 1
-    return min(same, shorter)
+    """How many leading tokens two texts share. Two arrays, or two lists, are compared in blocks."""
+    if type(a) is not type(b):  # slices of a tuple and of a list are never equal
+        a, b = packed(a), packed(b)
+    same, shorter, size = 0, min(len(a), len(b)), _BLOCK
+    while size:
+        # Blocks as long as they agree; then half of one, which finds the place in twelve steps.
+        while same + size <= shorter and a[same : same + size] == b[same : same + size]:
+            same += size
+        size //= 2
+    return same

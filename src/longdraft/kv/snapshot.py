@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +18,21 @@ from longdraft.kv import memory
 from longdraft.kv.store import KVStore
 
 FORMAT = "longdraft-kv-1"
+# How the names of files end that are being written.
+PART = ".part"
+
+
+class Head(NamedTuple):
+    """What a snapshot says of itself.
+
+    Attributes:
+        tokens: int64 ids, one a row.
+        target: fingerprint. feature_layers: whose hidden states lie beside the KV.
+    """
+
+    tokens: array[int]
+    target: str
+    feature_layers: tuple[int, ...]
 
 
 def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str) -> None:
@@ -42,12 +59,12 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=PART)
         os.close(handle)
         temporary = Path(name)
         save_file(tensors, temporary, metadata=meta)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        with temporary.open("r+b") as written:
+            os.fsync(written.fileno())  # or a power cut could leave a file with a name and no rows
         temporary.replace(path)
         temporary = None
     except (OSError, SafetensorError) as error:
@@ -58,13 +75,17 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
             temporary.unlink(missing_ok=True)
 
 
-def load(store: KVStore, slot: int, fingerprint: str, path: Path | str) -> list[int]:
+def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: int | None = None) -> list[int]:
     """Restores a slot from a file of :func:`save` and returns the token ids that it now holds.
 
     A store that keeps hidden states takes nothing from a file that lacks them: its text has to be read again.
 
+    Args:
+        most: read so many leading rows; None: all.
+
     Raises:
-        CheckpointError: missing or truncated file, another target's snapshot, or one longer than the slot.
+        CheckpointError: missing, truncated or damaged file, another target's snapshot, or more rows than the slot has
+            room for. The slot's own rows may be overwritten by then: forget them.
     """
     path = Path(path)
     try:
@@ -78,15 +99,19 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str) -> list[
                     "Delete it or name another file."
                 )
             tokens = file.get_tensor("tokens").tolist()
+            size = [store.shape.layers, store.shape.kv_heads, len(tokens), store.shape.head_dim]
+            if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
+                raise CheckpointError(f"{path} is damaged: its rows are not those of {len(tokens)} tokens. Delete it.")
+            tokens = tokens[:most]
             if len(tokens) > store.capacity:
                 raise CheckpointError(f"{path} holds {len(tokens)} tokens, the slot has room for {store.capacity}.")
             if store.features is not None:
                 if meta.get("feature_layers") != ",".join(map(str, store.feature_layers)):
                     return []
-                store.features[slot, : len(tokens)] = file.get_tensor("features").to(store.device)
+                store.features[slot, : len(tokens)] = file.get_slice("features")[: len(tokens)].to(store.device)
             for layers in store.portions:
                 for name, rows in zip(("keys", "values"), store.stored(slot, layers), strict=True):
-                    rows[:, :, : len(tokens)] = file.get_slice(name)[layers].to(rows.device)
+                    rows[:, :, : len(tokens)] = file.get_slice(name)[layers, :, : len(tokens)].to(rows.device)
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -108,6 +133,23 @@ def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Te
         for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
             tensor[layers] = rows[:, :, :n].to(shape.dtype)
     return out[0], out[1]
+
+
+def head(path: Path | str) -> Head | None:
+    """What a file says of itself, without reading keys and values; None: it is no snapshot of longdraft.
+
+    Raises:
+        CheckpointError: it is damaged. OSError: it is missing, or may not be read.
+    """
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            meta = file.metadata() or {}
+            if meta.get("format") != FORMAT:
+                return None
+            layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
+            return Head(array("q", file.get_tensor("tokens").tolist()), meta.get("target", ""), layers)
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"The snapshot {path} is damaged: {error}.") from error
 
 
 def token_count(path: Path | str) -> int:

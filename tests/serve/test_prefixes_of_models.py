@@ -1,0 +1,119 @@
+"""Prompts on disk with real (tiny) models: tokens are those of a run without, whatever was there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft import Request, Speculator
+from longdraft.engine import Result
+from longdraft.serve.prefixes import DiskPrefixes
+from tests.drafts import random_eagle3
+from tests.tiny import tiny_model
+
+VOCAB = 61
+MODEL = tiny_model(context=512)
+PLAIN = Speculator("ar", MODEL, plan="fixed")
+TEXT = [(7 * i + i // 9) % VOCAB for i in range(400)]
+
+
+def cache_of(folder: Path, spec: Speculator = PLAIN, most: int = 1 << 30) -> DiskPrefixes:
+    return DiskPrefixes(folder, spec.runner().fingerprint, most, 16, spec.feature_layers())
+
+
+def asked(cache: DiskPrefixes, *prompts: list[int], spec: Speculator = PLAIN) -> list[Result]:
+    """What a server does: a session on the cache, prompts that come together, and then it is idle."""
+    session = spec.session(2, context=450, cache=cache)
+    numbers = [session.add(Request(prompt, max_new_tokens=8, eos_token_ids=[])) for prompt in prompts]
+    while session.busy:
+        session.step()
+    found = [session.take(number) for number in numbers]
+    while cache.keep():
+        pass
+    return found
+
+
+def alone(prompt: list[int], spec: Speculator = PLAIN) -> list[int]:
+    return spec.generate(Request(prompt, max_new_tokens=8, eos_token_ids=[]))[0].token_ids
+
+
+def test_a_restart_answers_as_before_and_reads_what_is_new(tmp_path):
+    question = [*TEXT[:200], 5, 6]
+    (before,) = asked(cache_of(tmp_path), TEXT[:200])
+    assert before.cached_tokens == 0
+    (again,) = asked(cache_of(tmp_path), question)
+    assert again.cached_tokens == 200 and again.token_ids == alone(question)
+    # The answer is there too, but for its last token, which nobody has read.
+    (further,) = asked(cache_of(tmp_path), [*TEXT[:200], *before.token_ids, 9])
+    assert further.cached_tokens == 200 + 7
+
+
+def test_requests_that_come_together_share_a_file(tmp_path):
+    asked(cache_of(tmp_path), TEXT[:200])
+    questions = [[*TEXT[:200], n, 6] for n in (1, 2, 3)]
+    found = asked(cache_of(tmp_path), *questions)
+    assert [result.token_ids for result in found] == [alone(question) for question in questions]
+    assert all(result.cached_tokens >= 200 for result in found)
+
+
+@pytest.mark.parametrize("kind", ["offload", "bfloat16", "int8", "half"])
+def test_stores_of_every_kind(tmp_path, kind):
+    model, options = MODEL, {}
+    if kind == "offload":
+        (tmp_path / "kv").mkdir()
+        options = {"offload": tmp_path / "kv"}
+    elif kind == "half":
+        model = tiny_model(context=512, dtype=torch.bfloat16)
+    else:
+        options = {"kv_dtype": kind}
+    spec = Speculator("ar", model, plan="fixed", **options)
+    folder = tmp_path / "kept"
+    (first,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
+    (again,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
+    assert again.cached_tokens == 199 and again.token_ids == first.token_ids
+    if kind in ("bfloat16", "int8"):  # rounded rows are another target's
+        assert asked(cache_of(folder), TEXT[:200])[0].cached_tokens == 0
+
+
+def test_hidden_states_come_with_the_rows(tmp_path):
+    draft = random_eagle3(tmp_path / "draft", MODEL, layers=(0, 1, 2), head_dim=24)
+    spec = Speculator("eagle3", MODEL, draft=draft, plan="fixed")
+    folder = tmp_path / "kept"
+    asked(cache_of(folder), TEXT[:200])
+    (first,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
+    assert first.cached_tokens == 0  # what was kept lacks them
+    (again,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
+    assert again.cached_tokens == 199
+    assert (again.token_ids, again.drafted, again.accepted) == (first.token_ids, first.drafted, first.accepted)
+
+
+_EXPECTED: dict[tuple[int, ...], Any] = {}
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.tuples(st.integers(0, 3), st.integers(5, 120)), min_size=1, max_size=3), st.booleans()),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_whatever_comes_and_whenever_it_restarts_tokens_are_the_same(tmp_path_factory, batches):
+    folder = tmp_path_factory.mktemp("kept")
+    most = 300 * PLAIN.runner().kv_shape.bytes_per_token
+    cache = cache_of(folder, most=most)
+    for batch, restarts in batches:
+        # Families share their first 30 tokens, and a text of a family is a beginning of its longer ones.
+        prompts = [[*TEXT[:30], *((family * 13 + x) % VOCAB for x in TEXT[30:length])] for family, length in batch]
+        for prompt, result in zip(prompts, asked(cache, *prompts), strict=True):
+            key = tuple(prompt)
+            if key not in _EXPECTED:
+                _EXPECTED[key] = alone(prompt)
+            assert result.token_ids == _EXPECTED[key]
+        if restarts:
+            cache = cache_of(folder, most=most)
