@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.cli import console, options
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
+from longdraft.host.runner import TargetRunner
+from longdraft.kv import memory
 from longdraft.kv.prompt_cache import PromptCache
 from longdraft.methods import method as method_named
 from longdraft.speculator import Speculator
@@ -32,7 +34,10 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     slots: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 4,
     context: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of the longest text.", show_default="the model's context")
+        int | None,
+        typer.Option(
+            min=16, help="Tokens of the longest text.", show_default="the model's context, or what the memory holds"
+        ),
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait at most; others get 429.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request at most.")] = 4096,
@@ -90,6 +95,14 @@ def serve(
     limit = first.runner().context_length
     if context is not None and context > limit:
         raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
+    holds = _room(first.runner(), slots * len(methods))
+    if context is not None and context > holds:
+        raise MemoryBudgetError(f"--context {context}: the free memory holds {holds} tokens for each of {slots} slots.")
+    if context is None and limit > holds:
+        console.note(
+            f"The memory that is free holds texts of {holds:,} of the model's {limit:,} tokens in {slots} slots."
+        )
+    limit = min(limit, holds)
     settings = Settings(
         name or Path(loading.model or "SmolLM2-135M-Instruct").name, methods, slots, context or limit, queue,
         max_tokens, min(512, max_tokens), timeout, keys=keys, earlier=earlier, snapshots=snapshots,
@@ -113,3 +126,10 @@ def serve(
     )
     server.serve_beside()
     console.note("All requests have ended.")
+
+
+def _room(runner: TargetRunner, slots: int) -> int:
+    """Tokens of context for each of so many slots that the memory holds, with some of it left for all else."""
+    free = memory.available_bytes(runner.device)
+    each = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
+    return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (each * slots))
