@@ -120,11 +120,12 @@ def serve(
     )
     service.speculator(methods[0])
     server = Server(service, host, port, access_log=debug)
-    where = f"http://{host}:{port}"
-    console.note(
-        f"{settings.name} with {methods[0]}: {where} (a page to try it), {where}/v1 (the API). Ctrl-C ends it."
-    )
-    server.serve_beside()
+
+    def listens(at: int) -> None:
+        where = f"http://{host}:{at}"
+        console.note(f"{settings.name} with {methods[0]}: {where} (a page), {where}/v1 (the API). Ctrl-C ends it.")
+
+    server.serve_beside(listens)
     console.note("All requests have ended.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -42,8 +43,11 @@ class Server(uvicorn.Server):
         self._service.worker.close(self._drain)
         self.should_exit = True
 
-    def serve_beside(self) -> None:
+    def serve_beside(self, listens: Callable[[int], None]) -> None:
         """Listens in a thread, and decodes in this one, which is the main one, until all has ended.
+
+        Args:
+            listens: told the port, once it does.
 
         Raises:
             RequestError: nothing can listen there.
@@ -58,6 +62,7 @@ class Server(uvicorn.Server):
             raise RequestError(
                 f"Nothing can listen at {self.config.host}:{self.config.port}: is it in use? --port names another."
             )
+        listens(self.port)
         self._service.worker.run()
         listening.join()
 
