@@ -4,6 +4,7 @@
     python benchmarks/serving.py --data qmsum.jsonl --context 2000 --clients 1,2,4,8 $A peer=http://127.0.0.1:8001/v1
     python benchmarks/serving.py --data qmsum.jsonl --context 7000 --questions 10 $A
     python benchmarks/serving.py --data qmsum.jsonl --context 2000 --overhead $A
+    python benchmarks/serving.py --data qmsum.jsonl --context 7000 --fair $A
 
 Servers are loaded in turn, never side by side. Every client sends its next request when its last one has ended. Time
 to first token: from sending to the first piece of text. Time per token: from the first piece to the last, over the
@@ -62,6 +63,28 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, text: str, tokens
     return Answer(first or whole, whole - (first or whole), count, said)
 
 
+async def gaps(url: str, model: str, beside: str | None) -> list[float]:
+    """Seconds between the pieces of a stream of 300 tokens; with ``beside``, from when that prompt has been sent."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Tell a long story."}], "max_tokens": 300,
+            "temperature": 0, "stream": True}  # fmt: skip
+    found: list[float] = []
+    other: asyncio.Task[Answer] | None = None
+    async with httpx.AsyncClient(timeout=600) as client:
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+            last = 0.0
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    now = time.perf_counter()
+                    if last and (beside is None or other is not None):
+                        found.append(now - last)
+                    last = now
+                    if beside is not None and other is None:
+                        other = asyncio.create_task(ask(client, url, model, beside, 4))
+        if other is not None:
+            await other
+    return found
+
+
 async def load(url: str, model: str, texts: list[str], clients: int, tokens: int) -> tuple[list[Answer], float]:
     waiting = list(texts)
     found: list[Answer] = []
@@ -109,6 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--questions", type=int, default=0, help="ask so many questions about one document, one after the other"
     )
+    parser.add_argument("--fair", action="store_true", help="a stream's longest pause while another prompt is read")
     parser.add_argument(
         "--overhead", action="store_true", help="the same requests by Speculator.generate in this process too"
     )
@@ -121,6 +145,14 @@ def main() -> None:
             models[name] = httpx.get(f"{servers[name]}/models", timeout=60).json()["data"][0]["id"]
     target, tokenizer = longdraft.load()
     rows = []
+    if options.fair:
+        (text,) = texts_of(options, tokenizer, 1)
+        for name, url in servers.items():
+            asyncio.run(load(url, models[name], ["What is a whale?"], 1, 8))  # warm
+            for said, beside in (("alone", None), (f"while {options.context} tokens are read", text)):
+                found = asyncio.run(gaps(url, models[name], beside))
+                print(f"{name}, {said}: longest pause {max(found):.2f} s, median {statistics.median(found):.3f} s")
+        return
     if options.questions:
         (document,) = texts_of(options, tokenizer, 1)
         for name, url in servers.items():
