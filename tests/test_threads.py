@@ -168,7 +168,7 @@ def test_a_run_whose_cache_another_one_has_taken_ends_and_spoils_nothing():
         next(iter(runs[0]))
     runs[0].close()
     assert runs[1].results()[0].token_ids == decoded(spec, PROMPTS[2])
-    assert cache.tokens[0][: len(PROMPTS[2])] == PROMPTS[2]
+    assert list(cache.tokens[0][: len(PROMPTS[2])]) == PROMPTS[2]
 
 
 def test_generate_with_a_speculator_and_without_at_once():

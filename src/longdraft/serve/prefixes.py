@@ -155,7 +155,7 @@ class DiskPrefixes(PromptCache):
             self._files[path] = _File(text, store.feature_layers, path.stat().st_size)
             for old in beginnings:
                 self._drop(old)
-        except (OSError, MemoryBudgetError) as error:
+        except (OSError, MemoryBudgetError, RuntimeError) as error:  # the last: a GPU has no room to gather rows
             self._not_before = time.monotonic() + _PAUSE
             self._say("write", str(error))
             return False
