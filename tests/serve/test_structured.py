@@ -117,18 +117,25 @@ TIME = {"type": "function", "function": {"name": "time"}}
 def test_calls_are_told_from_text_however_it_is_cut(cuts):
     call = '{"name": "weather", "arguments": {"place": "Rome"}}'
     text = f'well <tool <tool_call>{call}</tool_call><tool_call>{{"name": "time"}}</tool_call> so'
-    parser, said, calls, at = tools.ToolParser(), "", [], 0
+    parser, said, parts, at = tools.ToolParser(), "", [], 0
     for cut in [*cuts, len(text)]:
         for part in parser.push(text[at : at + cut]):
             said += part.get("content", "")
-            calls += part.get("tool_calls", [])
+            parts += part.get("tool_calls", [])
         at += cut
     rest, reason = parser.finish()
     said += "".join(part["content"] for part in rest)
     assert said == "well <tool  so" and reason == "tool_calls"
-    assert [(c["index"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
-        (0, "weather", {"place": "Rome"}), (1, "time", {}),
-    ]  # fmt: skip
+    found = {}
+    for part in parts:
+        name, arguments = found.get(part["index"], ("", ""))
+        name += part["function"].get("name", "")
+        found[part["index"]] = name, arguments + part["function"]["arguments"]
+    assert [(name, json.loads(arguments)) for name, arguments in found.values()] == [
+        ("weather", {"place": "Rome"}),
+        ("time", {}),
+    ]
+    assert len({part["id"] for part in parts if "id" in part}) == 2
 
 
 def test_text_that_only_begins_like_a_call_is_text():

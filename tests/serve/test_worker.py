@@ -178,3 +178,12 @@ def test_a_request_that_cannot_be_used_is_told_so():
         assert isinstance(listener.end()[1], LongdraftError)
     finally:
         made.close(5)
+
+
+def test_what_was_decoded_last_is_kept_before_it_ends():
+    kept: list[int] = []
+    made = worker(idle=lambda: bool(kept.append(made.load[0]) or len(kept) < 3))
+    listener = Listener(lambda: request(1, 40, False))
+    made.submit(listener.ticket)
+    made.close()
+    assert listener.end()[0] == alone((1, 40, False)) and kept[-1] == 0 and len(kept) >= 3

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from longdraft.errors import LongdraftError
 from longdraft.serve import schema, structured, tools
 from longdraft.serve.choice import Choice, Delta
 from longdraft.serve.errors import ApiError, api_error
@@ -43,7 +44,7 @@ def make_app(service: Service) -> FastAPI:
     async def refused(_: Request, error: Exception) -> Response:
         return endpoints.refused(error)
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, LongdraftError, TimeoutError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
     return app
 

@@ -7,6 +7,7 @@ that know tools say so themselves; others get a system message.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,50 +113,81 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": content}
 
 
+# How a call begins that a grammar has bound: its name first, so that its arguments can be told as they come.
+_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\\]|\\\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_LAST = re.compile(r"\}?\s*$")
+
+
 class ToolParser:
     """Tells calls from text, as it streams."""
 
     def __init__(self) -> None:
         self._held = ""
         self._calls = 0
+        self._within = False  # the arguments of a call whose name was told
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """What a piece of text adds to the answer: OpenAI's deltas."""
         self._held += text
         found: list[dict[str, Any]] = []
         while True:
-            before, opened, rest = self._held.partition(OPEN)
-            if not opened:
-                # What may be the beginning of a call is held.
-                kept = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
-                said, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-                return found + ([{"content": said}] if said else [])
-            if before.strip():
-                found.append({"content": before})
-            inside, closed, behind = rest.partition(CLOSE)
-            if not closed:
-                self._held = opened + rest
+            before = len(self._held)
+            step = self._arguments() if self._within else self._text_or_call()
+            found += step
+            if len(self._held) == before:
                 return found
-            found.append(self._call(inside))
-            self._held = behind
 
     def finish(self) -> tuple[list[dict[str, Any]], str | None]:
         """What was held, as text, and the reason to end where there were calls."""
         rest, self._held = self._held, ""
-        return ([{"content": rest}] if rest.strip() else []), "tool_calls" if self._calls else None
+        said = [{"content": rest}] if rest.strip() and not self._within else []
+        return said, "tool_calls" if self._calls else None
 
-    def _call(self, text: str) -> dict[str, Any]:
+    def _text_or_call(self) -> list[dict[str, Any]]:
+        said, opened, rest = self._held.partition(OPEN)
+        if not opened:
+            said, self._held = _until(self._held, OPEN)
+            return [{"content": said}] if said else []
+        found = [{"content": said}] if said.strip() else []
+        self._held = opened + rest
+        if begun := _BEGUN.match(rest):
+            self._held, self._within = rest[begun.end() :], True
+            return [*found, self._delta(id=f"call_{secrets.token_hex(12)}", name=json.loads(begun[1]), arguments="")]
+        inside, closed, behind = rest.partition(CLOSE)
+        if not closed:
+            return found
+        self._held = behind
         try:
-            said = json.loads(text)
-            name, arguments = str(said["name"]), json.dumps(said.get("arguments", {}), ensure_ascii=False)
+            call = json.loads(inside)
+            name, arguments = str(call["name"]), json.dumps(call.get("arguments", {}), ensure_ascii=False)
         except (ValueError, TypeError, KeyError):  # not bound by a grammar, and wrong
-            return {"content": f"{OPEN}{text}{CLOSE}"}
+            return [*found, {"content": f"{OPEN}{inside}{CLOSE}"}]
+        found.append(self._delta(id=f"call_{secrets.token_hex(12)}", name=name, arguments=arguments))
         self._calls += 1
-        function = {"name": name, "arguments": arguments}
-        call = {
-            "index": self._calls - 1,
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": function,
-        }
-        return {"tool_calls": [call]}
+        return found
+
+    def _arguments(self) -> list[dict[str, Any]]:
+        inside, closed, behind = self._held.partition(CLOSE)
+        if closed:
+            self._held, self._within = behind, False
+            found = [self._delta(arguments=_LAST.sub("", inside))]
+            self._calls += 1
+            return found
+        # The brace that ends the call is none of the arguments'.
+        said = _LAST.sub("", _until(self._held, CLOSE)[0])
+        if not said:
+            return []
+        self._held = self._held[len(said) :]
+        return [self._delta(arguments=said)]
+
+    def _delta(self, id: str | None = None, name: str | None = None, arguments: str = "") -> dict[str, Any]:
+        """A piece of the present call."""
+        function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+        call: dict[str, Any] = {"index": self._calls, "function": function}
+        return {"tool_calls": [call if id is None else call | {"id": id, "type": "function"}]}
+
+
+def _until(text: str, mark: str) -> tuple[str, str]:
+    """A text in two: what surely is no part of the mark, and what may be its beginning."""
+    kept = next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+    return text[: len(text) - kept], text[len(text) - kept :]

@@ -155,6 +155,8 @@ class Worker:
                     self._step(method, session)
             if self._alone and not busy:
                 self._retry(self._alone.popleft())
+        while not self._stopping and self._idle():  # what was decoded last is worth keeping too
+            pass
         for session in self._sessions.values():
             session.close()
 
