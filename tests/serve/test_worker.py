@@ -182,8 +182,16 @@ def test_a_request_that_cannot_be_used_is_told_so():
 
 def test_what_was_decoded_last_is_kept_before_it_ends():
     kept: list[int] = []
-    made = worker(idle=lambda: bool(kept.append(made.load[0]) or len(kept) < 3))
+
+    def keep() -> bool:
+        kept.append(len(kept))
+        if len(kept) == 2:
+            raise OSError("no space")
+        return len(kept) % 5 > 0
+
+    made = worker(idle=keep)
     listener = Listener(lambda: request(1, 40, False))
     made.submit(listener.ticket)
+    before = len(kept)
     made.close()
-    assert listener.end()[0] == alone((1, 40, False)) and kept[-1] == 0 and len(kept) >= 3
+    assert listener.end()[0] == alone((1, 40, False)) and len(kept) > before

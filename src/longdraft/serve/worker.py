@@ -155,7 +155,7 @@ class Worker:
                     self._step(method, session)
             if self._alone and not busy:
                 self._retry(self._alone.popleft())
-        while not self._stopping and self._idle():  # what was decoded last is worth keeping too
+        while not self._stopping and self._use_idle():  # what was decoded last is worth keeping too
             pass
         for session in self._sessions.values():
             session.close()
@@ -175,10 +175,18 @@ class Worker:
                 self._join(ticket)
             if not idle:
                 return True
-            if not self._idle():
+            if not self._use_idle():
                 with self._change:
                     if not (self._waiting or self._closing or self._stopping):
                         self._change.wait()
+
+    def _use_idle(self) -> bool:
+        """Whether there may be more to do while nobody is decoded. What goes wrong with it is no request's trouble."""
+        try:
+            return self._idle()
+        except Exception:
+            logger.exception("what is done between requests failed")
+            return False
 
     def _joining(self) -> list[Ticket]:
         """Takes from those that wait, in order, whom there is a slot for; drops those that were cancelled."""
