@@ -69,7 +69,7 @@ def test_a_long_list_of_mixed_lengths_keeps_the_batch_full(spec):
 def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
     kinds = st.tuples(st.integers(1, 40), st.integers(1, 20), st.booleans(), st.integers(0, 5))
     wanted = data.draw(st.lists(kinds, min_size=1, max_size=8))
-    session = spec.session(data.draw(st.integers(1, 3)))
+    session = spec.session(data.draw(st.integers(1, 3)), cache=PromptCache() if data.draw(st.booleans()) else None)
     session._engine.chunk = data.draw(st.sampled_from([4, 16, 1024]))
     waiting, numbers, aborted = [], {}, set()
     for i, (length, new, sampled, seed) in enumerate(wanted):
@@ -79,10 +79,12 @@ def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
         if waiting and (not session.busy or data.draw(st.booleans())):
             request = waiting.pop()
             numbers[session.add(request)] = request
-        for step in session.step() if session.busy else ():
-            if len(step.token_ids) == 1 and data.draw(st.integers(0, 15)) == 0:
-                session.abort(step.sequence)
-                aborted.add(step.sequence)
+        if session.busy:
+            session.step()
+        going = [number for number in numbers if not session.ended(number)]
+        if going and data.draw(st.integers(0, 9)) == 0:  # one that waits, is read, or is decoded
+            aborted.add(number := data.draw(st.sampled_from(going)))
+            session.abort(number)
     for number, request in numbers.items():
         result, expected = session.take(number), alone(spec, request)
         if number in aborted and result.finish_reason == "cancelled":
@@ -204,6 +206,25 @@ def test_a_waiting_request_can_be_aborted_and_a_closed_session_leaves_its_cache_
     session.close()
     assert not session.busy and session.result(one).finish_reason == "cancelled"
     assert spec.generate([1, 2, 3], max_new_tokens=20, cache=cache)[0].token_ids == alone(spec, Request([1, 2, 3], 20))
+
+
+def test_a_slot_whose_prompt_was_not_begun_still_knows_what_it_holds(spec):
+    session = spec.session(3, cache=PromptCache())
+    old, new = texts(1, 0, 40)[0], texts(1, 1, 40)[0]
+    session.add(Request(new[:9], 40))
+    for _ in range(2):  # each in a slot of its own
+        session.add(Request(old, 2))
+    while not session.ended(1) or not session.ended(2):
+        session.step()
+    session.add(Request(old[:5], 9))
+    session.step()  # reads it: it is the others' turn now
+    given_up = session.add(Request(new, 4))
+    session.step()  # which gives this one a slot, and decodes
+    assert len(session._engine._active) == 3 and not session._engine._looked
+    session.abort(given_up)
+    again = session.add(Request(new, 4))
+    finished(session)
+    assert session.take(again).token_ids == alone(spec, Request(new, 4))
 
 
 def test_a_result_is_taken_once_when_its_last_step_has_come(spec):

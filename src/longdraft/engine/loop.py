@@ -195,9 +195,10 @@ class Engine:
             self._waiting.remove(s)
             return
         self._active.remove(s)
-        self._looked.pop(s.index, None)
+        begun = self._looked.pop(s.index, None) is not None or bool(s.output)
         self._free.append(s.slot)
-        if self.cache.opened == self._opened:  # else its rows are another run's by now
+        # Of one that was not begun the slot holds what it held before; of a lost cache, the rows are another run's now.
+        if begun and self.cache.opened == self._opened:
             self.schedule.close(s)
             # Of a cache of its own it reuses rows of prompts: an output's were not computed in whole pieces.
             self.cache.remember(s.slot, s.tokens if self._kept else s.prompt)
