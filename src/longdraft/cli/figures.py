@@ -96,7 +96,7 @@ def _new(result: Result) -> str:
 def _partial(result: Result) -> str:
     rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
     if not result.exact:
-        return f"{rounds}; nobody looked again at the {result.partial_tokens:,} tokens that they accepted"
+        return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on all of it"
     return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
 
 
