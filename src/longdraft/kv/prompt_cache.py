@@ -31,7 +31,7 @@ class PromptCache:
     """
 
     def __init__(self, feature_layers: tuple[int, ...] = ()) -> None:
-        self.feature_layers = feature_layers
+        self.feature_layers = tuple(feature_layers)
         self.store: KVStore | None = None
         self.tokens: list[array[int]] = []
         self.opened = 0
