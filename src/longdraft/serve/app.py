@@ -139,8 +139,12 @@ class Endpoints:
         self, asked: schema.Sampled, choices: list[Choice], answers: Sequence[Answer], head: Head
     ) -> AsyncIterator[str]:
         kind = answers[0].kind + (".chunk" if isinstance(answers[0], ChatAnswer) else "")
-        last = {"usage": None} if asked.stream_options.include_usage else {}
+        options, last = asked.stream_options, dict[str, Any]()
+        if options.include_usage:
+            last = {"usage": None}
         async for i, delta in self._together(choices):
+            if options.include_usage and options.continuous_usage_stats:
+                last = {"usage": self._service.usage_so_far(choices)}
             made = list(answers[i].chunks(delta))
             if delta.trace is not None:
                 trace = delta.trace | ({"of": len(choices[i].prompt)} if delta.trace["phase"] == "prefill" else {})
@@ -150,7 +154,7 @@ class Endpoints:
                 continue
             for chunk in made:
                 yield event(head.made(kind, [chunk], **last))
-        if asked.stream_options.include_usage:
+        if options.include_usage:
             yield event(head.made(kind, [], usage=self._service.usage(asked, choices)))
         yield DONE
 

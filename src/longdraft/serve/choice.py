@@ -116,7 +116,7 @@ class Choice:
         self._events: asyncio.Queue[Told] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.ticket = Ticket(self._begin, method, self._hear)
-        self.text = ""
+        self.text, self.tokens = "", 0
         self.speculation = Speculation()
         self.result: Result | None = None
         self.first_token = 0.0  # time.monotonic()
@@ -167,6 +167,7 @@ class Choice:
                 said = [self._say(token) for token in told.token_ids]
                 new = said[max(0, told_tokens - tokens) :]
                 tokens += len(said)
+                self.tokens = max(self.tokens, tokens)
                 trace = self._trace(told, tokens, start, detokenizer) if self._traced else None
                 if len(text) > len(told_text) or new or trace:
                     added = text[len(told_text) :]

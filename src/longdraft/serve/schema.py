@@ -59,9 +59,10 @@ class Message(Strict):
 
 
 class StreamOptions(Strict):
-    """``include_trace``: what each round drafted, for the page."""
+    """``continuous_usage_stats``: counts in each chunk (vLLM's). ``include_trace``: what rounds drafted."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_trace: bool = False
     include_obfuscation: bool = False
 

@@ -201,6 +201,11 @@ class Service:
             "speculation": spec.as_dict(),
         }
 
+    def usage_so_far(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """The counts alone, of answers in the making."""
+        prompt, new = max(len(c.prompt) for c in choices), sum(c.tokens for c in choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
     def described(self) -> dict[str, Any]:
         """The model, as ``/v1/models`` has it."""
         spec = self._speculators.get(self.settings.methods[0])
