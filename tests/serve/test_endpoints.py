@@ -66,6 +66,10 @@ def test_streams_are_the_answer_in_pieces_with_usage_at_the_end(running):
     said = usage.model_extra["speculation"]
     assert said["num_accepted_tokens"] == sum(said["accepted_tokens_per_pos"])
     assert {c.id for c in chunks} == {chunks[0].id}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [c.usage.completion_tokens for c in chat(running, max_tokens=30, temperature=0, stream=True,
+                                                      extra_body={"stream_options": options})]  # fmt: skip
+    assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == usage.completion_tokens
 
 
 def test_a_trace_says_who_proposed_what(running):
