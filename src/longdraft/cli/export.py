@@ -23,22 +23,27 @@ class Layout(str, Enum):
 
     speculators = "speculators"
     custom_generate = "custom-generate"
+    gguf = "gguf"
 
 
 def export(
     draft: Annotated[
         Path, typer.Argument(help="Draft folder; for custom-generate also the name of a method that needs none.")
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write; what is there already is overwritten.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write, of gguf a file; what is there already is overwritten.")],
     verifier: Annotated[
-        str, typer.Option("--verifier", help="The target, as it will be served: a Hugging Face id or a folder.")
+        str,
+        typer.Option(
+            "--verifier",
+            help="The target, as it will be served: a Hugging Face id or a folder; for gguf its own .gguf file.",
+        ),
     ],
     to: Annotated[
         Layout,
         typer.Option(
             "--to",
             help="The layout: speculators, which vLLM serves; custom-generate, a model folder for generate and "
-            "transformers serve.",
+            "transformers serve; gguf, which llama.cpp drafts with.",
         ),
     ] = Layout.speculators,
     max_position: Annotated[
@@ -75,11 +80,13 @@ def _draft(draft: Path, out: Path, verifier: str, to: Layout, max_position: int,
     kind = kind_of(draft)
     write = kind.layouts.get(to.value)
     if write is None:
-        able = ", ".join(each.name for each in KINDS.values() if to.value in each.layouts)
+        able = " and ".join(each.name for each in KINDS.values() if to.value in each.layouts)
         raise CapabilityError(
             f"{draft} holds a draft for {kind.name}; only {able} drafts have a layout that others read."
         )
     loaded = kind.load(draft)
+    if to is Layout.gguf:
+        return write(loaded, out, verifier)
     model_type = loaded.made_for.get("model_type")
     with options.settings_checked():
         return write(
