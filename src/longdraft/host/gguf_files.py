@@ -55,7 +55,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = reader(path)
+        self._reader = reader_of(path)
         field = self._reader.get_field("general.architecture")
         if field is None:
             raise ValueError("it names no architecture")
@@ -266,7 +266,7 @@ def _instead(reader: GGUFReader) -> Iterator[None]:
         gguf.GGUFReader = theirs
 
 
-def reader(path: Path) -> GGUFReader:
+def reader_of(path: Path) -> GGUFReader:
     """gguf's reader of a file; it would take seconds for a tokenizer's strings, and takes them more quickly here."""
     import gguf
 

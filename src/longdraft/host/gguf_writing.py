@@ -17,7 +17,7 @@ import torch
 from longdraft.errors import CapabilityError, CheckpointError, reason_of
 from longdraft.host.checkpoints import check_gguf
 from longdraft.host.embedded import EMBEDDED_ID, packaged_file
-from longdraft.host.gguf_files import needs, reader
+from longdraft.host.gguf_files import needs, reader_of
 from longdraft.host.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TargetFile:
         needs("gguf", path)
         self.path = path
         try:
-            self._reader = reader(path)
+            self._reader = reader_of(path)
             self.architecture = str(self._value("general.architecture"))
             self.layers = int(self._value(f"{self.architecture}.block_count"))
             self.hidden_size = int(self._value(f"{self.architecture}.embedding_length"))
