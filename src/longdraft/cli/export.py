@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,46 +13,94 @@ from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.errors import CapabilityError
 from longdraft.host.parts import architecture
+from longdraft.integration import model_folder
+from longdraft.methods import method_of
+from longdraft.recipes import asked_for
 
 
 class Layout(str, Enum):
     """What ``export`` writes."""
 
     speculators = "speculators"
+    custom_generate = "custom-generate"
+    gguf = "gguf"
 
 
 def export(
-    draft: Annotated[Path, typer.Argument(help="Draft folder of an EAGLE-3 draft.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; what is there already is overwritten.")],
+    draft: Annotated[
+        Path, typer.Argument(help="Draft folder; for custom-generate also the name of a method that needs none.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write, of gguf a file; what is there already is overwritten.")],
     verifier: Annotated[
-        str, typer.Option("--verifier", help="The target, as it will be served: a Hugging Face id or a folder.")
+        str,
+        typer.Option(
+            "--verifier",
+            help="The target, as it will be served: a Hugging Face id or a folder; for gguf its own .gguf file.",
+        ),
     ],
     to: Annotated[
-        Layout, typer.Option("--to", help="The layout: speculators, which vLLM serves.")
+        Layout,
+        typer.Option(
+            "--to",
+            help="The layout: speculators, which vLLM serves; custom-generate, a model folder for generate and "
+            "transformers serve; gguf, which llama.cpp drafts with.",
+        ),
     ] = Layout.speculators,
     max_position: Annotated[
-        int, typer.Option("--max-position", help="Longest text that will be served, in tokens.")
+        int, typer.Option("--max-position", help="speculators: longest text that will be served, in tokens.")
     ] = MAX_POSITION,
     speculative_tokens: Annotated[
-        int, typer.Option("--speculative-tokens", help="Drafted tokens of a round that the folder proposes.")
+        int,
+        typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round that the folder proposes."),
     ] = SPECULATIVE_TOKENS,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="custom-generate: how to decode.", show_default="the method of the draft's name"),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="custom-generate: an option of the method, name=value; repeatable."),
+    ] = None,
+    plan: options.Plan = None,
     composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
     """Write a draft for another program to serve."""
+    if to is Layout.custom_generate:
+        remarks = _model_folder(draft, out, verifier, method, option or [], plan)
+    else:
+        remarks = _draft(draft, out, verifier, to, max_position, speculative_tokens)
+    for sentence in remarks:
+        console.note(sentence)
+    console.note(f"{out} is written in the layout of {to.value}.")
+
+
+def _draft(draft: Path, out: Path, verifier: str, to: Layout, max_position: int, speculative_tokens: int) -> list[str]:
+    """A draft alone, as its kind writes it."""
     kind = kind_of(draft)
     write = kind.layouts.get(to.value)
     if write is None:
-        able = ", ".join(each.name for each in KINDS.values() if to.value in each.layouts)
+        able = " and ".join(each.name for each in KINDS.values() if to.value in each.layouts)
         raise CapabilityError(
             f"{draft} holds a draft for {kind.name}; only {able} drafts have a layout that others read."
         )
     loaded = kind.load(draft)
+    if to is Layout.gguf:
+        return write(loaded, out, verifier)
     model_type = loaded.made_for.get("model_type")
     with options.settings_checked():
-        lost = write(
+        return write(
             loaded, out, verifier, architecture(model_type) if model_type else None, max_position, speculative_tokens
         )
-    for sentence in lost:
-        console.note(sentence)
-    console.note(f"{out} is written in the layout of {to.value}.")
+
+
+def _model_folder(
+    draft: Path, out: Path, verifier: str, method: str | None, pairs: list[str], plan: str | None
+) -> list[str]:
+    """The target with its draft, or with a method that needs none."""
+    folder = draft if draft.is_dir() else None
+    name = method or (str(draft) if folder is None else method_of(folder).name)
+    given: dict[str, Any] = options.method_options(name, pairs)
+    with options.settings_checked():  # what the folder would refuse at its first use
+        asked_for(name, given | ({} if folder is None else {"draft": folder}), True)
+    return model_folder.write(out, verifier, name, folder, given | ({} if plan is None else {"plan": plan}))

@@ -19,6 +19,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3_block import Eagle3Block
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
+from longdraft.drafters.eagle3_gguf import to_gguf
 from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
@@ -297,6 +298,6 @@ register(
             "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
         ),
-        layouts={"speculators": to_speculators},
+        layouts={"speculators": to_speculators, "gguf": to_gguf},
     )
 )

@@ -24,6 +24,7 @@ from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import feed_level
 from longdraft.drafters.retrieving import RetrievingDrafter, given_sizes, retrieval_of
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
+from longdraft.drafters.small_lm_gguf import to_gguf
 from longdraft.errors import CapabilityError
 from longdraft.events import Event
 from longdraft.host.parts import rotary_module
@@ -313,5 +314,6 @@ register(
             "lm",
         ),
         claims=is_language_model,
+        layouts={"gguf": to_gguf},
     )
 )

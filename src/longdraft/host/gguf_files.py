@@ -55,7 +55,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _reader(path)
+        self._reader = reader_of(path)
         field = self._reader.get_field("general.architecture")
         if field is None:
             raise ValueError("it names no architecture")
@@ -206,7 +206,7 @@ def read_gguf(
         CheckpointError: damaged, or nothing that can be read.
         CapabilityError: it cannot be read as it is stored, and that was asked for; or its RoPE is scaled.
     """
-    _needs("gguf", path)
+    needs("gguf", path)
     try:
         with quiet():
             file = File(path)
@@ -228,7 +228,7 @@ def read_gguf(
     except Exception as error:  # whatever a bad file sets off: no list of types would be complete
         raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
     if loaded is None:
-        _needs("accelerate", path)
+        needs("accelerate", path)
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         failure = f"{path} cannot be read as a GGUF model"
         folder, name = str(path.parent), path.name
@@ -247,7 +247,8 @@ def read_gguf(
     return loaded
 
 
-def _needs(package: str, path: Path) -> None:
+def needs(package: str, path: Path) -> None:
+    """Refuses to go on without a package. Raises CheckpointError."""
     if importlib.util.find_spec(package) is None:
         raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
 
@@ -265,8 +266,8 @@ def _instead(reader: GGUFReader) -> Iterator[None]:
         gguf.GGUFReader = theirs
 
 
-def _reader(path: Path) -> GGUFReader:
-    """gguf's, which takes seconds for a tokenizer's strings, and takes them more quickly here."""
+def reader_of(path: Path) -> GGUFReader:
+    """gguf's reader of a file; it would take seconds for a tokenizer's strings, and takes them more quickly here."""
     import gguf
 
     class Reader(gguf.GGUFReader):

@@ -78,6 +78,16 @@ class Rotary:
         cos, sin = self._module(self._like, positions[None])
         return cos[0], sin[0]
 
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """(head_dim / 2,) radians a position, float32, stretched where the parameters stretch them."""
+        return self._module.inv_freq.float()
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by: YaRN's attention factor."""
+        return float(self._module.attention_scaling)
+
     def turns(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim), float32, of the rotation that moves a key or a query on by (T,) positions.
 
