@@ -5,11 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from longdraft.batch.rows import Defaults, Line, Row
 from longdraft.batch.run import Answer
 from longdraft.engine import Result
 from longdraft.errors import CapabilityError, LongdraftError
+from longdraft.host.checkpoints import Progress
 from longdraft.serve.worker import Ticket, Told, Worker
 from longdraft.speculator import Speculator
 
@@ -26,10 +29,24 @@ class Local:
         if spec.tokenizer is None:
             raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
         self.ahead = _AHEAD * slots
+        self._spec = spec
         self._tokenizer, self._defaults = spec.tokenizer, defaults
         self._told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         # Without a cache that is kept, a row's text does not depend on the rows before it, not even in its last bit.
         self.worker = Worker(lambda _: spec.session(slots, context=context), slots, self.ahead)
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What the texts depend on. An exact method may be another one in the run that goes on, as may the slots."""
+        spec, own = self._spec, asdict(self._defaults)
+        found = own | {"target": spec.runner().fingerprint}
+        if not spec.exact or spec.draws_anew:
+            found["method"] = {"name": spec.method.name, **{name: str(value) for name, value in spec.options.items()}}
+        return found
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Measures what verifications cost here, where trees are planned by it."""
+        self._spec.planner(progress)
 
     def submit(self, line: Line) -> None:
         self.ask(line, self._told.put)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Line
 from longdraft.errors import CapabilityError
+from longdraft.host.checkpoints import Progress
 
 # Seconds that a run waits for an answer before it looks whether it was cancelled.
 _PATIENCE = 0.2
@@ -39,9 +40,19 @@ class Decoder(Protocol):
 
     Attributes:
         ahead: rows that are worth having in hand.
+        decisive: what the texts depend on, as JSON holds it.
     """
 
     ahead: int
+
+    @property
+    def decisive(self) -> dict[str, Any]: ...
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """What takes a while before the first row."""
+
+    def drive(self, feed: Callable[[], None]) -> None:
+        """Decodes while ``feed``, which submits and takes, has not ended."""
 
     def submit(self, line: Line) -> None:
         """Hands a row in."""

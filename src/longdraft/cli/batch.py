@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from longdraft.batch import rows
-from longdraft.batch.local import Local
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults
-from longdraft.batch.run import Figures, run
+from longdraft.batch.run import Decoder, Figures, run
 from longdraft.cli import console, options
+from longdraft.cli.batching import Batching
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
 from longdraft.errors import CheckpointError
 from longdraft.request import stops_of
-from longdraft.session import batch_for
 from longdraft.speculator import Speculator
 
 _BAD_ROWS = 1
@@ -46,6 +45,9 @@ def batch(
         int,
         typer.Option(min=0, help="Take memory for texts of so many tokens at once.", show_default="as rows need it"),
     ] = 0,
+    ray: Annotated[
+        int | None, typer.Option("--ray", min=1, help="So many engines, on Ray.", show_default="this process")
+    ] = None,
     drafting: options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[
@@ -65,30 +67,25 @@ def batch(
     with options.settings_checked():
         sampling = choosing.sampling()
         own = options.method_options(method, option or []) | drafting.options()
-        own = Speculator(method, offload=offload, plan=plan, kv_dtype=kv_dtype, **own).options
-        stops = stops_of(stop or ())
+        given: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
+        given |= Speculator(method, **given, **own).options
+        name = Path(loading.model or "SmolLM2-135M-Instruct").name
+        defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
     if source.resolve() == answers.resolve():
         raise options.SettingError(f"{answers} is the file of prompts: give the answers another name.")
     total, digest = rows.measured(source)
     if not total:
         raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
+    made = Batching(loading, method, given, tuple(composed or ()), defaults, slots, context)
     with console.status() as status:
-        loaded = loading.load(status)
-        with options.settings_checked():
-            spec = Speculator(
-                method, loaded.model, loaded.tokenizer, offload=offload, plan=plan, kv_dtype=kv_dtype, **own
-            )
-        defaults = Defaults(max_tokens, sampling, seed, stops, raw, Path(loading.model or "SmolLM2-135M-Instruct").name)
-        made = {"input": f"{total} rows, SHA-256 {digest}", **_decisive(spec, defaults)}
-        with Output(answers, made) as file:
+        decoder = made.decoder(status) if ray is None else _pool(made, ray, status)
+        with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **decoder.decisive}) as file:
             if file.found:
                 console.note(f"{answers}: {file.found:,} of {total:,} rows are there; going on behind them.")
             if file.found < total:
-                spec.planner(status)
+                decoder.prepare(status)
             status.close()
-            figures, seconds, cancel = _run(spec, source, file, total, Local(
-                spec, defaults, slots or batch_for(spec.runner().device.type), context
-            ))  # fmt: skip
+            figures, seconds, cancel = _run(source, file, total, decoder)
     console.note(_said(file, figures, seconds, total))
     output.json(
         {
@@ -104,16 +101,19 @@ def batch(
         raise typer.Exit(_BAD_ROWS)
 
 
-def _decisive(spec: Speculator, defaults: Defaults) -> dict[str, Any]:
-    """What the text depends on. An exact method may change from one run to the next, as may what memory it takes."""
-    found = {**asdict(defaults), "sampling": asdict(defaults.sampling), "stop": list(defaults.stop)}
-    found |= {"model": spec.runner().fingerprint, "name": defaults.model}
-    if not spec.exact or spec.draws_anew:
-        found["method"] = {"name": spec.method.name, **{name: str(value) for name, value in spec.options.items()}}
-    return found
+def _pool(made: Batching, count: int, status: console.Status) -> Decoder:
+    """Engines in so many of Ray's actors, each with its share of the machine's cores where no GPU does the work."""
+    from longdraft.batch.actors import Pool
+    from longdraft.serve.cluster import share
+
+    status(f"Starting Ray and {count} engines")
+    gpu, threads = made.loading.on_gpu, made.loading.threads
+    threads = threads or share(count, gpu)
+    made = replace(made, loading=replace(made.loading, threads=threads))
+    return Pool(made.elsewhere, made.defaults, count, threads, int(gpu))
 
 
-def _run(spec: Speculator, source: Path, file: Output, total: int, decoder: Local) -> tuple[Figures, float, Cancel]:
+def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
     """All that is left, with a bar; until Ctrl-C or SIGTERM."""
     figures, started, first = Figures(), time.monotonic(), file.rows
     with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
