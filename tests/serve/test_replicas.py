@@ -69,6 +69,14 @@ def ask(url, said, tokens=40):
         return error.code, json.loads(error.read())
 
 
+def ready(url):
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=60) as answer:
+            return answer.status == 200
+    except urllib.error.HTTPError:
+        return False
+
+
 def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder):
     loaded = load(model_folder)
     spec = Speculator("ar", loaded.model, loaded.tokenizer)
@@ -114,7 +122,8 @@ def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder):
             headers = {"content-type": "application/json"}
             request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=120) as answer:
-                into += [line for line in answer if line.strip()]
+                for line in answer:
+                    into += [line] if line.strip() else []
 
         threads = [threading.Thread(target=stream, args=(into,)) for into in streams]
         for thread in threads:
@@ -122,16 +131,12 @@ def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder):
         while not all(streams):
             time.sleep(0.005)
         run.send_signal(signal.SIGTERM)
-        refused = None
-        while run.poll() is None and refused != 503 and any(thread.is_alive() for thread in threads):
-            try:
-                refused = ask(url, "late", 2)[0]
-            except OSError:
-                break
+        while ready(url):
+            time.sleep(0.005)
+        assert any(thread.is_alive() for thread in threads) and ask(url, "late", 2)[0] == 503
         for thread in threads:
             thread.join()
         assert all(lines[-1].strip() == b"data: [DONE]" for lines in streams)
-        assert refused == 503
         assert run.wait(60) == 0 and "All requests have ended" in run.stderr.read()
     finally:
         ended(run)

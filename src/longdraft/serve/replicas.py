@@ -59,6 +59,8 @@ class Fleet:
             "max_queued_requests": queue,
             "graceful_shutdown_timeout_s": drain,
             "health_check_period_s": 5,
+            # What a replica cannot be started with, it cannot be started with the next time either.
+            "max_constructor_retry_count": 1,
             "request_router_config": {"request_router_class": _ROUTER},
         }
         if self.most > self.least:
