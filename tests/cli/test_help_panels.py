@@ -10,7 +10,7 @@ import pytest
 
 from longdraft.cli.completion import bash, fish, verbs_of
 
-VERBS = ("generate", "chat", "serve", "bench", "methods", "doctor", "export", "completion")
+VERBS = ("generate", "chat", "serve", "batch", "bench", "methods", "doctor", "export", "completion")
 
 
 def panels(text: str) -> dict[str, list[str]]:
@@ -40,7 +40,7 @@ def test_what_matters_stands_first(shell, monkeypatch, width):
 def test_verbs_stand_in_groups(shell, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     found = panels(shell("--help").out)
-    assert found["Write"] == ["generate", "chat", "serve"]
+    assert found["Write"] == ["generate", "chat", "serve", "batch"]
     assert {"Write", "Look around", "Measure", "Train and export"} <= found.keys()
 
 

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from longdraft.cli import console, options
 from longdraft.cli.acceptance import acceptance
+from longdraft.cli.batch import batch
 from longdraft.cli.bench import bench
 from longdraft.cli.bench_report import bench_report
 from longdraft.cli.cancel import interruptible
@@ -55,8 +56,8 @@ app = typer.Typer(
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
-    (generate, WRITE), (chat, WRITE), (serve, WRITE), (methods, LOOK), (doctor, LOOK), (completion, LOOK),
-    (bench, MEASURE), (export, TRAIN),
+    (generate, WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE), (methods, LOOK), (doctor, LOOK),
+    (completion, LOOK), (bench, MEASURE), (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (

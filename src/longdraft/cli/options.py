@@ -168,6 +168,11 @@ class ModelOptions(Group):
     ] = None
     threads: Threads = None
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is for a GPU; where no device is asked for, whether this machine has one."""
+        return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
+
     def load(self, progress: Progress) -> LoadedModel:
         """The model, and what its texts are made of."""
         if self.threads is not None:

@@ -15,6 +15,7 @@ _PANELS = {
         "snapshot_gib",
     ),
     "Limits": ("queue", "timeout", "max_body"),
+    "Ray": ("ray", "replicas", "ray_config"),
     "Data": ("short", "limit", "preface", "split", "column"),
     "Peers": ("assistant", "gguf", "peers"),
     "Everything else": ("load", "composed", "debug", "profile"),

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from longdraft.cli import console, options
-from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
-from longdraft.host.runner import TargetRunner
-from longdraft.kv import memory
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.methods import method as method_named
-from longdraft.speculator import Speculator
-
-_NEEDS = 'The server needs FastAPI and uvicorn: pip install "longdraft[serve]".'
+from longdraft.cli.serving import Serving
+from longdraft.errors import CapabilityError, RequestError
 
 
 def serve(
@@ -54,6 +49,13 @@ def serve(
     ] = None,
     snapshot_gib: Annotated[float, typer.Option(min=0.01, help="GiB of all of them.")] = 4.0,
     name: Annotated[str | None, typer.Option(help="The model's, to clients.", show_default="its own")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Serve with replicas on Ray, here or on a cluster.")] = False,
+    replicas: Annotated[
+        str, typer.Option(help="On Ray: how many, or as 1-4: at least and at most, by what there is to do.")
+    ] = "1",
+    ray_config: Annotated[
+        Path | None, typer.Option(help="On Ray: further options of the deployment, YAML.", show_default="none")
+    ] = None,
     drafting: options.DraftOptions,
     plan: options.Plan = None,
     loading: options.ModelOptions,
@@ -64,9 +66,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     try:
-        from longdraft.serve.prefixes import DiskPrefixes
         from longdraft.serve.run import Server
-        from longdraft.serve.service import Service
         from longdraft.serve.settings import Settings, read_keys
     except ImportError as error:
         raise CapabilityError(
@@ -77,60 +77,49 @@ def serve(
         keys = {} if api_key_file is None else read_keys(api_key_file)
         named = tuple(word.strip() for word in method.split(",")) if method else ()
         own = options.method_options(named[0] if named else None, option or []) | drafting.options()
+        settings = Settings(
+            name or "", named, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
+            earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
+        )  # fmt: skip
         shared: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
-        for each in named or (None,):
-            Speculator(each, **shared, **(own if each is None or each == named[0] else {}))
+        serving = Serving(loading, named, own, shared, tuple(composed or ()), context, settings)
+        serving.check()
+    if ray:
+        _on_ray(serving, replicas, ray_config, host, port)
+        return
+    if replicas != "1" or ray_config is not None:
+        raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
-        loaded = loading.load(status)
-
-        def speculator(chosen: str | None) -> Speculator:
-            made = dict(own) if chosen is None or chosen in named[:1] else {}
-            if earlier and (chosen is None or "earlier" in method_named(chosen).options):
-                made |= {"earlier": earlier} | ({} if chosen in (None, "suffix", "prompt-lookup") else {"lookup": True})
-            return Speculator(chosen, loaded.model, loaded.tokenizer, **shared, **made)
-
-        first = speculator(named[0] if named else None)
-        first.planner(status)
-    methods = named or tuple(dict.fromkeys((first.method.name, "ar")))
-    limit = first.runner().context_length
-    if context is not None and context > limit:
-        raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-    holds = _room(first.runner(), slots * len(methods))
-    if context is not None and context > holds:
-        raise MemoryBudgetError(f"--context {context}: the free memory holds {holds} tokens for each of {slots} slots.")
-    if context is None and limit > holds:
-        console.note(
-            f"The memory that is free holds texts of {holds:,} of the model's {limit:,} tokens in {slots} slots."
-        )
-    limit = min(limit, holds)
-    settings = Settings(
-        name or Path(loading.model or "SmolLM2-135M-Instruct").name, methods, slots, context or limit, queue,
-        max_tokens, min(512, max_tokens), timeout, keys=keys, earlier=earlier, snapshots=snapshots,
-        snapshot_bytes=int(snapshot_gib * 2**30),
-    )  # fmt: skip
-
-    def cache(spec: Speculator) -> PromptCache:
-        if snapshots is None or spec is not first:
-            return PromptCache(spec.feature_layers())
-        fingerprint = spec.runner().fingerprint
-        return DiskPrefixes(snapshots, fingerprint, settings.snapshot_bytes, feature_layers=spec.feature_layers())
-
-    service = Service(
-        settings, lambda chosen: first if chosen == methods[0] else speculator(chosen), loaded.tokenizer, cache
-    )
-    service.speculator(methods[0])
+        service = serving.service(status)
     server = Server(service, host, port, access_log=debug)
-
-    def listens(at: int) -> None:
-        where = f"http://{host}:{at}"
-        console.note(f"{settings.name} with {methods[0]}: {where} (a page), {where}/v1 (the API). Ctrl-C ends it.")
-
-    server.serve_beside(listens)
+    settings = service.settings
+    server.serve_beside(_listens(f"{settings.name} with {settings.methods[0]}", host))
     console.note("All requests have ended.")
 
 
-def _room(runner: TargetRunner, slots: int) -> int:
-    """Tokens of context for each of so many slots that the memory holds, with some of it left for all else."""
-    free = memory.available_bytes(runner.device)
-    each = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
-    return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (each * slots))
+def _on_ray(serving: Serving, replicas: str, config: Path | None, host: str, port: int) -> None:
+    from longdraft.serve.cluster import connected
+    from longdraft.serve.replicas import fleet, serve
+
+    if serving.settings.snapshots is not None:
+        raise RequestError("--snapshots: one process at a time keeps prompts in a folder, so not with --ray.")
+    chosen = fleet(replicas, config, serving.loading.on_gpu, serving.loading.threads)
+    serving = serving.among(chosen.most, chosen.cpus)
+    with console.status() as status:
+        status("Starting Ray and the replicas")
+        connected()
+
+        def listens(at: int) -> None:
+            status.close()
+            _listens(f"{serving.settings.name or 'The model'}, on Ray", host)(at)
+
+        serve(serving.elsewhere, serving.settings, chosen, host, port, listens)
+    console.note("All requests have ended.")
+
+
+def _listens(what: str, host: str) -> Callable[[int], None]:
+    def say(port: int) -> None:
+        where = f"http://{host}:{port}"
+        console.note(f"{what}: {where} (a page), {where}/v1 (the API). Ctrl-C ends it.")
+
+    return say

@@ -1,0 +1,144 @@
+"""``longdraft batch``: a file of prompts to a file of answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longdraft.batch import rows
+from longdraft.batch.output import Output
+from longdraft.batch.rows import Defaults
+from longdraft.batch.run import Decoder, Figures, run
+from longdraft.cli import console, options
+from longdraft.cli.batching import Batching
+from longdraft.cli.cancel import Cancel
+from longdraft.cli.progress import Bar
+from longdraft.errors import CheckpointError
+from longdraft.request import stops_of
+from longdraft.speculator import Speculator
+
+_BAD_ROWS = 1
+
+
+def batch(
+    *,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Rows: JSON objects with prompt or messages.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="Answers: a line a row, in order.")],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How to decode; see `longdraft methods`.",
+            show_default="the first of self, longspec and prompt-lookup that suits the model",
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Rows decoded at a time.", show_default="8, 32 on a GPU")
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(min=0, help="Take memory for texts of so many tokens at once.", show_default="as rows need it"),
+    ] = 0,
+    ray: Annotated[
+        int | None, typer.Option("--ray", min=1, help="So many engines, on Ray.", show_default="this process")
+    ] = None,
+    drafting: options.DraftOptions,
+    plan: options.Plan = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most, of rows that do not say.")
+    ] = 256,
+    choosing: options.SamplingOptions,
+    seed: Annotated[int, typer.Option(min=0, help="Row i is sampled with this seed + i.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on with a prompt; no chat template.")] = False,
+    output: options.Output,
+    loading: options.ModelOptions,
+    offload: options.Offload = None,
+    kv_dtype: options.KVDtype = None,
+    composed: options.Load = None,
+) -> None:
+    """Answer a file of prompts. A run that was ended goes on where it was; rows that cannot be answered say why."""
+    with options.settings_checked():
+        sampling = choosing.sampling()
+        own = options.method_options(method, option or []) | drafting.options()
+        given: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
+        given |= Speculator(method, **given, **own).options
+        name = Path(loading.model or "SmolLM2-135M-Instruct").name
+        defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
+    if source.resolve() == answers.resolve():
+        raise options.SettingError(f"{answers} is the file of prompts: give the answers another name.")
+    total, digest = rows.measured(source)
+    if not total:
+        raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
+    made = Batching(loading, method, given, tuple(composed or ()), defaults, slots, context)
+    with console.status() as status:
+        decoder = made.decoder(status) if ray is None else _pool(made, ray, status)
+        with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **decoder.decisive}) as file:
+            if file.found:
+                console.note(f"{answers}: {file.found:,} of {total:,} rows are there; going on behind them.")
+            if file.found < total:
+                decoder.prepare(status)
+            status.close()
+            figures, seconds, cancel = _run(source, file, total, decoder)
+    console.note(_said(file, figures, seconds, total))
+    output.json(
+        {
+            "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": figures.rows,
+            "new_tokens": figures.tokens, "seconds": round(seconds, 3),
+            "mean_accepted_length": round(figures.mean_accepted_length, 4),
+        }
+    )  # fmt: skip
+    if file.rows < total:
+        console.note("Cancelled: the same command goes on behind the last row.")
+        raise typer.Exit(cancel.exit_code)
+    if file.errors:
+        raise typer.Exit(_BAD_ROWS)
+
+
+def _pool(made: Batching, count: int, status: console.Status) -> Decoder:
+    """Engines in so many of Ray's actors, each with its share of the machine's cores where no GPU does the work."""
+    from longdraft.batch.actors import Pool
+    from longdraft.serve.cluster import share
+
+    status(f"Starting Ray and {count} engines")
+    gpu, threads = made.loading.on_gpu, made.loading.threads
+    threads = threads or share(count, gpu)
+    made = replace(made, loading=replace(made.loading, threads=threads))
+    return Pool(made.elsewhere, made.defaults, count, threads, int(gpu))
+
+
+def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
+    """All that is left, with a bar; until Ctrl-C or SIGTERM."""
+    figures, started, first = Figures(), time.monotonic(), file.rows
+    with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
+
+        def told(now: Figures) -> None:
+            seconds = max(time.monotonic() - started, 1e-9)
+            rate = f"{now.tokens / seconds:,.0f} tokens/s" + (f", {file.errors} errors" if file.errors else "")
+            bar.draw("", file.rows, figures=rate)
+            if bar.due():
+                rest = (total - file.rows) * seconds / now.rows
+                bar.say(f"{file.rows:,} of {total:,} rows, {rate}, about {rest:,.0f} s left")
+
+        def feed() -> None:
+            nonlocal figures
+            figures = run(rows.lines(source, first), file, decoder, told, cancel)
+
+        decoder.drive(feed)
+    return figures, time.monotonic() - started, cancel
+
+
+def _said(file: Output, figures: Figures, seconds: float, total: int) -> str:
+    parts = [f"{file.path}: {file.rows:,} of {total:,} rows"]
+    if file.errors:
+        parts.append(f"{file.errors:,} of them errors")
+    if figures.rows:
+        parts.append(f"{figures.tokens:,} new tokens in {seconds:,.1f} s")
+        parts.append(f"mean accepted length {figures.mean_accepted_length:.2f}")
+    return ", ".join(parts) + "."

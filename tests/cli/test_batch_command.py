@@ -1,0 +1,100 @@
+"""``longdraft batch``: every row once and in order, whatever ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROWS = 500
+
+
+def prompts(path, count, tokens=4):
+    rows = [{"id": f"r{i}", "prompt": f"what is {i} plus {i * 7}?", "max_tokens": 2 + i % tokens} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def found(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_killed_run_goes_on_with_every_row_once(shell, model_folder, tmp_path):
+    source, killed, whole = prompts(tmp_path / "in.jsonl", ROWS), tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    options = ["--model", str(model_folder), "--method", "prompt-lookup", "--slots", "4", "-t", "0.7"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "longdraft", "batch", str(source), str(killed), *options], stderr=subprocess.PIPE
+    )
+    while run.poll() is None and (not killed.exists() or killed.read_bytes().count(b"\n") < 100):
+        time.sleep(0.005)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL and run.stderr is not None
+    run.stderr.close()
+    with killed.open("ab") as torn:
+        torn.write(b'{"line": ')
+    there = killed.read_bytes().count(b"\n")
+    assert 100 <= there < ROWS
+    ended = shell("batch", source, killed, *options, "--json")
+    assert ended.code == 0 and f"{there:,} of {ROWS} rows are there" in ended.err
+    assert json.loads(ended.out)["rows_this_run"] == ROWS - there
+    assert shell("batch", source, whole, *options).code == 0
+    assert found(killed) == found(whole) and [row["id"] for row in found(whole)] == [f"r{i}" for i in range(ROWS)]
+    assert len({row["text"] for row in found(whole)}) > ROWS // 5
+
+
+def test_bad_rows_stand_in_their_place_and_show_in_the_exit_code(shell, model_folder, tmp_path):
+    source, out = prompts(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    source.write_text(source.read_text() + "nonsense\n" + json.dumps({"prompt": "a", "max_tokens": 2}) + "\n")
+    command = ["batch", source, out, "--model", model_folder, "--method", "ar"]
+    ended = shell(*command, "--json")
+    assert ended.code == 1 and json.loads(ended.out)["errors"] == 1 and "1 of them errors" in ended.err
+    assert ["error" in row for row in found(out)] == [False, False, False, True, False]
+    before = out.read_bytes()
+    assert shell(*command).code == 1 and out.read_bytes() == before  # there is nothing left to do
+    for changed, said in ((["-n", "9"], "max_tokens 256, not 9"), (["--seed", "1"], "seed"), (["--raw"], "raw")):
+        ended = shell(*command, *changed)
+        assert ended.code == 2 and said in ended.err
+    assert shell(*command[:-1], "prompt-lookup").code == 1  # an exact method changes no text
+    source.write_text(source.read_text() + "{}\n")
+    ended = shell(*command)
+    assert ended.code == 2 and "begun with input" in ended.err and out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "answers", "code", "said"),
+    [
+        ("nowhere", "out", 1, "cannot be read"),
+        ("empty", "out", 1, "no rows"),
+        ("in", "in", 2, "another name"),
+        ("in", "nowhere/out", 1, "cannot be written"),
+    ],
+)
+def test_files_that_cannot_be_used_are_said(shell, model_folder, tmp_path, source, answers, code, said):
+    (tmp_path / "empty").write_text("\n")
+    prompts(tmp_path / "in", 1)
+    ended = shell("batch", tmp_path / source, tmp_path / answers, "--model", model_folder, "--method", "ar")
+    assert ended.code == code and said in ended.err
+
+
+def test_ctrl_c_leaves_a_file_that_can_be_gone_on_with(shell, model_folder, tmp_path, monkeypatch):
+    from longdraft.batch import output
+
+    source, out = prompts(tmp_path / "in", 200), tmp_path / "out"
+    write = output.Output.write
+
+    def writing(self, row, failed):
+        write(self, row, failed)
+        if self.rows == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(output.Output, "write", writing)
+    command = ["batch", source, out, "--model", model_folder, "--method", "ar"]
+    ended = shell(*command)
+    assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= len(found(out)) < 200
+    monkeypatch.undo()
+    assert shell(*command).code == 0 and [row["line"] for row in found(out)] == [*range(1, 201)]

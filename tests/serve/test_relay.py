@@ -1,0 +1,170 @@
+"""What stands in front of replicas: where a request goes, and what happens when a replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.serve.app import make_app
+from longdraft.serve.relay import Asked, Lost, Relay, answer, beginning
+from longdraft.serve.replicas import Fleet, fleet
+from longdraft.serve.worker import Full
+from tests.serve.conftest import make_service
+
+
+def scope(path="/v1/chat/completions", method="POST"):
+    return {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+    }  # fmt: skip
+
+
+def through(app, body=b"{}", **where):
+    """Status and body of an answer."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope(**where), receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+class Replicas:
+    """Answers in two pieces; lost so many times before the first, and after it where ``torn``."""
+
+    def __init__(self, lost=0, torn=False, error=None):
+        self.lost, self.torn, self.error, self.asked = lost, torn, error, 0
+
+    async def __call__(self, asked):
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        yield {"type": "http.response.start", "status": 200, "headers": []}
+        if self.asked <= self.lost:
+            raise Lost
+        yield {"type": "http.response.body", "body": b"one ", "more_body": True}
+        if self.torn:
+            raise Lost
+        yield {"type": "http.response.body", "body": b"two"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ({"prompt": "a" * 2000 + "b"}, {"prompt": "a" * 2000 + "c"}, True),
+        ({"prompt": "ab"}, {"prompt": "ac"}, False),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            True,
+        ),
+        ({"input": "a"}, {"input": [{"role": "user", "content": "a"}]}, True),
+        ({"prompt": "a", "prompt_cache_key": "k"}, {"prompt": "b", "prompt_cache_key": "k"}, True),
+        ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
+    ],
+)
+def test_requests_that_begin_alike_have_one_key(first, second, same):
+    keys = {Asked.of(scope(), json.dumps(each).encode()).key for each in (first, second)}
+    assert "" not in keys and (len(keys) == 1) == same
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"messages": 3}', b'{"messages": []}', b"[" * 100_000])
+def test_bodies_that_are_none_are_the_replicas_to_refuse(body):
+    assert isinstance(beginning(body), str)
+
+
+def test_a_request_that_has_not_begun_goes_to_another_replica():
+    replicas = Replicas(lost=2)
+    assert through(Relay(replicas, pause=0)) == (200, b"one two") and replicas.asked == 3
+
+
+def test_a_request_that_has_begun_ends_with_an_error():
+    replicas = Replicas(torn=True)
+    status, said = through(Relay(replicas, pause=0))
+    assert status == 200 and said.startswith(b"one data: ") and b'"code": "lost"' in said and replicas.asked == 1
+
+
+def test_when_no_replica_is_left_it_says_so():
+    relay = Relay(Replicas(lost=99), pause=0)
+    assert through(relay)[0] == 503 and relay.ongoing == 0
+    assert through(Relay(Replicas(error=Full(3, 1.0))))[0] == 429
+    assert through(Relay(Replicas(error=RuntimeError("x"))))[0] == 500
+
+
+def test_draining():
+    relay = Relay(Replicas())
+    assert through(relay, path="/ready", method="GET")[0] == 200
+    relay.draining = True
+    assert through(relay)[0] == 503 and b"shutting down" in through(relay)[1]
+    assert through(relay, path="/ready", method="GET")[0] == 503
+    assert through(relay, path="/health", method="GET")[0] == 200
+
+
+def test_the_application_answers_and_a_client_that_leaves_ends_its_request():
+    service = make_service()
+    app = make_app(service)
+    service.worker.start()
+    told = {"messages": [{"role": "user", "content": "who?"}], "temperature": 0, "max_tokens": 5}
+
+    async def left():
+        stream = json.dumps(told | {"max_tokens": 500, "stream": True}).encode()
+        messages = answer(app, Asked.of(scope(), stream))
+        async for message in messages:
+            if message["type"] == "http.response.body":
+                break
+        assert sum(service.worker.load) == 1
+        await messages.aclose()
+        for _ in range(500):
+            if sum(service.worker.load) == 0:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it goes on")
+
+    try:
+        relay = Relay(lambda asked: answer(app, asked))
+        status, said = through(relay, json.dumps(told).encode())
+        assert status == 200 and json.loads(said)["usage"]["completion_tokens"] == 5
+        assert through(relay, b"{")[0] == 400 and through(relay, path="/v1/models", method="GET")[0] == 200
+        asyncio.run(left())
+    finally:
+        service.worker.close(0)
+
+
+def test_fleets(tmp_path):
+    assert fleet("2", None, False, 3) == Fleet(2, 2, 3, 0)
+    made = fleet("1-4", None, True, None)
+    assert made == Fleet(1, 4, 1, 1)
+    options = made.options(slots=4, queue=8, drain=9)
+    assert options["autoscaling_config"]["max_replicas"] == 4 and "num_replicas" not in options
+    file = tmp_path / "options.yaml"
+    file.write_text("num_replicas: 3\nmax_ongoing_requests: 5\n")
+    pytest.importorskip("yaml")
+    options = fleet("1-4", file, False, 1).options(4, 8, 9)
+    assert (options["num_replicas"], options["max_ongoing_requests"]) == (3, 5) and "autoscaling_config" not in options
+    for wrong in ("0", "x", "4-2", "-1", "0-0"):
+        with pytest.raises(RequestError, match="--replicas"):
+            fleet(wrong, None, False, 1)
+    file.write_text("- 1\n")
+    with pytest.raises(RequestError, match="no options"):
+        fleet("1", file, False, 1)
+    with pytest.raises(RequestError, match="ray-config"):
+        fleet("1", tmp_path / "nowhere", False, 1)
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    import sys
+
+    from longdraft.serve.cluster import connected
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(CapabilityError, match=r"longdraft\[ray\]"):
+        connected()

@@ -1,0 +1,201 @@
+"""Rows of a batch, the file of its answers, and the run between them."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+
+from longdraft import Speculator
+from longdraft.batch.local import Local
+from longdraft.batch.output import Output
+from longdraft.batch.rows import Defaults, Line, Row, lines, measured
+from longdraft.batch.run import Answer, run
+from longdraft.errors import CapabilityError, CheckpointError, ConfigError, LongdraftError
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer(chat=True)
+MADE = {"input": "a", "seed": 0}
+
+
+def row(content: object, number: int = 3, **defaults: object) -> Row:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return Row(Line(number, number + 1, text), Defaults(**defaults))  # type: ignore[arg-type]
+
+
+def test_what_a_row_says_goes_before_the_command():
+    made = row({"prompt": "hi", "max_tokens": 4, "temperature": 0.5}, max_tokens=9, seed=10).request(TOKENIZER)
+    assert (made.max_new_tokens, made.seed, made.sampling.temperature) == (4, 13, 0.5)
+    made = row({"prompt": "hi", "seed": 1, "stop": "x"}, max_tokens=9).request(TOKENIZER)
+    assert (made.max_new_tokens, made.seed, made.sampling.greedy, made.stop) == (9, 1, True, ("x",))
+
+
+def test_messages_go_through_the_chat_template():
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    made = row({"messages": turns}).request(TOKENIZER)
+    assert TOKENIZER.decode(made.prompt) == "<user>a<eos><assistant>"
+
+
+def test_rows_of_openais_batch_files():
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0, "top_p": 1, "n": 1}
+    made = row({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    assert made.request(TOKENIZER).sampling.greedy
+    failed = made.failed(ValueError("because"))
+    assert failed["custom_id"] == "c" and failed["error"]["message"] == "because" and failed["response"] is None
+    text = row({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}).request(TOKENIZER)
+    assert not text.chat
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff", "UTF-8"),
+        (b"{", "not JSON"),
+        ([1], "not a JSON object"),
+        ({"id": 1}, "a prompt or messages"),
+        ({"prompt": "a", "messages": []}, "one of the two"),
+        ({"prompt": "a", "max_token": 3}, "max_token"),
+        ({"prompt": "a", "max_tokens": 0}, "max_new_tokens"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_new_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "seed": "x"}, "seed"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"messages": "a"}, "list of objects"),
+        ({"messages": [{"role": "user"}]}, "role and a content"),
+        ({"body": 3}, "not an object"),
+        ({"body": {"prompt": "a", "n": 2}}, "n 2"),
+        ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "embeddings"),
+    ],
+)
+def test_bad_rows_say_why(content, said):
+    made = row(content)
+    with pytest.raises(LongdraftError, match=said):
+        made.request(TOKENIZER)
+
+
+def test_lines_skip_blanks_and_rows(tmp_path):
+    path = tmp_path / "in"
+    path.write_bytes(b"\n{}\n \n[]\r\n1")
+    assert [(line.number, line.place, line.content) for line in lines(path, 1)] == [(1, 4, b"[]\r\n"), (2, 5, b"1")]
+    assert measured(path)[0] == 3
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        measured(tmp_path / "no")
+
+
+def test_a_torn_line_is_cut_off_and_the_file_goes_on(tmp_path):
+    path = tmp_path / "out"
+    with Output(path, MADE) as file:
+        file.write({"a": "ä"}, False)
+        file.write({"error": "x"}, True)
+    with path.open("ab") as torn:
+        torn.write(b'{"a": ')
+    with Output(path, MADE) as file:
+        assert (file.found, file.errors) == (2, 1)
+        file.write({"a": 2}, False)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": "ä"}, {"error": "x"}, {"a": 2}]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / "out"
+    with Output(path, MADE) as file:
+        file.write({}, False)
+        with pytest.raises(CheckpointError, match="Another run"):
+            Output(path, MADE)
+    with pytest.raises(ConfigError, match=r"seed 0, not 1.*delete"):
+        Output(path, MADE | {"seed": 1})
+    path.write_text('{}\nnonsense\n{"a": 1}\n')
+    with pytest.raises(CheckpointError, match=":2 is damaged"):
+        Output(path, MADE)
+    (tmp_path / "out.run").unlink()
+    with pytest.raises(ConfigError, match="cannot go on"):
+        Output(path, MADE)
+    assert path.read_text() == '{}\nnonsense\n{"a": 1}\n'
+
+
+class FullDisk:
+    """A file that takes three bytes of a row, and then no more."""
+
+    def __init__(self, file):
+        self._file, self._left = file, [3]
+
+    def write(self, data):
+        if not self._left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data[: self._left.pop()])
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path):
+    path = tmp_path / "out"
+    with Output(path, MADE) as file:
+        file.write({"a": 1}, False)
+        file._file = FullDisk(file._file)
+        with pytest.raises(CheckpointError, match=r"No space left.*1 rows are whole.*same command"):
+            file.write({"a": 2}, False)
+    assert path.read_text() == '{"a": 1}\n'
+
+
+class Backwards:
+    """Answers what it has in hand the last first; fails where it is told to."""
+
+    def __init__(self, unexpected: frozenset[int] = frozenset(), ahead: int = 4) -> None:
+        self.ahead, self._unexpected = ahead, unexpected
+        self._held: list[Line] = []
+        self.most = 0
+
+    def submit(self, line: Line) -> None:
+        self._held.append(line)
+        self.most = max(self.most, len(self._held))
+
+    def take(self, timeout: float) -> Answer | None:
+        number = self._held.pop().number
+        bad = number in self._unexpected
+        return Answer(number, {"error" if bad else "row": number}, bad, bad)
+
+
+def numbered(count: int, first: int = 0):
+    return (Line(i, i + 1, b"{}") for i in range(first, count))
+
+
+def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
+    decoder = Backwards()
+    with Output(tmp_path / "out", MADE) as file:
+        assert run(numbered(10), file, decoder).rows == 10
+    assert [json.loads(line)["row"] for line in (tmp_path / "out").read_text().splitlines()] == [*range(10)]
+    assert decoder.most <= 4
+
+
+def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tmp_path):
+    path = tmp_path / "out"
+    with Output(path, MADE) as file:
+        assert run(numbered(5), file, Backwards(frozenset([1, 3]))).rows == 5
+        assert file.errors == 2
+        with pytest.raises(CapabilityError, match="8 rows after row 7"):
+            run(numbered(30, 5), file, Backwards(frozenset(range(7, 30))))
+        assert (file.rows, file.errors) == (7, 2)
+    assert len(path.read_text().splitlines()) == 7
+
+
+def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
+    spec = Speculator("prompt-lookup", tiny_model(), TOKENIZER, plan="fixed")
+    prompts = ["why?", "who is who is who?", "", "a" * 600, "what?"]
+    source = tmp_path / "in"
+    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 6}) + "\n" for p in prompts))
+    path = tmp_path / "out"
+
+    def go(cancelled=lambda: False):
+        with Output(path, MADE) as file:
+            decoder = Local(spec, Defaults(), slots=2)
+            decoder.drive(lambda: run(lines(source, file.rows), file, decoder, cancelled=cancelled))
+            return file.rows
+
+    assert go(lambda: path.stat().st_size > 0) < 5 and go() == 5
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r.get("text") for r in found] == [
+        None if bad else spec.generate(p, max_new_tokens=6)[0].text
+        for p, bad in zip(prompts, (False, False, True, True, False), strict=True)
+    ]
+    assert "empty" in found[2]["error"] and "context" in found[3]["error"]
