@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -90,7 +91,7 @@ def rounds(method, text, **options):
     """Of our engine on a text: what each round emitted, and what the next one drafted."""
     spec = Speculator(method, MODEL, tiny_tokenizer(), plan="fixed", **options)
     steps = [s for s in spec.stream([text], max_new_tokens=40) if s.token_ids]
-    return [(s.token_ids, list(later.tree.tokens[1:])) for s, later in zip(steps, steps[1:], strict=False)][:ROUNDS]
+    return [(s.token_ids, list(later.tree.tokens[1:])) for s, later in itertools.pairwise(steps)][:ROUNDS]
 
 
 def follow(proposer, expected, seed, away=0.0):
@@ -140,7 +141,7 @@ def test_requests_without_a_slot_are_decoded_without_drafts(draft, expected):
     texts = {str(i): [*text, *expected[i][0][0]] for i, text in enumerate(TEXTS)}
     found = engine.step(texts, {name: expected[int(name)][0][0] for name in texts})
     assert sum(map(bool, found.values())) == 1
-    assert engine.step(texts, dict.fromkeys(texts, ())) == dict.fromkeys(texts, [])  # prompts that are still read
+    assert engine.step(texts, dict.fromkeys(texts, ())) == {key: [] for key in texts}  # prompts that are still read
 
 
 @pytest.mark.parametrize("read", [side_by_side, packed])

@@ -11,8 +11,8 @@ from longdraft.engines.vllm.proposer import Proposer
 class Lookup(Proposer):
     """Nothing is trained, and nothing of the target read: any model, any attention backend.
 
-    Options: ``min_n``, ``max_n`` (lengths of matches), ``earlier`` (tokens of requests that have ended, which are looked
-    up too: all tenants', so leave it at 0 where these must not know of each other).
+    Options: ``min_n``, ``max_n`` (lengths of matches), ``earlier`` (tokens of requests that have ended, which are
+    looked up too: all tenants', so leave it at 0 where these must not know of each other).
     """
 
     @staticmethod

@@ -32,16 +32,14 @@ class Pages:
         found = [name for name in context if f".layers.{layer}." in f".{name}."]
         if len(found) != 1:
             raise CapabilityError(
-                f"Layer {layer} of {config.model_config.model} has {len(found)} caches in vLLM where LongSpec reads one: "
-                "use longdraft.engines.vllm.Lookup."
+                f"Layer {layer} of {config.model_config.model} has {len(found)} caches in vLLM where LongSpec reads "
+                "one: use longdraft.engines.vllm.Lookup."
             )
         self.name = found[0]
         self._layer = context[self.name]
         self._checked = False
 
-    def read(
-        self, runner: Any, row: int, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, runner: Any, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (kv_heads, stop - start, head_dim) of a row of the engine's batch.
 
         Args:
@@ -77,9 +75,7 @@ class Pages:
         self._checked = True
 
 
-def side_by_side(
-    cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def side_by_side(cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (n, kv_heads, head_dim) of n tokens, of pages (pages, kv_heads, block, 2 head_dim).
 
     Args:

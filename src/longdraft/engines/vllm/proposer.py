@@ -127,7 +127,7 @@ class Proposer(ABC):
     def _follow(self, name: str, text: np.ndarray[Any, Any], emitted: int, greedy: bool) -> Followed | None:
         """A request with its new tokens; None where no slot is free."""
         followed = self._followed.get(name)
-        if followed is not None and len(text) == len(followed.sequence.prompt) + len(followed.sequence.output) + emitted:
+        if followed is not None and len(text) == len(followed.sequence.tokens) + emitted:
             for token in text[len(text) - emitted :]:
                 followed.sequence.append(int(token))
             return followed
