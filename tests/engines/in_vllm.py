@@ -1,0 +1,120 @@
+"""Our drafters in vLLM itself, with the embedded model: `make test-engines` runs this in an environment with vLLM.
+
+Greedy text equals that of vLLM without drafts, whatever is preempted or cached; acceptance is our own engine's.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+import pytest
+from vllm import LLM, SamplingParams
+
+import longdraft
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3_export import to_speculators
+
+NEW = 48
+DRAFTS = files("longdraft") / "drafts"
+LOOKUP = {"method": "custom_class", "model": "longdraft.engines.vllm.Lookup", "num_speculative_tokens": 7}
+LONGSPEC = {"method": "custom_class", "model": "longdraft.engines.vllm.LongSpec", "num_speculative_tokens": 3}
+LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-longspec"}}
+
+
+@pytest.fixture(scope="session")
+def loaded():
+    return longdraft.load(dtype="float32", weights="float32")
+
+
+@pytest.fixture(scope="session")
+def folder(loaded, tmp_path_factory):
+    made = tmp_path_factory.mktemp("target")
+    loaded.model.save_pretrained(made)
+    loaded.tokenizer.save_pretrained(made)
+    return str(made)
+
+
+@pytest.fixture(scope="session")
+def prompts(loaded):
+    """Eight, of several lengths; the last two begin alike."""
+    text = loaded.tokenizer(longdraft.Speculator.__doc__ + longdraft.Speculator.stream.__doc__)["input_ids"]
+    text = (text * 4)[:900]
+    return [text[i * 7 : i * 7 + n] for i, n in enumerate((20, 60, 130, 250, 400, 90))] + [text[:300], text[:340]]
+
+
+@pytest.fixture(scope="session")
+def plain(folder, prompts):
+    return generated(folder, prompts)[0]
+
+
+def generated(folder, prompts, times=1, **settings):
+    """Tokens of each prompt, and vLLM's counters."""
+    llm = LLM(
+        folder, dtype="float32", max_model_len=1024, max_num_seqs=8, enforce_eager=True, disable_log_stats=False,
+        **settings,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    for _ in range(times):
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    counts = {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return [list(one.outputs[0].token_ids) for one in found], counts
+
+
+def accepted(counts):
+    """Of a round with drafts, the bonus counted."""
+    return 1 + counts["spec_decode_num_accepted_tokens"] / counts["spec_decode_num_drafts"]
+
+
+def ours(loaded, method, prompts, **options):
+    spec = longdraft.Speculator(method, loaded.model, plan="fixed", **options)
+    found = [spec.generate(prompt, max_new_tokens=NEW, eos_token_ids=[])[0] for prompt in prompts]
+    return 1 + sum(r.accepted for r in found) / sum(r.rounds for r in found)
+
+
+def test_lookups(folder, prompts, plain):
+    tokens, counts = generated(folder, prompts, speculative_config=LOOKUP)
+    assert tokens == plain and accepted(counts) > 1.5
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_longspec_with_and_without_prefix_caching(loaded, folder, prompts, plain, caching):
+    tokens, counts = generated(
+        folder, prompts, 2, speculative_config=LONGSPEC, additional_config=LONGSPEC_OPTIONS,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    assert tokens == plain and bool(counts["prefix_cache_hits"]) == caching
+    expected = ours(loaded, "longspec", prompts, draft=LONGSPEC_OPTIONS["longdraft"]["draft"], tree="chain", depth=3)
+    print(f"longspec: {accepted(counts):.3f} in vLLM, {expected:.3f} here")
+    assert accepted(counts) == pytest.approx(expected, rel=0.1)
+
+
+def test_longspec_where_requests_are_preempted(folder, prompts, plain):
+    tokens, counts = generated(
+        folder, prompts, speculative_config=LONGSPEC, additional_config=LONGSPEC_OPTIONS, num_gpu_blocks_override=14
+    )
+    assert tokens == plain and counts["num_preemptions"]
+
+
+def test_an_exported_eagle3_draft(loaded, folder, prompts, plain, tmp_path):
+    draft = Eagle3Draft.load(DRAFTS / "smollm2-135m-instruct-eagle3")
+    to_speculators(draft, tmp_path / "eagle3", folder, max_position=8192, speculative_tokens=3)
+    config = {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 3}
+    tokens, counts = generated(folder, prompts, speculative_config=config)
+    assert tokens == plain
+    expected = ours(loaded, "eagle3", prompts, draft=draft.folder, tree="chain", depth=3)
+    print(f"eagle3: {accepted(counts):.3f} in vLLM, {expected:.3f} here")
+    assert accepted(counts) == pytest.approx(expected, rel=0.1)
+
+
+def test_sampled_text_follows_its_seed(folder, prompts):
+    def sampled(**settings):
+        llm = LLM(folder, dtype="float32", max_model_len=1024, enforce_eager=True, **settings)
+        params = SamplingParams(temperature=1, max_tokens=12, seed=3)
+        found = llm.generate([{"prompt_token_ids": prompts[0]}] * 2, params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found]
+
+    one, two = sampled(speculative_config=LOOKUP)
+    assert one == two
