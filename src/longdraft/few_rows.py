@@ -199,7 +199,12 @@ def weights_of(layer: nn.Module) -> Weights | None:
 def in_halves(weight: torch.Tensor) -> bool:
     """Whether our kernels read a bfloat16 or float16 matrix as it is."""
     half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-    return half and weight.shape[1] % 32 == 0 and weight.is_contiguous()
+    return half and not is_shared_out(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
+
+
+def is_shared_out(weight: object) -> bool:
+    """Whether a weight is a DTensor: several processes have a share of it each."""
+    return hasattr(weight, "device_mesh")
 
 
 def _computes_in(layer: nn.Module) -> torch.dtype:
@@ -207,4 +212,5 @@ def _computes_in(layer: nn.Module) -> torch.dtype:
 
 
 def _plain(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.stride(-1) == 1
+    own = weight.device.type == "cpu" and not is_shared_out(weight)
+    return own and weight.dtype == torch.float32 and weight.stride(-1) == 1

@@ -164,6 +164,13 @@ class Speculator:
             if runner not in self._planners:
                 chosen = self._recipe(runner)
                 wanted = planned(self._plan, self.options) and self.offload is None and chosen.can_be_planned
+                if runner.share is not None:
+                    if self._plan == "auto":
+                        raise CapabilityError(
+                            "Rounds are planned by a clock, and each process of a sharded model has another: leave "
+                            'plan out, or give plan="fixed".'
+                        )
+                    wanted = False
                 self._planners[runner] = planner_for(runner, progress) if wanted else None
             return self._planners[runner]
 

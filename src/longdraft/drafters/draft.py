@@ -14,6 +14,7 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
 from longdraft.host.runner import TargetRunner
+from longdraft.host.sharded import whole
 from longdraft.native.stored import Stored
 
 Bound = TypeVar("Bound")
@@ -187,7 +188,7 @@ class TrainedDraft(Draft[Bound]):
         if self.ids is None:
             return head, None
         ids = self.ids.to(runner.device)
-        return (head.rows(ids) if isinstance(head, Stored) else head[ids]), ids
+        return (head.rows(ids) if isinstance(head, Stored) else whole(head)[ids]), ids
 
     def _empty(self) -> nn.Module:
         """The module without memory."""

@@ -14,9 +14,10 @@ from longdraft.drafters.eagle3_formats import EAGLE
 from longdraft.drafters.eagle_block import EagleBlock, EagleShape
 from longdraft.drafters.kinds import Kind, register
 from longdraft.errors import UnsupportedModelError
-from longdraft.few_rows import FewRowsLinear, FewRowsModule
+from longdraft.few_rows import FewRowsModule
 from longdraft.host.parts import norm_before_head
 from longdraft.host.runner import TargetRunner
+from longdraft.host.sharded import product
 
 
 class EagleDraft(Eagle3Draft):
@@ -45,7 +46,7 @@ class EagleDraft(Eagle3Draft):
         block, norm = self.placed(runner), norm_before_head(runner.model)
         assert norm is not None
         # Calls, not modules: they are the target's, and no part of the block.
-        block.borrow(norm.__call__, FewRowsLinear(runner.parts.head).__call__)
+        block.borrow(norm.__call__, product(runner.parts.head))
         rotary = self.rotary(runner.kv_shape.dtype, runner.device)
         return BoundDraft(block, runner.parts.embedding, rotary, None, None, None, FewRowsModule(block))
 

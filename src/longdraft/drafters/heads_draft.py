@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +13,8 @@ from longdraft.drafters.draft import TrainedDraft
 from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.whole_level import serves
-from longdraft.few_rows import FewRowsLinear
 from longdraft.host.runner import TargetRunner
+from longdraft.host.sharded import product
 from longdraft.native.rounded import Rounded, light
 from longdraft.native.stored import Stored
 
@@ -35,8 +36,8 @@ class BoundHeads:
     ids: torch.Tensor | None
 
     @cached_property
-    def _head(self) -> FewRowsLinear:
-        return FewRowsLinear(self.head)
+    def _head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return product(self.head)
 
     def logits(self, h: torch.Tensor, heads: int) -> torch.Tensor:
         """h (rows, hidden), the target's states -> (rows, heads, draft vocabulary). One product with the head."""

@@ -8,6 +8,7 @@ through the whole block; then the tree grows level by level.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -93,9 +94,8 @@ class LongSpecDrafter(RetrievingDrafter):
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
-        self.window = Window(
-            runner.kv_shape, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device
-        )
+        own = replace(runner.kv_shape, kv_heads=self.draft.shape.kv_heads)
+        self.window = Window(own, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device)
         self.retrieved: RetrievedKV | None = None
         if self.retrieval is not None:
             transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,10 @@ from longdraft.drafters.draft_folder import PUBLISHED, DraftFolder, filled_in, s
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.whole_level import WholeLevel, products_of, serves
 from longdraft.errors import UnsupportedModelError
-from longdraft.few_rows import FewRowsLinear, FewRowsModule
+from longdraft.few_rows import FewRowsModule
 from longdraft.host.parts import SharedParts
 from longdraft.host.runner import TargetRunner
+from longdraft.host.sharded import product
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.native.stored import Stored
@@ -45,8 +47,8 @@ class BoundDraft:
     few_rows: FewRowsModule
 
     @cached_property
-    def _head(self) -> FewRowsLinear:
-        return FewRowsLinear(self.head)
+    def _head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return product(self.head)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) -> (rows, draft vocabulary)."""

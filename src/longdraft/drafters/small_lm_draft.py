@@ -18,7 +18,7 @@ from longdraft.drafters import draft_folder
 from longdraft.drafters.draft import Draft, TrainedDraft
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.whole_lm import WholeLM
-from longdraft.errors import CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.host import companions, small_models
 from longdraft.host.checkpoints import load_weights
 from longdraft.host.runner import TargetRunner
@@ -91,6 +91,11 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         return {"hidden_size": self.sizes.get("hidden_size")}
 
     def make(self, runner: TargetRunner) -> BoundLM:
+        if runner.share is not None:
+            raise CapabilityError(
+                "A small language model of ours has the model's embedding and head, of which each process of a sharded "
+                "model has a part alone: take longspec, eagle3 or prompt-lookup."
+            )
         head, ids = self.head(runner)
         floats = unpacked(head) if isinstance(head, Stored) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}

@@ -27,7 +27,7 @@ Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
 
 def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
     """The kernels, where they compute drafts of a target; None: torch does it."""
-    plain = runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
+    plain = runner.share is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from longdraft.host import hosting, stored, support
 from longdraft.host.graphs import Computed, Graphs
 from longdraft.host.lock import FairLock
 from longdraft.host.parts import SharedParts
+from longdraft.host.sharded import share_of
 from longdraft.host.twin import Twin, host
 from longdraft.kv import offload as offloading
 from longdraft.kv.offload import Offload
@@ -74,6 +76,8 @@ class TargetRunner:
         model: the model itself, as it was given.
         attention_path: name of the attention path that this machine uses.
         graphs: its recorded forwards, and those of the drafts that read it.
+        share: what of the target this process has, where several share it; None: all.
+        kv_shape: of its stores, which hold the KV of this process's heads.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
         whole_layers: layers are computed in one piece where that can be done: whoever wants to watch a layer's parts
             sets it to False.
@@ -88,20 +92,24 @@ class TargetRunner:
         offloading.check(offload, model.device)
         self.offload = offload
         self.model = model
+        self.share = share_of(model)
         self._host = host(model)
-        self.kv_shape = hosting.kv_shape(model)
+        whole = hosting.kv_shape(model)
+        self.kv_shape = whole if self.share is None else self.share.of_heads(whole)
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
         self.whole_layers = True
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        self.prefix_attend: prefix.PrefixAttend = prefix.resolve(self.attention_path)
+        attend = prefix.resolve(self.attention_path)
+        self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.kv_dtype = kv_dtype or self.kv_shape.dtype
         if self.rounds and (offload is not None or not self.can_round):
             other = (
                 "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
             )
             raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {other}: leave it out.")
-        self.graphs = Graphs.on(self.device, self.attention_path)
+        # What processes exchange within a forward is not recorded.
+        self.graphs = Graphs.on(self.device, self.attention_path) if self.share is None else Graphs(None)
         self._bound_to = _bound_to(model)
 
     @property
@@ -152,6 +160,8 @@ class TargetRunner:
     def fingerprint(self) -> str:
         """Names this target in snapshots."""
         name = hosting.fingerprint(self.model)
+        if self.share is not None and self.share.heads:
+            name += f", share {self.share.rank + 1} of {self.share.size}"
         return f"{name}, KV in {self.kv_dtype}" if self.rounds else name
 
     @property
@@ -163,6 +173,26 @@ class TargetRunner:
     def can_round(self) -> bool:
         """Whether its attention reads keys and values that were rounded."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
+
+    def check_looks(self, looks: bool) -> None:
+        """Refuses a run that chooses rows of the KV by what heads look at, where this process has some heads alone.
+
+        Args:
+            looks: whether it does.
+
+        Raises:
+            CapabilityError: naming what does without.
+        """
+        if looks and self.share is not None:
+            raise CapabilityError(
+                "This method drafts or verifies on a part of the KV cache, and each process of a sharded model would "
+                "choose another: take ar, prompt-lookup, longspec or eagle3, without retrieval."
+            )
+
+    def same(self, own: torch.Tensor) -> torch.Tensor:
+        """A tensor that decides what is emitted, such as a generator's state: the first process's, of those that share
+        the target."""
+        return own if self.share is None else self.share.first(own)
 
     @property
     def _what(self) -> str:
@@ -200,24 +230,25 @@ class TargetRunner:
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
-        if dtype != self.kv_shape.dtype:
-            if not self.can_round:
-                raise CapabilityError(
-                    f"Views in {dtype} are for models {_ROUNDED}; this one is {self._what}: leave view_dtype out; a "
-                    "view of all rows needs it, so take another."
-                )
-            return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
-        offload = None if resident else self.offload
-        return offloading.new_store(
-            offload,
-            self.kv_shape,
-            slots,
-            capacity + self.graphs.padding,
-            self.device,
-            transposed,
-            feature_layers,
-            size,
-        )
+        if dtype != self.kv_shape.dtype and not self.can_round:
+            raise CapabilityError(
+                f"Views in {dtype} are for models {_ROUNDED}; this one is {self._what}: leave view_dtype out; a view "
+                "of all rows needs it, so take another."
+            )
+        with nullcontext() if self.share is None else self.share.room():
+            if dtype != self.kv_shape.dtype:
+                return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
+            offload = None if resident else self.offload
+            return offloading.new_store(
+                offload,
+                self.kv_shape,
+                slots,
+                capacity + self.graphs.padding,
+                self.device,
+                transposed,
+                feature_layers,
+                size,
+            )
 
     @torch.inference_mode()
     def forward(
@@ -245,6 +276,8 @@ class TargetRunner:
         with self.lock:
             if self.twin.moved:
                 self.refresh()
+            if self.share is not None:
+                self.share.check_same(block)
             kept = Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
 
             def compute(block: Block) -> Computed:

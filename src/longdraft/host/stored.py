@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.few_rows import MOST, in_halves
+from longdraft.host.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 
 # What a model carries the file under that its weights are mapped from.
@@ -119,14 +120,16 @@ def weight_place(module: nn.Module) -> torch.Tensor:
     """The tensor in memory that a layer's or an embedding's weights are: to see where it lies, not what it says."""
     found = module.data if isinstance(module, StoredWeights) else module.weight
     assert isinstance(found, torch.Tensor)
-    return found
+    return local(found)
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
     """(out, in) of a layer, (tokens, size) of an embedding."""
     if isinstance(module, StoredWeights):
         return module.matrix.shape
-    rows, size = weight_place(module).shape
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    rows, size = weight.shape
     return rows, size
 
 
@@ -139,7 +142,7 @@ def parameters(model: nn.Module) -> int:
 def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
     """Some of a module's first weights, evenly spread, the same however they are stored."""
     if not isinstance(module, StoredWeights):
-        flat = next(module.parameters(recurse=False)).detach().flatten()
+        flat = whole(next(module.parameters(recurse=False)).detach()).flatten()
         return flat[:: max(1, flat.numel() // most)]
     matrix = module.matrix
     rows, size = matrix.shape

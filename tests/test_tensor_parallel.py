@@ -1,0 +1,114 @@
+"""Tensor parallelism: processes that share a target decode what one process decodes alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longdraft.errors import CapabilityError
+from longdraft.host.sharded import Share, share_of
+from longdraft.kv.store import KVShape
+from tests.tensor_parallel_cases import FAMILIES, METHODS, NEW, PROMPTS, cases, make, speculator
+from tests.tiny import tiny_model
+
+slow = pytest.mark.slow
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("shared")
+    make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> list[Found]:
+    """What each of two processes under torchrun found."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, "-m", "tests.tensor_parallel_cases", str(folder)],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@slow
+def test_tokens_and_rounds_are_those_of_one_process(folder: Path, shared: list[Found]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    alone = {name: decode(model) for name, decode in cases(folder).items()}
+    for name, own in alone.items():
+        assert [found[name] for found in shared] == [own, own], name
+
+
+@slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(folder: Path, shared: list[Found], name: str) -> None:
+    spec = speculator(AutoModelForCausalLM.from_pretrained(folder / name), folder, METHODS["ar"])
+    own = [[r.token_ids, r.rounds] for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
+    assert [found[name] for found in shared] == [own, own]
+
+
+@slow
+def test_each_process_keeps_its_own_heads(shared: list[Found]) -> None:
+    assert [found["kv heads"] for found in shared] == [1, 1]
+
+
+@slow
+@pytest.mark.parametrize("name", ["unseeded", "unseeded, custom_generate"])
+def test_without_a_seed_all_take_the_first_ones(shared: list[Found], name: str) -> None:
+    assert shared[0][name] == shared[1][name]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("self", "on a part of the KV cache"),
+        ("specpv", "on a part of the KV cache"),
+        ("retrieval", "on a part of the KV cache"),
+        ("planned", "leave plan out"),
+        ("odd", "3 KV heads, which 2 processes cannot share out evenly"),
+        ("other requests", "no longer decode the same"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_all(shared: list[Found], name: str, said: str) -> None:
+    for found in shared:
+        assert found["refused"][name].startswith("CapabilityError: ")
+        assert said in found["refused"][name]
+
+
+def test_a_model_of_one_process_has_no_share() -> None:
+    assert share_of(tiny_model()) is None
+
+
+def test_heads_are_shared_out_only_where_the_plan_does() -> None:
+    whole = KVShape(3, 4, 16, torch.float32)
+    heads, none = (Share(1, 2, None, torch.device("cpu"), heads) for heads in (True, False))
+    assert heads.of_heads(whole).kv_heads == 2
+    assert none.of_heads(whole) == whole
+    with pytest.raises(CapabilityError, match="start as many as divide them"):
+        Share(0, 3, None, torch.device("cpu"), True).of_heads(whole)
+
+
+def test_other_ways_to_share_out_are_refused(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = tiny_model()
+        weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
+        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(CapabilityError, match="by transformers alone"):
+            share_of(model)
+    finally:
+        torch.distributed.destroy_process_group()
