@@ -118,6 +118,7 @@ def _foreign(
         "layout": "speculators" if speculators else "published",
         "feature_layers": [int(i) - 1 for i in ids] if ids else None,
         "trained_length": sizes.get("max_position_embeddings"),
+        "window": sizes.get("sliding_window") if "sliding_attention" in (sizes.get("layer_types") or ()) else None,
         "draft_vocab_size": shape.vocabulary if OFFSETS in tensors and kind == KIND else None,
     }
     return DraftFolder(kind, ours, tensors, target), _foreign_rope(sizes)
