@@ -74,11 +74,13 @@ class EngineTarget:
         weights: digest of the weights that the draft was trained with; vLLM's are joined and packed, and not compared.
 
     Attributes:
-        last: index of its last layer.
+        last: index of its last layer. share: None, for it is on one device.
 
     Raises:
         CapabilityError: it is sharded, or its embedding or head cannot be shared.
     """
+
+    share = None
 
     def __init__(self, config: Any, model: Any, weights: str | None) -> None:
         own = config.model_config
