@@ -109,9 +109,8 @@ class Pool:
             self.close()
 
     def close(self) -> None:
-        """Ends the actors, and what they are decoding."""
-        for actor in self._actors:
-            self._ray.kill(actor)
+        """Ends the actors with what they are decoding, and says good-bye to Ray, which would print of it."""
+        self._ray.shutdown()
 
 
 def _reason(error: Exception) -> str:
