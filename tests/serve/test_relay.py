@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("fastapi")
 
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
+from longdraft.serve.cluster import connected, require
 from longdraft.serve.relay import Asked, Lost, Relay, answer, beginning
 from longdraft.serve.replicas import Fleet, fleet
 from longdraft.serve.worker import Full
@@ -161,10 +164,19 @@ def test_fleets(tmp_path):
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
-    import sys
-
-    from longdraft.serve.cluster import connected
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CapabilityError, match=r"longdraft\[ray\]"):
         connected()
+
+
+def test_more_processes_than_there_are_processors_are_refused(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
+    require(ray, 2, 1, 0)
+    with pytest.raises(CapabilityError, match="3 CPU each need 6, and Ray has 2"):
+        require(ray, 2, 3, 0)
+    with pytest.raises(CapabilityError, match="GPU"):
+        require(ray, 1, 1, 1)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    require(ray, 9, 9, 9)

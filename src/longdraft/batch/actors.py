@@ -15,7 +15,7 @@ from longdraft.batch.rows import Defaults, Line, Row
 from longdraft.batch.run import Answer
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.host.checkpoints import Progress
-from longdraft.serve.cluster import connected
+from longdraft.serve.cluster import connected, require
 
 # Actors that a row is given to, one after another, where they die.
 _RETRIES = 3
@@ -55,11 +55,13 @@ class Pool:
         make: makes the engine of each. defaults: as they have them. count: actors. cpus, gpus: of each.
 
     Raises:
-        CapabilityError: Ray is not there; an actor does not start; or their models are not the same.
+        CapabilityError: Ray is not there, or has not got so many processors; an actor does not start; or their models
+            are not the same.
     """
 
     def __init__(self, make: Callable[[], Local], defaults: Defaults, count: int, cpus: int, gpus: int) -> None:
         self._ray, self._defaults = connected(), defaults
+        require(self._ray, count, cpus, gpus)
         kind = self._ray.remote(Actor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)
         self._actors = [kind.remote(make) for _ in range(count)]
         try:
@@ -107,9 +109,8 @@ class Pool:
             self.close()
 
     def close(self) -> None:
-        """Ends the actors, and what they are decoding."""
-        for actor in self._actors:
-            self._ray.kill(actor)
+        """Ends the actors with what they are decoding, and says good-bye to Ray, which would print of it."""
+        self._ray.shutdown()
 
 
 def _reason(error: Exception) -> str:

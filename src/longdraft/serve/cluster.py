@@ -31,3 +31,20 @@ def connected() -> Any:
 def share(processes: int, gpu: bool) -> int:
     """Cores for each of so many processes: of this machine; one where a GPU does the work."""
     return 1 if gpu else max(1, (os.cpu_count() or 1) // processes)
+
+
+def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
+    """Refuses what would wait for ever. A cluster elsewhere may grow: of that Ray itself says what it lacks.
+
+    Raises:
+        CapabilityError: this machine has not got so many.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    has = ray.cluster_resources()
+    for kind, each in (("CPU", cpus), ("GPU", gpus)):
+        if has.get(kind, 0) < processes * each:
+            raise CapabilityError(
+                f"{processes} processes with {each:g} {kind} each need {processes * each:g}, and Ray has "
+                f"{has.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
+            )

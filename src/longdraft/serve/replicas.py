@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
-from longdraft.serve.cluster import connected, share
+from longdraft.serve.cluster import connected, require, share
 from longdraft.serve.guards import Guards
 from longdraft.serve.relay import Asked, Lost, Relay, answer
 from longdraft.serve.service import Service
@@ -30,6 +30,8 @@ from longdraft.serve.settings import Settings
 from longdraft.serve.worker import Full
 
 NAME = "longdraft"
+# Seconds after its timeout that a request may take to come back.
+_GRACE = 30.0
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -197,6 +199,8 @@ def serve(
         CapabilityError: Ray is not there, or the replicas do not start; says why.
     """
     ray = connected()
+    if not fleet.more:
+        require(ray, fleet.least, fleet.cpus, fleet.gpus)
     from ray import serve as ray_serve
 
     ended = threading.Event()
