@@ -40,6 +40,7 @@ def make(folder: Path) -> None:
     drafts.random_heads(folder / "heads", model)
     drafts.random_onepass(folder / "onepass", model)
     drafts.published_eagle(folder / "eagle", model)
+    drafts.small_lm(folder / "lm", vocab=61)
 
 
 def cases(folder: Path) -> dict[str, Callable[[PreTrainedModel], Any]]:
@@ -67,9 +68,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "draft": "eagle"},
     "heads": {"method": "heads", "draft": "heads"},
     "onepass": {"method": "onepass", "draft": "onepass"},
+    "small-lm": {"method": "small-lm", "draft": "lm"},
+    "quantspec": {"method": "quantspec"},
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "self": {"method": "self"},
+    "magicdec": {"method": "magicdec"},
+    "nested": {"method": "nested", "drafter": "prompt-lookup"},
+    "triforce": {"method": "triforce", "draft": "lm"},
+    "tokenswift": {"method": "tokenswift", "draft": "heads"},
+    "specextend": {"method": "specextend", "draft": "lm"},
     "specpv": {"method": "specpv"},
     "retrieval": {"method": "longspec", "draft": "longspec", "retrieval": True},
     "planned": {"method": "prompt-lookup", "plan": "auto"},
@@ -85,7 +93,7 @@ def speculator(model: PreTrainedModel, folder: Path, options: dict[str, Any]) ->
 def _decoding(folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> Callable[[PreTrainedModel], Any]:
     def decode(model: PreTrainedModel) -> Any:
         results = speculator(model, folder, options).generate(PROMPTS, max_new_tokens=NEW, **settings)
-        return [[r.token_ids, r.rounds] for r in results]
+        return [[r.token_ids, r.rounds, r.drafted, r.accepted] for r in results]
 
     return decode
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from longdraft.errors import CapabilityError
 from longdraft.host.sharded import Share, share_of
 from longdraft.kv.store import KVShape
-from tests.tensor_parallel_cases import FAMILIES, METHODS, NEW, PROMPTS, cases, make, speculator
+from tests.tensor_parallel_cases import FAMILIES, METHODS, NEW, PROMPTS, REFUSED, cases, make, speculator
 from tests.tiny import tiny_model
 
 slow = pytest.mark.slow
@@ -42,19 +42,30 @@ def shared(folder: Path) -> list[Found]:
 
 
 @slow
-def test_tokens_and_rounds_are_those_of_one_process(folder: Path, shared: list[Found]) -> None:
+def test_tokens_and_drafts_are_those_of_one_process(
+    folder: Path, shared: list[Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Our kernels round a draft's weights, and step aside where the target is shared out.
+    monkeypatch.setattr("longdraft.drafters.whole_level.kernels", lambda: None)
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
     alone = {name: decode(model) for name, decode in cases(folder).items()}
     for name, own in alone.items():
-        assert [found[name] for found in shared] == [own, own], name
+        if name.startswith("quantspec"):  # drafts with rounded weights of the target
+            own = [row[0] for row in own]
+            assert [[row[0] for row in found[name]] for found in shared] == [own, own], name
+        else:
+            assert [found[name] for found in shared] == [own, own], name
+    for method in METHODS:
+        accepted = sum(row[3] for kind in ("greedy", "sampled") for row in alone[f"{method}, {kind}"])
+        assert accepted or method == "ar", method
 
 
 @slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(folder: Path, shared: list[Found], name: str) -> None:
     spec = speculator(AutoModelForCausalLM.from_pretrained(folder / name), folder, METHODS["ar"])
-    own = [[r.token_ids, r.rounds] for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
-    assert [found[name] for found in shared] == [own, own]
+    own = [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
+    assert [[row[0] for row in found[name]] for found in shared] == [own, own]
 
 
 @slow
@@ -72,9 +83,7 @@ def test_without_a_seed_all_take_the_first_ones(shared: list[Found], name: str) 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("self", "on a part of the KV cache"),
-        ("specpv", "on a part of the KV cache"),
-        ("retrieval", "on a part of the KV cache"),
+        *((name, "on a part of the KV cache") for name in REFUSED if name != "planned"),
         ("planned", "leave plan out"),
         ("odd", "3 KV heads, which 2 processes cannot share out evenly"),
         ("other requests", "no longer decode the same"),

@@ -252,7 +252,8 @@ def _sequence(spec: Speculator, index: int, request: Request, max_nodes: int) ->
     if not sampling.greedy:
         generator = torch.Generator(runner.device)
         generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
-        generator.set_state(runner.same(generator.get_state()))
+        if runner.share is not None:
+            generator.set_state(runner.share.first(generator.get_state()))
     given = request.eos_token_ids
     eos = _model_eos(spec, runner) if given is None else frozenset([given] if isinstance(given, int) else given)
     rules: list[StopRule] = [eos_rule(eos)] if eos else []

@@ -228,7 +228,8 @@ class Engine:
                 self._store, self._queries = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._queries)
-                runner.check_looks(bool(self.drafter.views or self.schedule.views or self._queries))
+                if runner.share is not None:
+                    runner.share.check_looks(bool(self.drafter.views or self.schedule.views or self._queries))
                 break
             except MemoryBudgetError:
                 if slots == 1 or self._kept:

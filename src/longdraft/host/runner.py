@@ -174,26 +174,6 @@ class TargetRunner:
         """Whether its attention reads keys and values that were rounded."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
-    def check_looks(self, looks: bool) -> None:
-        """Refuses a run that chooses rows of the KV by what heads look at, where this process has some heads alone.
-
-        Args:
-            looks: whether it does.
-
-        Raises:
-            CapabilityError: naming what does without.
-        """
-        if looks and self.share is not None:
-            raise CapabilityError(
-                "This method drafts or verifies on a part of the KV cache, and each process of a sharded model would "
-                "choose another: take ar, prompt-lookup, longspec or eagle3, without retrieval."
-            )
-
-    def same(self, own: torch.Tensor) -> torch.Tensor:
-        """A tensor that decides what is emitted, such as a generator's state: the first process's, of those that share
-        the target."""
-        return own if self.share is None else self.share.first(own)
-
     @property
     def _what(self) -> str:
         return f"{self.kv_shape.dtype} on {self.device} ({self.attention_path})"

@@ -97,6 +97,22 @@ class Share:
                 "the same order, with the same options, and start them on machines and devices of one kind."
             )
 
+    @staticmethod
+    def check_looks(looks: bool) -> None:
+        """Refuses a run that chooses rows of the KV by what heads look at.
+
+        Args:
+            looks: whether it does.
+
+        Raises:
+            CapabilityError: naming what does without.
+        """
+        if looks:
+            raise CapabilityError(
+                "This method drafts or verifies on a part of the KV cache, and each process of a sharded model would "
+                "choose another: take ar, prompt-lookup, longspec or eagle3, without retrieval."
+            )
+
     @contextmanager
     def room(self) -> Iterator[None]:
         """Memory that is taken inside is taken in all processes, or in none.

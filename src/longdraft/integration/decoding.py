@@ -67,7 +67,7 @@ def decode(
     alone = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
     draws = StepDraws(rows, runner.device, alone) if config.do_sample else None
     if draws is not None and runner.share is not None:
-        draws.generator.set_state(runner.same(draws.generator.get_state()))
+        draws.generator.set_state(runner.share.first(draws.generator.get_state()))
     sequences = []
     for i, row in enumerate(input_ids):
         real = row if mask is None else row[mask[i].bool().to(row.device)]
