@@ -38,9 +38,10 @@ WAITS: dict[str, dict[str, int]] = {
     "tokenswift": {TOKENS: 1, TREE: 1},
     "specpv-exact": {TOKENS: 1},
     # Each verification of a level decides what comes next: it is read, and so is how sure the level was of each text.
-    "triforce": {TOKENS: 7, TREE: 6, "_step": 12},
+    "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
     "nested": {TOKENS: 6, "_step": 8},
 }
+NEW = 14
 # Whose forwards between two verifications are recorded too.
 RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
@@ -49,7 +50,7 @@ def rounds(spec: Speculator, found: Card, **settings: Any) -> tuple[list[list[in
     """Tokens, and of each round where the host waited, but for the first."""
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     waits: list[dict[str, int]] = []
-    for step in spec.stream(PROMPTS, max_new_tokens=20, eos_token_ids=[], **settings):
+    for step in spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings):
         outputs[step.sequence] += step.token_ids
         if step.seconds and step.mode != "prefill":
             places = [place.split()[1] for place in found.waits]
@@ -74,7 +75,7 @@ def specs(tmp_path: Path) -> Specs:
 @pytest.mark.parametrize("method", EXACT)
 def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
     options = specs.options(method)
-    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=20, eos_token_ids=[])
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[])
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
     recorder = StandIn(there)
@@ -93,7 +94,7 @@ def test_sampled_tokens_are_read_together(method, sampling, specs, there):
     """The random numbers of coming samples are known: what the target says at every node goes to the host at once."""
     settings = {"temperature": 0.8, "seed": 5, **sampling}
     options = specs.options(method)
-    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=20, eos_token_ids=[], **settings)
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings)
     moved(specs.model)
     # A generator of the device does not exist without one.
     with pytest.MonkeyPatch.context() as patch:
@@ -104,8 +105,20 @@ def test_sampled_tokens_are_read_together(method, sampling, specs, there):
     assert all(found[TOKENS] == 1 and "sample" not in found for found in waits[1:])
 
 
-@pytest.mark.parametrize("tree", [{"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "depth": 5}], ids=str)
-@pytest.mark.parametrize("method", ["longspec", "eagle3", "eagle"])
+DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "depth": 5}
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [
+        ("longspec", OPT),
+        ("eagle3", DYNAMIC),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
+            ("longspec", DYNAMIC), ("eagle3", OPT), ("eagle", DYNAMIC), ("eagle", OPT)
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there):
     """Levels of several widths and depths, of sequences that end at different times: the same is accepted of them."""
     options = specs.options(method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
@@ -114,7 +127,7 @@ def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, ther
     for recorder in (None, StandIn(there)):
         spec = Speculator(method, target=specs.model, plan="fixed", **options)
         spec.runner().graphs = Graphs(recorder)
-        steps = spec.stream(PROMPTS, max_new_tokens=30, eos_token_ids=[4])
+        steps = spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[4])
         found.append([(step.sequence, step.drafted, step.accepted, step.token_ids) for step in steps])
     assert found[0] == found[1] and recorder.replays > len(found[0])
 

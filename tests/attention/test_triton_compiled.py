@@ -57,6 +57,7 @@ def test_defaults(tmp_path: Path) -> None:
             assert row["programs"] >= 2  # as many waves of programs are launched
 
 
+@pytest.mark.slow
 def test_float32_and_numbers_that_are_one(tmp_path: Path) -> None:
     rows = compiled(
         tmp_path, "--dtypes", "float32", "--heads", "80", "--sizes", "1", "8", "--defaults", "--targets", "80"
