@@ -33,7 +33,8 @@ def settle(server_args: Any) -> None:
         a.speculative_num_draft_tokens = DRAFT_TOKENS
     if a.speculative_num_draft_tokens < 2:
         raise RequestError(
-            f"--speculative-num-draft-tokens {a.speculative_num_draft_tokens} is a root alone: LONGSPEC takes 2 or more."
+            f"--speculative-num-draft-tokens {a.speculative_num_draft_tokens} is no more than a root: LONGSPEC takes "
+            "2 or more."
         )
     a.speculative_eagle_topk = BRANCHES
     a.speculative_num_steps = a.speculative_num_draft_tokens - 1  # a tree may be a chain
@@ -49,8 +50,8 @@ def _refuse(a: Any) -> None:
             raise CapabilityError(f"LONGSPEC drafts for a model on one device, not {flag} {size}: use NGRAM.")
     if a.page_size not in (None, 1) and a.attention_backend != "flashinfer":
         raise CapabilityError(
-            f"LONGSPEC's trees are verified with --page-size 1, or with --attention-backend flashinfer; this server has "
-            f"pages of {a.page_size} and {a.attention_backend}."
+            f"LONGSPEC's trees are verified with --page-size 1, or with --attention-backend flashinfer; this server "
+            f"has pages of {a.page_size} and {a.attention_backend}."
         )
     if a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
         raise CapabilityError(f"LONGSPEC reads no KV of --kv-cache-dtype {a.kv_cache_dtype}: leave it at auto.")

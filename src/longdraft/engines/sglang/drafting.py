@@ -15,6 +15,7 @@ from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.engines.followed import Followed, Requests
 from longdraft.engines.sglang.pool import rows
 from longdraft.engines.target import EngineTarget, LastLayer
+from longdraft.errors import CapabilityError
 from longdraft.trees.tree import TokenTree
 
 
@@ -34,6 +35,10 @@ class Drafting(Requests):
     def __init__(self, model_runner: Any, draft: str, nodes: int, slots: int) -> None:
         own = model_runner.model_config
         super().__init__(slots, int(own.context_len))
+        if getattr(model_runner, "is_hybrid_swa", False):
+            raise CapabilityError(
+                "LONGSPEC reads no pool of sliding windows: use NGRAM, or --disable-hybrid-swa-memory."
+            )
         loaded = LongSpecDraft.load(Path(draft))
         sizes = int(own.head_dim), int(own.get_total_num_kv_heads())
         target = EngineTarget(own.hf_text_config, model_runner.model, *sizes, loaded.made_for.get("weights"))

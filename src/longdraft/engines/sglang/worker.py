@@ -1,4 +1,4 @@
-"""SGLang's worker: its NGRAM worker, to which we give the trees. Imports SGLang; only the plugin's factory imports it."""
+"""SGLang's NGRAM worker with our trees. Imports SGLang, so only the plugin's factory imports this."""
 
 from __future__ import annotations
 
