@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longdraft import Speculator
+from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.engines.sglang.drafting import Drafting
 from longdraft.engines.sglang.pool import rows
 from longdraft.errors import CapabilityError, CheckpointError
@@ -25,7 +26,7 @@ TEXTS = [[1 + (i * k) % 50 for i in range(n)] * 2 for k, n in ((3, 9), (7, 30), 
 class Engine:
     """SGLang's pools as a worker sees them, with places that are handed out at random."""
 
-    def __init__(self, paged, seed):
+    def __init__(self, paged, seed, cached=None):
         c, self.rng = MODEL.config, random.Random(seed)
         self.paged, self.free = paged, list(range(1, 200))
         shape = (200, c.num_key_value_heads, PAGE) if paged else (200 * PAGE, c.num_key_value_heads)
@@ -37,7 +38,7 @@ class Engine:
         self.model, self.last = MODEL, c.num_hidden_layers - 1
         self.token_to_kv_pool = SimpleNamespace(get_key_buffer=self.key_buffer, get_value_buffer=self.value_buffer)
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(9, LONGEST, dtype=torch.int32))
-        self.held = {}
+        self.held, self.cached = {}, cached or {}
 
     def key_buffer(self, layer):
         assert layer == self.last
@@ -57,20 +58,18 @@ class Engine:
             while len(mine) * PAGE < len(text):
                 mine.append(self.free.pop(self.rng.randrange(len(self.free))))
             places = [mine[i // PAGE] * PAGE + i % PAGE for i in range(len(text) - 1)]
-            self.write(text[:-1], places)
+            self.write(self.cached[name], places)
             self.req_to_token_pool.req_to_token[row, : len(places)] = torch.tensor(places)
             prompt, shown = prompts[name], len(text) - hidden[name]
             output = array("q", text[len(prompt) : shown])
             found.append(SimpleNamespace(rid=name, origin_input_ids_unpadded=array("q", prompt), output_ids=output))
         return found, torch.tensor(taken), [texts[n][len(texts[n]) - hidden[n] :] for n in names]
 
-    def write(self, text, places):
-        with torch.no_grad():
-            kept = MODEL(torch.tensor([text]), use_cache=True).past_key_values.layers[-1]
-        for buffer, new in ((self.keys, kept.keys), (self.values, kept.values)):
+    def write(self, cached, places):
+        for buffer, new in zip((self.keys, self.values), cached, strict=True):
             for i, place in enumerate(places):
                 there = buffer[place // PAGE, :, place % PAGE] if self.paged else buffer[place]
-                there.copy_(new[0, :, i])
+                there.copy_(new[:, i])
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +78,33 @@ def draft(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(draft):
-    """Of our engine on each text: what a round emitted, and the tree that the next one drafted."""
-    spec = Speculator("longspec", MODEL, tiny_tokenizer(), plan="fixed", draft=draft, nodes=NODES - 1)
-    every = [[s for s in spec.stream([text], max_new_tokens=40) if s.token_ids] for text in TEXTS]
-    return [[(s.token_ids, later.tree) for s, later in itertools.pairwise(steps)][:ROUNDS] for steps in every]
+def ours(draft):
+    """Of our engine: of each text what a round emitted, and the tree that the next drafted; and the last layer's KV.
+
+    The drafter rounds activations, so that even the last bits of that KV tell in its log-probabilities.
+    """
+    cached, rounds, propose = {}, [], LongSpecDrafter.propose
+
+    def recorded(self, sequences, budget=None):
+        (s,) = sequences
+        keys, values = self._store.layer(self._store.shape.layers - 1)
+        n = self._store.lengths[s.slot]
+        cached[str(len(rounds))] = keys[s.slot, :, :n].clone(), values[s.slot, :, :n].clone()
+        return propose(self, sequences, budget)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LongSpecDrafter, "propose", recorded)
+        spec = Speculator("longspec", MODEL, tiny_tokenizer(), plan="fixed", draft=draft, nodes=NODES - 1)
+        for text in TEXTS:
+            steps = [s for s in spec.stream([text], max_new_tokens=40) if s.token_ids]
+            rounds.append([(s.token_ids, later.tree) for s, later in itertools.pairwise(steps)][:ROUNDS])
+    return rounds, cached
 
 
 @pytest.mark.parametrize(("paged", "overlap", "away"), [(False, False, 0.0), (True, True, 0.0), (False, True, 0.4)])
-def test_trees_are_those_of_our_engine(draft, expected, paged, overlap, away):
-    engine, rng = Engine(paged, 0), random.Random(1)
+def test_trees_are_those_of_our_engine(draft, ours, paged, overlap, away):
+    (expected, cached), rng = ours, random.Random(1)
+    engine = Engine(paged, 0, cached)
     drafting = Drafting(engine, str(draft), NODES, 3)
     prompts = {str(i): text for i, text in enumerate(TEXTS)}
     texts = {name: list(text) for name, text in prompts.items()}
@@ -102,16 +118,22 @@ def test_trees_are_those_of_our_engine(draft, expected, paged, overlap, away):
         hidden = {name: len(left[name][0][0]) if overlap else 0 for name in going}
         trees = drafting.trees(*engine.batch(going, texts, prompts, hidden))
         for name, tree in zip(going, trees, strict=True):
-            ours = left[name].pop(0)[1]
-            assert (tree.tokens, tree.parents) == (ours.tokens, ours.parents)
+            same = left[name].pop(0)[1]
+            if away:  # the window of one that comes again is filled at once: its last bits differ
+                found, told = (torch.tensor(sorted(t.path_log_probs)) for t in (tree, same))
+                torch.testing.assert_close(found, told, atol=0.1, rtol=0)
+                assert tree.tokens[0] == same.tokens[0]
+            else:
+                assert (tree.tokens, tree.parents, tree.log_probs) == (same.tokens, same.parents, same.log_probs)
             compared += tree.drafted
     assert compared > 100
     drafting.forget()
     assert sorted(drafting._free) == [0, 1, 2] and not drafting._followed
 
 
-def test_requests_without_a_slot_get_their_root_alone(draft, expected):
-    engine = Engine(False, 0)
+def test_requests_without_a_slot_get_their_root_alone(draft, ours):
+    expected, cached = ours
+    engine = Engine(False, 0, cached)
     drafting = Drafting(engine, str(draft), NODES, 1)
     prompts = {str(i): text for i, text in enumerate(TEXTS)}
     texts = {name: [*text, *expected[int(name)][0][0]] for name, text in prompts.items()}
@@ -144,7 +166,7 @@ def test_what_cannot_be_used_is_said(draft, tmp_path):
     with pytest.raises(CapabilityError, match="sliding"):
         Drafting(engine, str(draft), NODES, 1)
     other = Engine(False, 0)
-    other.model = tiny_model(hidden=40)
+    other.model = tiny_model(hidden=96)
     other.model_config.hf_text_config = other.model.config
     with pytest.raises(CheckpointError):
         Drafting(other, str(draft), NODES, 1)
