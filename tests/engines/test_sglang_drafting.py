@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longdraft import Speculator
+from longdraft.drafters import longspec_draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.engines.sglang.drafting import Drafting
 from longdraft.engines.sglang.pool import rows
@@ -72,6 +73,14 @@ class Engine:
                 there.copy_(new[:, i])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_rounding():
+    """Our kernels round activations, so that the last bits of a key tell in log-probabilities; torch's do not."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(longspec_draft, "serves", lambda *_: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
     return random_draft(tmp_path_factory.mktemp("draft"), MODEL, window=12)
@@ -79,10 +88,7 @@ def draft(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(draft):
-    """Of our engine: of each text what a round emitted, and the tree that the next drafted; and the last layer's KV.
-
-    The drafter rounds activations, so that even the last bits of that KV tell in its log-probabilities.
-    """
+    """Of our engine: of each text what a round emitted, and the tree that the next drafted; and the last layer's KV."""
     cached, rounds, propose = {}, [], LongSpecDrafter.propose
 
     def recorded(self, sequences, budget=None):
@@ -119,12 +125,8 @@ def test_trees_are_those_of_our_engine(draft, ours, paged, overlap, away):
         trees = drafting.trees(*engine.batch(going, texts, prompts, hidden))
         for name, tree in zip(going, trees, strict=True):
             same = left[name].pop(0)[1]
-            if away:  # the window of one that comes again is filled at once: its last bits differ
-                found, told = (torch.tensor(sorted(t.path_log_probs)) for t in (tree, same))
-                torch.testing.assert_close(found, told, atol=0.1, rtol=0)
-                assert tree.tokens[0] == same.tokens[0]
-            else:
-                assert (tree.tokens, tree.parents, tree.log_probs) == (same.tokens, same.parents, same.log_probs)
+            assert (tree.tokens, tree.parents) == (same.tokens, same.parents)
+            assert tree.log_probs == pytest.approx(same.log_probs, abs=1e-3)
             compared += tree.drafted
     assert compared > 100
     drafting.forget()
