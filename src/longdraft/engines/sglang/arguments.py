@@ -1,0 +1,63 @@
+"""SGLang's server arguments: what LONGSPEC takes, fills in and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.errors import CapabilityError, RequestError
+
+# Nodes of a tree, its root among them.
+DRAFT_TOKENS = 32
+# Drafting costs a few forwards of one block a step: more requests at a time than SGLang's NGRAM takes do not pay.
+RUNNING = 48
+# What is told to attention as a tree's width: any above one says that it branches.
+BRANCHES = 4
+
+
+def settle(server_args: Any) -> None:
+    """Checks SGLang's ``ServerArgs``, and fills in what was left open.
+
+    Raises:
+        RequestError: no draft, or a tree of one node.
+        CheckpointError: the draft's folder is none.
+        CapabilityError: a server that LONGSPEC does not draft for.
+    """
+    a = server_args
+    if a.speculative_draft_model_path is None:
+        raise RequestError("LONGSPEC needs a draft: --speculative-draft-model-path FOLDER.")
+    LongSpecDraft.load(Path(a.speculative_draft_model_path))
+    _refuse(a)
+    if a.speculative_num_draft_tokens is None:
+        a.speculative_num_draft_tokens = DRAFT_TOKENS
+    if a.speculative_num_draft_tokens < 2:
+        raise RequestError(
+            f"--speculative-num-draft-tokens {a.speculative_num_draft_tokens} is no more than a root: LONGSPEC takes "
+            "2 or more."
+        )
+    a.speculative_eagle_topk = BRANCHES
+    a.speculative_num_steps = a.speculative_num_draft_tokens - 1  # a tree may be a chain
+    a.max_running_requests = a.max_running_requests or RUNNING
+    a.enable_mixed_chunk = False
+    if a.device == "cpu":
+        a.disable_overlap_schedule = True
+
+
+def _refuse(a: Any) -> None:
+    for flag, size in (("--tp-size", a.tp_size), ("--pp-size", a.pp_size), ("--dp-size", a.dp_size)):
+        if size > 1:
+            raise CapabilityError(f"LONGSPEC drafts for a model on one device, not {flag} {size}: use NGRAM.")
+    if a.page_size not in (None, 1) and a.attention_backend != "flashinfer":
+        raise CapabilityError(
+            f"LONGSPEC's trees are verified with --page-size 1, or with --attention-backend flashinfer; this server "
+            f"has pages of {a.page_size} and {a.attention_backend}."
+        )
+    if a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
+        raise CapabilityError(f"LONGSPEC reads no KV of --kv-cache-dtype {a.kv_cache_dtype}: leave it at auto.")
+    if a.speculative_adaptive:
+        raise CapabilityError("LONGSPEC's trees have one size: leave --speculative-adaptive out.")
+    if a.disaggregation_mode != "null":
+        raise CapabilityError("LONGSPEC reads the KV where prompts were read: no --disaggregation-mode.")
+    if a.device not in ("cuda", "cpu"):
+        raise CapabilityError(f"LONGSPEC runs on CUDA devices and CPUs, not on {a.device}.")
