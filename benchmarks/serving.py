@@ -88,7 +88,8 @@ async def gaps(url: str, model: str, beside: str | None) -> list[float]:
 async def load(url: str, model: str, texts: list[str], clients: int, tokens: int) -> tuple[list[Answer], float]:
     waiting = list(texts)
     found: list[Answer] = []
-    async with httpx.AsyncClient(timeout=600) as client:
+    # A server may close a kept connection just when it is used again.
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_keepalive_connections=0)) as client:
 
         async def one() -> None:
             while waiting:
