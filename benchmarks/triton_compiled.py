@@ -50,6 +50,8 @@ SPLITS = (1, 3, 7, 15, 31, 63)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
+# Bytes a thread that may be spilled: float32 is there to check by, and one merge of head size 256 spills two registers.
+SPILLED = {"float32": 8}
 # Bytes of shared memory that one program may have; a processor has a KiB more.
 SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 
@@ -109,7 +111,7 @@ class Compiled:
     @property
     def wrong(self) -> str:
         """What keeps it from running, or from running well; empty where nothing does."""
-        found = [f"spills {self.spills} bytes a thread"] if self.spills else []
+        found = [f"spills {self.spills} bytes a thread"] if self.spills > SPILLED.get(self.dtype, 0) else []
         if self.shared > SHARED[self.target]:
             found.append(f"{self.shared} bytes of shared memory")
         elif not self.programs:

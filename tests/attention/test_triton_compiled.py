@@ -33,11 +33,9 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     assert content["failed"] == []
     rows: list[dict[str, Any]] = content["rows"]
     for row in rows:
-        # float32 is there to check by: of head size 256, one merge spills two registers on sm_80.
-        assert row["spills"] <= (8 if row["dtype"] == "float32" else 0), row
         assert row["shared"] <= {80: 163, 90: 227, 100: 227}[row["target"]] * 1024, row
         assert row["registers"] * 32 * row["warps"] <= 65536 and row["programs"] >= 1, row
-        assert not row["wrong"] or row["spills"], row
+        assert not row["wrong"], row
         # 16-bit products go to the tensor cores; float32 ones must not, where they would lose 13 bits.
         assert bool(row["product"]) == (row["dtype"] != "float32" and row["kernel"] != "merge"), row
     assert run.returncode == 0, run.stderr[-3000:]

@@ -134,6 +134,6 @@ def test_a_soak():
         n = len(memory)
         quarters = [statistics.median(memory[i * n // 4 : (i + 1) * n // 4]) / 2**20 for i in range(4)]
         print(dict(soak.count), "MiB, medians of quarters:", *map(round, quarters))
-        assert quarters[3] < quarters[1] + 40
+        assert quarters[3] < quarters[1] + (40 if MINUTES >= 10 else 100)  # it warms up for the first minutes
     finally:
         running.close()

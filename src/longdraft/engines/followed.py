@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,12 +21,14 @@ class Followed:
         row: in the engine's batch, this step.
         emitted: tokens that came with it.
         new: whether the drafter has not met it yet.
+        queries: of this step, where the drafter wants any: see :class:`~longdraft.events.Event`.
     """
 
     sequence: Sequence
     row: int = -1
     emitted: tuple[int, ...] = ()
     new: bool = True
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def known(self) -> int:
@@ -105,7 +107,12 @@ class Requests:
         s, emitted = followed.sequence, followed.emitted
         root = TokenTree((s.tokens[-len(emitted) - 1],), (-1,))
         mode = "prefill" if followed.new else "full"
-        self.drafter.observe(Event(s, root, emitted=emitted, came=emitted, mode=mode))  # type: ignore[arg-type]
+        self.drafter.observe(
+            Event(
+                s, root, len(emitted) - 1, emitted=emitted, came=emitted, mode=mode,  # type: ignore[arg-type]
+                queries=followed.queries,
+            )
+        )  # fmt: skip
         followed.new = False
 
     def _forget(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a LongSpec draft asks of a target, of one that another engine computes."""
+"""What a draft asks of its target, of one that another engine computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from longdraft.attention import dispatch, prefix
-from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.base import Drafter
 from longdraft.engines.followed import Followed
 from longdraft.errors import CapabilityError
 from longdraft.host.graphs import Graphs
@@ -29,6 +29,7 @@ class EngineTarget:
 
     Attributes:
         last: index of its last layer. share: None, for it is on one device.
+        model: its configuration, which names the folder that it came from. vocab_size: tokens that it knows.
 
     Raises:
         CapabilityError: its embedding or head cannot be shared.
@@ -41,6 +42,7 @@ class EngineTarget:
         embedding = _weight(model, "embed_tokens")
         head = embedding if described.tie_word_embeddings else _weight(model, "lm_head")
         embedding, head = embedding[: described.vocab_size], head[: described.vocab_size]
+        self.model, self.vocab_size = described, int(described.vocab_size)
         self.device, dtype = embedding.device, embedding.dtype
         self.kv_shape = KVShape(1, kv_heads, head_dim, dtype)
         self.attention_path, _ = dispatch.resolve(self.device, dtype, head_dim)
@@ -56,7 +58,7 @@ class EngineTarget:
             hidden_size=int(described.hidden_size),
             heads=heads,
             description={
-                "model_type": described.model_type, "vocab_size": int(described.vocab_size),
+                "model_type": described.model_type, "vocab_size": self.vocab_size,
                 "hidden_size": int(described.hidden_size), "layers": self.last + 1, "heads": heads,
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
@@ -65,14 +67,14 @@ class EngineTarget:
         )  # fmt: skip
 
 
-class LastLayer:
-    """The last layer's keys and values of the texts that are drafted for, copied from the engine's cache as they come.
+class CopiedLayer:
+    """One layer's keys and values of the texts that are drafted for, copied from the engine's cache as they come.
 
     Of a model of 32 layers, a thirty-second of its KV: pages of every packing are the same to the draft then, and so
     are prefixes that the engine's cache had already.
     """
 
-    def __init__(self, target: EngineTarget, drafter: LongSpecDrafter, slots: int, longest: int) -> None:
+    def __init__(self, target: EngineTarget, drafter: Drafter, slots: int, longest: int) -> None:
         transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
         self._store = KVStore(target.kv_shape, slots, longest, target.device, transposed)
         drafter.bind(target, self._store)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.engines.followed import Followed, Requests
 from longdraft.engines.sglang.pool import rows
-from longdraft.engines.target import EngineTarget, LastLayer
+from longdraft.engines.target import CopiedLayer, EngineTarget
 from longdraft.errors import CapabilityError
 from longdraft.trees.tree import TokenTree
 
@@ -43,7 +43,7 @@ class Drafting(Requests):
         sizes = int(own.head_dim), int(own.get_total_num_kv_heads())
         target = EngineTarget(own.hf_text_config, model_runner.model, *sizes, loaded.made_for.get("weights"))
         self.drafter = drafter = LongSpecDrafter(loaded, tree="beam", nodes=nodes - 1)
-        self._layer, self._last = LastLayer(target, drafter, slots, self.longest), target.last
+        self._layer, self._last = CopiedLayer(target, drafter, slots, self.longest), target.last
         self._runner = model_runner
 
     def trees(self, requests: Sequence[Any], rows_of: torch.Tensor, late: Sequence[list[int]]) -> list[TokenTree]:

@@ -8,5 +8,6 @@ That door takes chains. It hands over token ids alone, so vLLM's plugin entry po
 
 from longdraft.engines.vllm.longspec import LongSpec
 from longdraft.engines.vllm.lookup import Lookup
+from longdraft.engines.vllm.specextend import SpecExtend
 
-__all__ = ["LongSpec", "Lookup"]
+__all__ = ["LongSpec", "Lookup", "SpecExtend"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from longdraft.engines.vllm.layer import Layer
 from longdraft.errors import CapabilityError
 
 # Instruction sets by which vLLM's CPU backend packs a page in the way that is read here.
@@ -14,29 +15,18 @@ _VEC = "vec"
 
 
 class Pages:
-    """The target's last layer in the engine's cache.
+    """A layer's keys and values in the engine's cache.
 
     A page is (kv_heads, block, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) a token's key and
     value stand one behind the other. The CPU backend packs pages by instruction set; of these "vec" in float32 is read
     here: a head's keys as (head_dim, block), its values behind them as (block, head_dim).
 
-    Args:
-        config: vLLM's ``VllmConfig``. layer: index of the layer.
-
     Raises:
-        CapabilityError: the model has no such layer, or a cache that lies otherwise.
+        CapabilityError: a cache that lies otherwise.
     """
 
-    def __init__(self, config: Any, layer: int) -> None:
-        context = config.compilation_config.static_forward_context
-        found = [name for name in context if f".layers.{layer}." in f".{name}."]
-        if len(found) != 1:
-            raise CapabilityError(
-                f"Layer {layer} of {config.model_config.model} has {len(found)} caches in vLLM where LongSpec reads "
-                "one: use longdraft.engines.vllm.Lookup."
-            )
-        self.name = found[0]
-        self._layer = context[self.name]
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
         self._checked = False
 
     def read(self, runner: Any, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +35,7 @@ class Pages:
         Args:
             runner: vLLM's model runner. start, stop: positions.
         """
-        cache: torch.Tensor = self._layer.kv_cache
+        cache: torch.Tensor = self._layer.attention.kv_cache
         if not self._checked:
             self._check(cache)
         table = runner.input_batch.block_table[self._group(runner)].block_table.np[row]
@@ -58,10 +48,10 @@ class Pages:
 
     def _group(self, runner: Any) -> int:
         groups = runner.kv_cache_config.kv_cache_groups
-        return next(i for i, group in enumerate(groups) if self.name in group.layer_names)
+        return next(i for i, group in enumerate(groups) if self._layer.name in group.layer_names)
 
     def _check(self, cache: torch.Tensor) -> None:
-        packing = getattr(self._layer, "isa", _VEC)
+        packing = getattr(self._layer.attention, "isa", _VEC)
         if cache.device.type == "cpu" and (packing != _VEC or cache.dtype != torch.float32):
             raise CapabilityError(
                 f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which is not read here: serve in "
