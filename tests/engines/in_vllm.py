@@ -6,11 +6,13 @@ Greedy text equals that of vLLM without drafts, whatever is preempted or cached;
 from __future__ import annotations
 
 import os
+from collections import Counter
 from importlib.resources import files
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 
 import longdraft
@@ -18,10 +20,16 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 
 NEW = 48
+# Texts that are sampled.
+N = 400
 DRAFTS = files("longdraft") / "drafts"
 LOOKUP = {"method": "custom_class", "model": "longdraft.engines.vllm.Lookup", "num_speculative_tokens": 7}
 LONGSPEC = {"method": "custom_class", "model": "longdraft.engines.vllm.LongSpec", "num_speculative_tokens": 3}
+SPECEXTEND = LONGSPEC | {"model": "longdraft.engines.vllm.SpecExtend"}
 LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-longspec"}}
+
+# Small, so that most of the prompts are longer than what the draft sees.
+CHUNKS = {"draft": f"{DRAFTS}/smollm2-135m-instruct-lm", "chunk": 8, "chunks": 8, "sink": 16, "recent": 32}
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +58,11 @@ def plain(folder, prompts):
     return generated(folder, prompts)[0]
 
 
-def generated(folder, prompts, times=1, **settings):
+def generated(folder, prompts, times=1, sampling=None, **settings):
     """Tokens of each prompt, and vLLM's counters."""
-    llm = LLM(
-        folder, dtype="float32", max_model_len=1024, max_num_seqs=8, enforce_eager=True, disable_log_stats=False,
-        **settings,
-    )  # fmt: skip
-    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    usual = {"max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": False}
+    llm = LLM(folder, dtype="float32", **usual | settings)
+    sampling = SamplingParams(**sampling or {"temperature": 0, "max_tokens": NEW}, ignore_eos=True)
     for _ in range(times):
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     counts = {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
@@ -97,6 +103,53 @@ def test_longspec_where_requests_are_preempted(folder, prompts, plain):
         num_gpu_blocks_override=36,
     )  # fmt: skip
     assert tokens == plain and counts["num_preemptions"]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_specextend(loaded, folder, prompts, plain, eager):
+    tokens, counts = generated(
+        folder, prompts, speculative_config=SPECEXTEND, additional_config={"longdraft": CHUNKS}, enforce_eager=eager
+    )
+    assert tokens == plain
+    expected = ours(loaded, "specextend", prompts, tree="chain", depth=3, **CHUNKS)
+    print(f"specextend: {accepted(counts):.3f} in vLLM, {expected:.3f} here")
+    assert accepted(counts) == pytest.approx(expected, rel=0.1)
+
+
+def test_specextend_where_requests_are_preempted(folder, prompts, plain):
+    tokens, counts = generated(
+        folder, prompts, speculative_config=SPECEXTEND, additional_config={"longdraft": CHUNKS}, block_size=32,
+        num_gpu_blocks_override=36,
+    )  # fmt: skip
+    assert tokens == plain and counts["num_preemptions"]
+
+
+@pytest.mark.parametrize("config", [LOOKUP, LONGSPEC], ids=["lookups", "longspec"])
+def test_sampled_text(loaded, folder, prompts, config):
+    """Three tokens, each one of two, follow the model's distribution.
+
+    Pearson's chi-square with seven degrees of freedom is above 29.9 once in ten thousand times.
+    """
+    prompt = prompts[1] + prompts[1][:30]
+    options = {"additional_config": LONGSPEC_OPTIONS} if config is LONGSPEC else {}
+    sampling = {"temperature": 1.5, "top_k": 2, "max_tokens": 3}
+    tokens, counts = generated(
+        folder, [prompt] * N, sampling=sampling, speculative_config=config, max_num_seqs=32, **options
+    )
+    found, expected = Counter(map(tuple, tokens)), {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*before, token): p * q for before, p in expected.items() for token, q in two(loaded, [*prompt, *before])
+        }
+    assert found.keys() <= expected.keys() and counts["spec_decode_num_accepted_tokens"]
+    assert sum((found[key] - N * p) ** 2 / (N * p) for key, p in expected.items()) < 29.9
+
+
+@torch.inference_mode()
+def two(loaded, text):
+    """What may follow at a temperature of 1.5, and its probability."""
+    best = loaded.model(torch.tensor([text])).logits[0, -1].topk(2)
+    return list(zip(best.indices.tolist(), torch.softmax(best.values / 1.5, -1).tolist(), strict=True))
 
 
 def test_an_exported_eagle3_draft(loaded, folder, prompts, plain, tmp_path):

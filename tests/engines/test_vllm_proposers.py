@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from longdraft import Speculator
 from longdraft.engines.vllm import LongSpec, Lookup, SpecExtend
 from longdraft.engines.vllm.layer import Layer
+from longdraft.engines.vllm.mended import spread
 from longdraft.engines.vllm.pages import packed, side_by_side
 from longdraft.engines.vllm.queries import StepQueries
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
@@ -217,6 +218,12 @@ def test_pages_are_read_as_they_lie(read):
     blocks, places = torch.tensor([4, 4, 0]), torch.tensor([30, 31, 0])
     keys, values = read(joined, blocks, places)
     assert torch.equal(keys, k[blocks, :, places]) and torch.equal(values, v[blocks, :, places])
+
+
+def test_numbers_of_requests_are_spread_over_their_drafts():
+    given, ends = torch.tensor([0.5, -1.0, 0.25]), torch.tensor([1, 3, 3], dtype=torch.int32)
+    assert spread(given, ends, 3, replace_from=-1, replace_to=1).tolist() == [0.5, 1.0, 1.0]
+    assert spread(given.int(), ends, 3).dtype == torch.int32
 
 
 def test_what_cannot_be_used_is_said(draft, tmp_path):

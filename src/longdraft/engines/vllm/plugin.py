@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from longdraft.engines.vllm.mended import mend_sampling
 from longdraft.engines.vllm.proposer import Proposer
 
 
@@ -22,6 +23,7 @@ def register() -> None:
         proposer = getattr(runner, "drafter", None)
         if isinstance(proposer, Proposer):
             proposer.runner = runner
+            mend_sampling()
 
     making.longdraft = True  # type: ignore[attr-defined]
     GPUModelRunner.__init__ = making
