@@ -13,7 +13,10 @@ from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, Line, Row, lines, measured
 from longdraft.batch.run import Answer, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError, LongdraftError
+from tests.exact_methods import EXACT, Specs, specs
 from tests.tiny import tiny_model, tiny_tokenizer
+
+__all__ = ["specs"]  # a fixture
 
 TOKENIZER = tiny_tokenizer(chat=True)
 MADE = {"input": "a", "seed": 0}
@@ -199,3 +202,16 @@ def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
         for p, bad in zip(prompts, (False, False, True, True, False), strict=True)
     ]
     assert "empty" in found[2]["error"] and "context" in found[3]["error"]
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_every_method_decodes_a_file(specs: Specs, tmp_path, method):
+    spec = Speculator(method, specs.model, TOKENIZER, plan="fixed", **specs.options(method))
+    source, prompts = tmp_path / "in", ["why?", "who is who is who?", "what?"]
+    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
+    with Output(tmp_path / "out", MADE) as file:
+        decoder = Local(spec, Defaults(), slots=2)
+        decoder.drive(lambda: run(lines(source, 0), file, decoder))
+    plain = Speculator("ar", specs.model, TOKENIZER)
+    found = [json.loads(line)["text"] for line in (tmp_path / "out").read_text().splitlines()]
+    assert found == [plain.generate(p, max_new_tokens=8)[0].text for p in prompts]

@@ -15,7 +15,10 @@ from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.integration import model_folder
 from tests.drafts import random_eagle3
+from tests.exact_methods import EXACT, Specs, specs
 from tests.tiny import tiny_model, tiny_tokenizer
+
+__all__ = ["specs"]  # a fixture
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 4])
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
@@ -79,6 +82,17 @@ def test_a_model_of_the_folder_decodes_with_the_draft(exported, target, calls):
     assert calls[3] == ("ar", None)
     # Without trust it is the model alone.
     assert "generate" not in vars(AutoModelForCausalLM.from_pretrained(exported))
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_every_method_decodes_as_the_folder_says(specs: Specs, tmp_path, calls, method):
+    specs.model.save_pretrained(tmp_path / "target")
+    options = specs.options(method)
+    draft = options.pop("draft", None)
+    model_folder.write(tmp_path / "out", str(tmp_path / "target"), method, draft, options | {"plan": "fixed"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert torch.equal(model.generate(IDS, **SETTINGS), specs.model.generate(IDS, **SETTINGS))
+    assert calls == [(method, draft and str(tmp_path / "out" / "draft"))]
 
 
 def test_another_model_decodes_with_the_folder(exported, target, calls):
