@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
+from longdraft.drafters import draft_folder
 from longdraft.engines.sglang.arguments import settle
 
 NAME = "LONGSPEC"
+CONFIGS = "sglang.srt.utils.hf_transformers.config.get_config"
 
 
 def register() -> None:
     """Registers LONGSPEC. Running it again changes nothing."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
     if get_spec(NAME) is not None:
         return
+
+    HookRegistry.register(CONFIGS, config, HookType.AROUND)
 
     class LongSpecAlgorithm(CustomSpecAlgo):
         """To SGLang's scheduler, relays and CUDA graphs it is NGRAM: the same verify input, and no KV of its own."""
@@ -35,3 +44,11 @@ def register() -> None:
         from longdraft.engines.sglang.worker import LongSpecWorker
 
         return LongSpecWorker
+
+
+def config(read: Callable[..., Any], model: Any, *others: Any, **settings: Any) -> Any:
+    """Around SGLang's ``get_config``: it reads each draft's folder as a model of transformers, to look for a few kinds
+    of its own, and fails at ours, which is none."""
+    if Path(model).is_dir() and "longdraft_format" in draft_folder.read_config(Path(model)):
+        return PretrainedConfig()
+    return read(model, *others, **settings)
