@@ -144,8 +144,11 @@ torch.ops.sgl_kernel.extend_attention_cpu = extend_attention
 
 def scheduler(*arguments, **settings):
     """A scheduler's process: with the stand-ins, as this module is imported there."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    # Where SGLang finds no AMX it takes its backend without masks for trees; the other one's Python has them.
+    ATTENTION_BACKENDS["torch_native"] = ATTENTION_BACKENDS["intel_amx"]
     run_scheduler_process(*arguments, **settings)
 
 

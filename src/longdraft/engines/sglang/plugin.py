@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def register() -> None:
 
         def has_draft_kv(self) -> bool:
             return False
+
+    # The scheduler asks for some that SGLang's class for plugins lacks; the built-in algorithms' work here too.
+    for name, method in vars(SpeculativeAlgorithm).items():
+        if isfunction(method) and not hasattr(LongSpecAlgorithm, name):
+            setattr(LongSpecAlgorithm, name, method)
 
     @SpeculativeAlgorithm.register(
         NAME, supports_overlap=True, validate_server_args=settle, spec_class=LongSpecAlgorithm
