@@ -1,11 +1,12 @@
 """Stands in for what SGLang's CPU engine has compiled (`sgl_kernel`), so that it runs where that is not installed.
 
-Only the two attentions are written here, in plain torch; the rest are SGLang's own Triton kernels, interpreted. Where
+The two attentions and the move of accepted KV are written here; the rest are SGLang's own Triton kernels, interpreted. Where
 SGLang finds no AMX operators it falls back to its own torch code for norms, activations and rotary embeddings.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -14,6 +15,7 @@ import types
 
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
 
+import numpy as np
 import torch
 import transformers.image_utils  # noqa: F401  # before the stubs, which it would take for torchvision
 from torch.nn.functional import scaled_dot_product_attention
@@ -75,11 +77,12 @@ def fill_accept_out_cache_loc(accepted, places, found):
 
 
 def copy_all_layer_kv_cache(pointers, strides, to, source):
-    from sglang.kernels.ops.kvcache.cache_move import copy_all_layer_kv_cache_tiled as kernel
-
-    tile = 128
-    grid = pointers.numel(), -(-int(strides.max()) // tile)
-    kernel[grid](pointers, strides, to, source, len(to), upper(to), BYTES_PER_TILE=tile)
+    """SGLang hands over addresses; its kernel, interpreted, takes most of a second."""
+    to, source = to.numpy(), source.numpy()
+    last = max(*to, *source) + 1
+    for pointer, stride in zip(pointers.tolist(), strides.tolist(), strict=True):
+        rows = np.ctypeslib.as_array((ctypes.c_uint8 * (last * stride)).from_address(pointer)).reshape(last, stride)
+        rows[to] = rows[source]
 
 
 def reconstruct_indices_from_tree_mask(*arguments):
