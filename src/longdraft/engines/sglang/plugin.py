@@ -13,7 +13,8 @@ from longdraft.drafters import draft_folder
 from longdraft.engines.sglang.arguments import settle
 
 NAME = "LONGSPEC"
-CONFIGS = "sglang.srt.utils.hf_transformers.config.get_config"
+CONFIG = "sglang.srt.utils.hf_transformers.config.get_config"
+ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
 def register() -> None:
@@ -25,7 +26,8 @@ def register() -> None:
     if get_spec(NAME) is not None:
         return
 
-    HookRegistry.register(CONFIGS, config, HookType.AROUND)
+    HookRegistry.register(CONFIG, config, HookType.AROUND)
+    HookRegistry.register(ROOM, room, HookType.AROUND)
 
     class LongSpecAlgorithm(CustomSpecAlgo):
         """To SGLang's scheduler, relays and CUDA graphs it is NGRAM: the same verify input, and no KV of its own."""
@@ -58,3 +60,13 @@ def config(read: Callable[..., Any], model: Any, *others: Any, **settings: Any) 
     if Path(model).is_dir() and "longdraft_format" in draft_folder.read_config(Path(model)):
         return PretrainedConfig()
     return read(model, *others, **settings)
+
+
+def room(read: Callable[[], int]) -> int:
+    """Around SGLang's columns beyond the context in its table of places. Each step it reserves places for two trees,
+    and has columns for one: near the context's end the others go into the next request's row."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    columns = read()
+    return max(columns, get_alloc_reserve_per_decode()) if get_spec().speculative_algorithm == NAME else columns
