@@ -146,6 +146,8 @@ def test_longspec_where_requests_are_aborted(folder, prompts, plain):
 
     with running(folder, **LONGSPEC) as made:
         found = made.loop.run_until_complete(some_aborted(made))
+        assert made.flush_cache().success
+        assert tokens(generated(made, prompts[:2])) == plain[0][:2]
     reasons = [one["meta_info"]["finish_reason"]["type"] for one in found]
     assert [i for i, reason in enumerate(reasons) if reason == "abort"] == [1, 3]
     for one, whole in zip(tokens(found), [*plain[0], plain[0][1]], strict=True):

@@ -1,7 +1,8 @@
 """Stands in for what SGLang's CPU engine has compiled (`sgl_kernel`), so that it runs where that is not installed.
 
-The two attentions and the move of accepted KV are written here; the rest are SGLang's own Triton kernels, interpreted. Where
-SGLang finds no AMX operators it falls back to its own torch code for norms, activations and rotary embeddings.
+Both attentions and the move of accepted KV are written here; what finds and fills places in tables, reads trees and
+verifies them greedily is SGLang's own Triton kernels, interpreted. Where SGLang finds no AMX operators it takes its own
+torch code for norms, activations, rotary embeddings and storing KV.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def extend_attention(
     window, encoder_lengths, sinks, tree_mask, causal,
 ):  # fmt: skip
     """The newest queries of each request, whose keys and values are stored already: in a row, or a tree's nodes."""
-    for i, (row, length, count, first) in enumerate(zip(*map(torch.Tensor.tolist, (rows, lengths, new, start)))):
+    for i, (row, length, count, first) in enumerate(torch.stack([rows, lengths, new, start], 1).tolist()):
         seen = torch.ones(count, length, dtype=torch.bool)
         if tree_mask is None:
             seen = seen.tril(length - count)
@@ -162,6 +163,7 @@ def detokenizer(*arguments, **settings):
 
 
 def engine(**settings):
+    """SGLang's engine in float32, whose processes have the stand-ins."""
     from sglang.srt.entrypoints.engine import Engine
 
     class OnCPU(Engine):

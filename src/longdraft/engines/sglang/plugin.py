@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from longdraft.drafters import draft_folder
 from longdraft.engines.sglang.arguments import settle
+from longdraft.errors import CheckpointError
 
 NAME = "LONGSPEC"
 CONFIG = "sglang.srt.utils.hf_transformers.config.get_config"
@@ -57,9 +58,11 @@ def register() -> None:
 def config(read: Callable[..., Any], model: Any, *others: Any, **settings: Any) -> Any:
     """Around SGLang's ``get_config``: it reads each draft's folder as a model of transformers, to look for a few kinds
     of its own, and fails at ours, which is none."""
-    if Path(model).is_dir() and "longdraft_format" in draft_folder.read_config(Path(model)):
-        return PretrainedConfig()
-    return read(model, *others, **settings)
+    try:
+        ours = "longdraft_format" in draft_folder.read_config(Path(model))
+    except CheckpointError:  # for SGLang to say
+        ours = False
+    return PretrainedConfig() if ours else read(model, *others, **settings)
 
 
 def room(read: Callable[[], int]) -> int:
