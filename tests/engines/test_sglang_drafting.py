@@ -14,6 +14,7 @@ from longdraft import Speculator
 from longdraft.drafters import longspec_draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.engines.sglang.drafting import Drafting
+from longdraft.engines.sglang.plugin import config
 from longdraft.engines.sglang.pool import rows
 from longdraft.errors import CapabilityError, CheckpointError
 from tests.drafts import random_draft
@@ -172,3 +173,20 @@ def test_what_cannot_be_used_is_said(draft, tmp_path):
     other.model_config.hf_text_config = other.model.config
     with pytest.raises(CheckpointError):
         Drafting(other, str(draft), NODES, 1)
+
+
+def test_sglang_reads_no_draft_of_ours_as_a_model_of_transformers(draft, tmp_path):
+    """It asks for the configuration of each draft's folder, which for ours transformers cannot read."""
+    asked = []
+
+    def read(model, **settings):
+        asked.append((model, settings))
+        return "theirs"
+
+    assert config(read, str(draft), trust_remote_code=False, revision="main").architectures is None and not asked
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
+    for other in (str(tmp_path), str(tmp_path / "broken"), str(tmp_path / "config.json"), "name/on-a-hub"):
+        assert config(read, other, trust_remote_code=False) == "theirs"
+        assert asked.pop() == (other, {"trust_remote_code": False})

@@ -73,6 +73,29 @@ def test_the_entry_point_registers():
     found = SpeculativeAlgorithm.from_string("longspec")
     assert isinstance(found, CustomSpecAlgo) and found.is_ngram() and found.is_speculative()
     assert found.supports_overlap and not found.has_draft_kv() and not found.is_eagle()
+    asked = {name for name, method in vars(SpeculativeAlgorithm).items() if inspect.isfunction(method)}
+    assert asked and not asked - set(dir(found))  # SGLang checks a few of them alone
+    assert not found.carries_draft_hidden_states() and not found.need_topk()
+
+
+def test_the_hooks_are_put_where_sglang_reads(worker_class, tmp_path, monkeypatch):
+    from sglang.srt import runtime_context
+    from sglang.srt.mem_cache import allocation_sizing
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.utils import hf_transformers
+
+    HookRegistry.apply_hooks()
+    draft = random_draft(tmp_path, tiny_model())
+    assert hf_transformers.get_config(str(draft), trust_remote_code=False).architectures is None
+    monkeypatch.setattr(allocation_sizing, "max_speculative_num_draft_tokens", lambda: 8)
+    monkeypatch.setattr(allocation_sizing, "get_alloc_page_size", lambda: 1)
+    for algorithm, columns in ((NAME, 16), ("NGRAM", 12)):
+        names = {"algorithm": algorithm, "num_steps": 4, "eagle_topk": 2}
+        spec = SimpleNamespace(**{f"speculative_{name}": value for name, value in names.items()})
+        for module in (runtime_context, allocation_sizing):
+            monkeypatch.setattr(module, "get_spec", lambda spec=spec: spec)
+        assert allocation_sizing.get_req_to_token_extra_context_len() == columns
+        assert allocation_sizing.get_alloc_reserve_per_decode() == 16
 
 
 def test_the_validator_refuses_and_fills_in(tmp_path):
@@ -95,7 +118,7 @@ def test_the_validator_refuses_and_fills_in(tmp_path):
 def made(worker_class, monkeypatch, overlap, trees=None):
     """A worker as SGLang's scheduler makes it."""
     module = sys.modules[worker_class.__module__]
-    spec = SimpleNamespace(speculative_num_draft_tokens=NODES, speculative_eagle_topk=4, speculative_num_steps=5)
+    spec = SimpleNamespace(speculative_num_draft_tokens=NODES, speculative_eagle_topk=2, speculative_num_steps=3)
     schedule = SimpleNamespace(disable_overlap_schedule=not overlap, page_size=1)
     monkeypatch.setattr(module, "get_spec", lambda: spec)
     monkeypatch.setattr(module, "get_schedule", lambda: schedule)

@@ -4,7 +4,7 @@
 SGLang's NGRAM worker verifies trees that are drafted on the host and own no KV. Ours is that worker with another source
 of trees: verification, grammars, log-probabilities and the overlapped schedule are SGLang's own.
 
-What has run: registration, the validator and the worker's own methods against sglang 0.5.23's modules, and drafting
-from made-up pools against our own engine. What has not: a server, a GPU, CUDA graphs, the overlapped schedule
-(``benchmarks/sglang_gpu.sh`` is for a machine that can).
+What has run: SGLang 0.5.23's own engine and scheduler on a CPU, with stand-ins for its compiled operators
+(``tests/engines/in_sglang.py``), the overlapped schedule among it. What has not: a GPU, CUDA graphs, attention of
+SGLang's own with masks (``benchmarks/sglang_gpu.sh`` is for a machine that can).
 """

@@ -13,7 +13,7 @@ DRAFT_TOKENS = 32
 # Drafting costs a few forwards of one block a step: more requests at a time than SGLang's NGRAM takes do not pay.
 RUNNING = 48
 # What is told to attention as a tree's width: any above one says that it branches.
-BRANCHES = 4
+BRANCHES = 2
 
 
 def settle(server_args: Any) -> None:
@@ -37,7 +37,8 @@ def settle(server_args: Any) -> None:
             "2 or more."
         )
     a.speculative_eagle_topk = BRANCHES
-    a.speculative_num_steps = a.speculative_num_draft_tokens - 1  # a tree may be a chain
+    # Each request reserves places for twice width times steps tokens, or twice the tree where that is more.
+    a.speculative_num_steps = a.speculative_num_draft_tokens // BRANCHES
     a.max_running_requests = a.max_running_requests or RUNNING
     a.enable_mixed_chunk = False
     if a.device == "cpu":

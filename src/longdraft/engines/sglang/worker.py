@@ -20,7 +20,7 @@ SLOTS = "LONGDRAFT_SGLANG_SLOTS"
 
 
 class LongSpecWorker(NGRAMWorker):
-    """Written against sglang 0.5.23; never run under a server here (see the package's docstring)."""
+    """Written against sglang 0.5.23 (the package's docstring says what has run)."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         del gpu_id, nccl_port
