@@ -120,7 +120,7 @@ def test_longspec_with_and_without_the_radix_cache(loaded, folder, prompts, plai
 
 
 def test_longspec_where_requests_are_retracted(folder, prompts, plain):
-    with running(folder, max_total_tokens=1900, **LONGSPEC) as made:
+    with running(folder, max_total_tokens=1600, schedule_conservativeness=0.1, **LONGSPEC) as made:
         found = generated(made, prompts)
     assert tokens(found) == plain[0] and any(one["meta_info"]["num_retractions"] for one in found)
 
