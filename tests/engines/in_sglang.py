@@ -1,7 +1,4 @@
-"""LONGSPEC in SGLang's own engine and scheduler, on a CPU, with the embedded model (`sglang_on_cpu` is what stands in).
-
-pip install --no-deps sglang==0.5.23    # and the packages that its modules ask for
-python -m pytest --noconftest -c /dev/null --rootdir . tests/engines/in_sglang.py
+"""LONGSPEC in SGLang's own engine and scheduler, on a CPU, with the embedded model (`sglang_on_cpu` is what stands in): `make test-sglang`.
 
 Greedy text equals that of SGLang without drafts, whatever is cached, retracted or aborted; acceptance is our own
 engine's.
