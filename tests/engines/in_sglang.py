@@ -1,7 +1,7 @@
-"""LONGSPEC in SGLang's own engine and scheduler, on a CPU, with the embedded model (`sglang_on_cpu` is what stands in): `make test-sglang`.
+"""LONGSPEC in SGLang's own engine and scheduler, on a CPU, with the embedded model: `make test-sglang` runs this.
 
 Greedy text equals that of SGLang without drafts, whatever is cached, retracted or aborted; acceptance is our own
-engine's.
+engine's. What stands in for SGLang's compiled operators is in `sglang_on_cpu`.
 """
 
 from __future__ import annotations
