@@ -45,6 +45,7 @@ def result(out: Path, stage: str) -> dict:
     return json.loads((out / f"{stage}.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_smallest_setting(tmp_path):
     out = tmp_path / "results"
     ended = subprocess.run(
