@@ -163,14 +163,10 @@ class Speculator:
         with runner.lock:  # also while it is measured what verifications cost: others would be measured with them
             if runner not in self._planners:
                 chosen = self._recipe(runner)
-                wanted = planned(self._plan, self.options) and self.offload is None and chosen.can_be_planned
                 if runner.share is not None:
-                    if self._plan == "auto":
-                        raise CapabilityError(
-                            "Rounds are planned by a clock, and each process of a sharded model has another: leave "
-                            'plan out, or give plan="fixed".'
-                        )
-                    wanted = False
+                    runner.share.check_plan(self._plan)
+                free = self.offload is None and runner.share is None
+                wanted = free and planned(self._plan, self.options) and chosen.can_be_planned
                 self._planners[runner] = planner_for(runner, progress) if wanted else None
             return self._planners[runner]
 

@@ -28,16 +28,8 @@ def batch(
     *,
     source: Annotated[Path, typer.Argument(metavar="IN", help="Rows: JSON objects with prompt or messages.")],
     answers: Annotated[Path, typer.Argument(metavar="OUT", help="Answers: a line a row, in order.")],
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How to decode; see `longdraft methods`.",
-            show_default="the first of self, longspec and prompt-lookup that suits the model",
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
-    ] = None,
+    method: options.Method = None,
+    option: options.OwnOptions = None,
     slots: Annotated[
         int | None, typer.Option(min=1, help="Rows decoded at a time.", show_default="8, 32 on a GPU")
     ] = None,

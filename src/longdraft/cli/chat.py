@@ -32,15 +32,8 @@ def chat(
     file: Annotated[
         list[str] | None, typer.Option("--file", "-f", help="A document to talk about; repeat it for several.")
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How to decode.", show_default="the first of self, longspec and prompt-lookup that suits the model"
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
-    ] = None,
+    method: options.Method = None,
+    option: options.OwnOptions = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of an answer at most.")

@@ -77,16 +77,8 @@ def generate(
         list[str] | None,
         typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How to decode; see `longdraft methods`.",
-            show_default="the first of self, longspec and prompt-lookup that suits the model",
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
-    ] = None,
+    method: options.Method = None,
+    option: options.OwnOptions = None,
     drafting: options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,

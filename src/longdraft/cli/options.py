@@ -111,6 +111,17 @@ KVDtype = Annotated[
         show_default="not rounded",
     ),
 ]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help="How to decode; see `longdraft methods`.",
+        show_default="the first of self, longspec and prompt-lookup that suits the model",
+    ),
+]
+OwnOptions = Annotated[
+    list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
+]
 Plan = Annotated[
     str | None,
     typer.Option(

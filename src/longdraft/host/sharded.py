@@ -113,6 +113,15 @@ class Share:
                 "choose another: take ar, prompt-lookup, longspec or eagle3, without retrieval."
             )
 
+    @staticmethod
+    def check_plan(plan: str | None) -> None:
+        """Raises CapabilityError where rounds were asked to be planned: they never are."""
+        if plan == "auto":
+            raise CapabilityError(
+                "Rounds are planned by a clock, and each process of a sharded model has another: leave plan out, or "
+                'give plan="fixed".'
+            )
+
     @contextmanager
     def room(self) -> Iterator[None]:
         """Memory that is taken inside is taken in all processes, or in none.
