@@ -12,12 +12,14 @@ from importlib.resources import files
 
 import pytest
 
-import longdraft
+from tests.engines.embedded import accepted_here, folder, loaded, prompts
 from tests.engines.sglang_on_cpu import engine
 
 from sglang.srt.arg_groups.overrides import resolved_view  # isort: skip  # after what stands in for its kernels
 from sglang.srt.plugins import load_plugins  # isort: skip
 from sglang.srt.speculative.spec_registry import get_spec  # isort: skip
+
+__all__ = ["folder", "loaded", "prompts"]  # fixtures
 
 NEW, NODES, CONTEXT = 48, 8, 1024
 STOPS = [30, 198]  # a full stop, a new line
@@ -25,27 +27,6 @@ DRAFT = str(files("longdraft") / "drafts/smollm2-135m-instruct-longspec")
 LONGSPEC = {
     "speculative_algorithm": "LONGSPEC", "speculative_draft_model_path": DRAFT, "speculative_num_draft_tokens": NODES
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def loaded():
-    return longdraft.load(dtype="float32", weights="float32")
-
-
-@pytest.fixture(scope="session")
-def folder(loaded, tmp_path_factory):
-    made = tmp_path_factory.mktemp("target")
-    loaded.model.save_pretrained(made)
-    loaded.tokenizer.save_pretrained(made)
-    return str(made)
-
-
-@pytest.fixture(scope="session")
-def prompts(loaded):
-    """Eight, of several lengths; the last two begin alike."""
-    text = loaded.tokenizer(longdraft.Speculator.__doc__ + longdraft.Speculator.stream.__doc__)["input_ids"]
-    text = (text * 4)[:900]
-    return [text[i * 7 : i * 7 + n] for i, n in enumerate((20, 60, 130, 250, 400, 90))] + [text[:300], text[:340]]
 
 
 @pytest.fixture(scope="session")
@@ -93,12 +74,6 @@ def accepted(found):
     return 1 + sum(t["spec_num_correct_drafts"] for t in told) / sum(t["spec_verify_ct"] for t in told)
 
 
-def ours(loaded, prompts):
-    spec = longdraft.Speculator("longspec", loaded.model, plan="fixed", draft=DRAFT, tree="beam", nodes=NODES - 1)
-    found = [spec.generate(prompt, max_new_tokens=NEW, eos_token_ids=[])[0] for prompt in prompts]
-    return 1 + sum(r.accepted for r in found) / sum(r.rounds for r in found)
-
-
 def test_sglangs_own_ngrams(folder, prompts, plain):
     with running(folder, speculative_algorithm="NGRAM", speculative_num_draft_tokens=NODES) as made:
         found = generated(made, prompts)
@@ -111,7 +86,7 @@ def test_longspec_with_and_without_the_radix_cache(loaded, folder, prompts, plai
         generated(made, prompts)
         found = generated(made, prompts)
     assert tokens(found) == plain[0] and all(bool(one["meta_info"]["cached_tokens"]) == caching for one in found)
-    expected = ours(loaded, prompts)
+    expected = accepted_here(loaded, "longspec", prompts, NEW, draft=DRAFT, tree="beam", nodes=NODES - 1)
     print(f"longspec: {accepted(found):.3f} in SGLang, {expected:.3f} here")
     assert accepted(found) == pytest.approx(expected, rel=0.1)
 

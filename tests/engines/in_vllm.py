@@ -15,9 +15,11 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-import longdraft
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
+from tests.engines.embedded import accepted_here, folder, loaded, prompts
+
+__all__ = ["folder", "loaded", "prompts"]  # fixtures
 
 NEW = 48
 # Texts that are sampled.
@@ -30,27 +32,6 @@ LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-long
 
 # Small, so that most of the prompts are longer than what the draft sees.
 CHUNKS = {"draft": f"{DRAFTS}/smollm2-135m-instruct-lm", "chunk": 8, "chunks": 8, "sink": 16, "recent": 32}
-
-
-@pytest.fixture(scope="session")
-def loaded():
-    return longdraft.load(dtype="float32", weights="float32")
-
-
-@pytest.fixture(scope="session")
-def folder(loaded, tmp_path_factory):
-    made = tmp_path_factory.mktemp("target")
-    loaded.model.save_pretrained(made)
-    loaded.tokenizer.save_pretrained(made)
-    return str(made)
-
-
-@pytest.fixture(scope="session")
-def prompts(loaded):
-    """Eight, of several lengths; the last two begin alike."""
-    text = loaded.tokenizer(longdraft.Speculator.__doc__ + longdraft.Speculator.stream.__doc__)["input_ids"]
-    text = (text * 4)[:900]
-    return [text[i * 7 : i * 7 + n] for i, n in enumerate((20, 60, 130, 250, 400, 90))] + [text[:300], text[:340]]
 
 
 @pytest.fixture(scope="session")
@@ -74,12 +55,6 @@ def accepted(counts):
     return 1 + counts["spec_decode_num_accepted_tokens"] / counts["spec_decode_num_drafts"]
 
 
-def ours(loaded, method, prompts, **options):
-    spec = longdraft.Speculator(method, loaded.model, plan="fixed", **options)
-    found = [spec.generate(prompt, max_new_tokens=NEW, eos_token_ids=[])[0] for prompt in prompts]
-    return 1 + sum(r.accepted for r in found) / sum(r.rounds for r in found)
-
-
 def test_lookups(folder, prompts, plain):
     tokens, counts = generated(folder, prompts, speculative_config=LOOKUP)
     assert tokens == plain and accepted(counts) > 1.5
@@ -92,7 +67,9 @@ def test_longspec_with_and_without_prefix_caching(loaded, folder, prompts, plain
         enable_prefix_caching=caching,
     )  # fmt: skip
     assert tokens == plain and bool(counts["prefix_cache_hits"]) == caching
-    expected = ours(loaded, "longspec", prompts, draft=LONGSPEC_OPTIONS["longdraft"]["draft"], tree="chain", depth=3)
+    expected = accepted_here(
+        loaded, "longspec", prompts, NEW, draft=LONGSPEC_OPTIONS["longdraft"]["draft"], tree="chain", depth=3
+    )
     print(f"longspec: {accepted(counts):.3f} in vLLM, {expected:.3f} here")
     assert accepted(counts) == pytest.approx(expected, rel=0.1)
 
@@ -111,7 +88,7 @@ def test_specextend(loaded, folder, prompts, plain, eager):
         folder, prompts, speculative_config=SPECEXTEND, additional_config={"longdraft": CHUNKS}, enforce_eager=eager
     )
     assert tokens == plain
-    expected = ours(loaded, "specextend", prompts, tree="chain", depth=3, **CHUNKS)
+    expected = accepted_here(loaded, "specextend", prompts, NEW, tree="chain", depth=3, **CHUNKS)
     print(f"specextend: {accepted(counts):.3f} in vLLM, {expected:.3f} here")
     assert accepted(counts) == pytest.approx(expected, rel=0.1)
 
@@ -158,6 +135,6 @@ def test_an_exported_eagle3_draft(loaded, folder, prompts, plain, tmp_path):
     config = {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 3}
     tokens, counts = generated(folder, prompts, speculative_config=config)
     assert tokens == plain
-    expected = ours(loaded, "eagle3", prompts, draft=draft.folder, tree="chain", depth=3)
+    expected = accepted_here(loaded, "eagle3", prompts, NEW, draft=draft.folder, tree="chain", depth=3)
     print(f"eagle3: {accepted(counts):.3f} in vLLM, {expected:.3f} here")
     assert accepted(counts) == pytest.approx(expected, rel=0.1)
