@@ -15,13 +15,16 @@ from tests.native.levels import LEVELS, kernels_of
 gguf = pytest.importorskip("gguf")
 
 
+# Where in a block of each kind halves lie: scales and least values.
+SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+
+
 def stored(kind: str, outs: int, size: int, seed: int = 0) -> Stored:
     """Random bytes, with scales that are numbers of a moderate size."""
     weights, length, _ = FORMATS[kind]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (outs, size // weights, length), dtype=np.uint8)
-    scales = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(kind)
-    if scales is None:
+    if (scales := SCALES.get(kind)) is None:
         data = rng.standard_normal((outs, size)).astype(np.float16)
         if kind == "BF16":
             return Stored(torch.from_numpy(data).bfloat16().view(torch.uint8), kind)

@@ -162,7 +162,7 @@ struct Partial {
 // time, so that what there is once a row is done for all of them together.
 void soften(float *s, int64_t rows, int64_t keys, int64_t d, Partial part) {
   int64_t end = keys;
-  for (; end % LANES; end++) {
+  for (; end % 16; end++) {
     for (int64_t r = 0; r < rows; r++) s[r * BLOCK + end] = NEVER;
   }
   for (int64_t first = 0; first < rows; first += LANES) {
@@ -190,13 +190,15 @@ void soften(float *s, int64_t rows, int64_t keys, int64_t d, Partial part) {
     for (int64_t r = 0; r < LANES; r++) each[r] = vec{};
     for (int64_t r = 0; r < count; r++) {
       float *row = own + r * BLOCK;
-      vec total = {};
-      for (int64_t j = 0; j < end; j += LANES) {
-        const vec p = exponential(load(row + j) - bases[r]);
-        store(row + j, p);
-        total += p;
+      Sixteen total;
+      for (int64_t j = 0; j < end; j += 16) {
+        UNROLLED for (int i = 0; i < Sixteen::VECTORS; i++) {
+          const vec p = exponential(load(row + j + i * LANES) - bases[r]);
+          store(row + j + i * LANES, p);
+          total.part[i] += p;
+        }
       }
-      each[r] = total;
+      each[r] = total.folded();
       if (keeps[r] != 1.0f) {
         float *out = part.out + (first + r) * d;
         for (int64_t c = 0; c < d; c += LANES) store(out + c, load(out + c) * keeps[r]);
@@ -279,7 +281,8 @@ void join(const Partial &all, const Partial &next, int64_t rows, int64_t d) {
   for (int64_t r = 0; r < rows; r++) {
     const float high = std::max(all.high[r], next.high[r]);
     if (high == NEVER) continue;
-    const float ours = std::exp(all.high[r] - high), theirs = std::exp(next.high[r] - high);
+    // Not std::exp, which is another function on another system.
+    const float ours = exponential(every(all.high[r] - high))[0], theirs = exponential(every(next.high[r] - high))[0];
     float *out = all.out + r * d;
     const float *other = next.out + r * d;
     for (int64_t c = 0; c < d; c += LANES) store(out + c, fused(every(theirs), load(other + c), load(out + c) * ours));

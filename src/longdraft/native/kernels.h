@@ -15,6 +15,7 @@ struct Matrix {
   std::int64_t adds;    // whether y is added to, not overwritten
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
                         // ROUNDED or NIBBLED for a draft's (rounded.h)
+  std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats, halves and a draft's
 };
 
 // A decoder layer of the Llama kind.
@@ -44,13 +45,14 @@ struct Batch {
   const std::int64_t *ends;           // (B,): keys of a sequence, the new ones included
   const std::uint8_t *masks;          // (B, T, width) or null: which of its last keys a row sees
   std::int64_t width;
+  std::int64_t prompt;  // a row sees all keys before its own and none behind: many rows are computed as a prompt's chunk
 };
 
 // Keys and values of layers: (layers, slots, kv_heads, capacity, d). Strides count numbers.
 struct KeysValues {
   void *k, *v;
   std::int64_t k_layer, v_layer, k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
-  std::int64_t format;       // 0: float32, 1: bfloat16, 2: int8; k_row is 1 with 1 and 2
+  std::int64_t format;       // 0: float32, 1: bfloat16, 2: int8, 3: float16; k_row is 1 with all but 0
   float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what the numbers of an int8 row are multiplied by; else null
   std::int64_t scale_layer, scale_slot, scale_head;
 };

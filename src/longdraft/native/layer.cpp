@@ -9,6 +9,8 @@ using std::int64_t;
 
 namespace {
 
+constexpr int64_t MANY = 32;  // rows above which threads share what stands between the products, and a chunk is attended to as one
+
 // Each head's vector of its own, where the layer has norms for them.
 void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float eps) {
   if (weight) rms_norm(x, vectors, d, weight, eps, x);
@@ -34,24 +36,31 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
   norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps);
   norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps);
 
-  for (int64_t b = 0; b < batch.sequences; b++) {
+  // A head at a time: where keys lie transposed, rows of one share cache lines.
+  share_out(count > MANY ? threads : 1, batch.sequences * (l.heads + l.kv_heads), [&](int64_t item) {
+    const int64_t b = item / (l.heads + l.kv_heads), head = item % (l.heads + l.kv_heads), h = head - l.heads;
     for (int64_t t = 0; t < size; t++) {
-      const int64_t row = b * size + t, place = batch.first[b] + t;
+      const int64_t row = b * size + t;
       const float *cos = batch.cos + row * d, *sin = batch.sin + row * d;
-      for (int64_t h = 0; h < l.heads; h++) {
-        turn(q + row * q_size + h * d, cos, sin, d, queries + ((b * l.heads + h) * size + t) * d, 1);
+      if (h < 0) {
+        turn(q + row * q_size + head * d, cos, sin, d, queries + ((b * l.heads + head) * size + t) * d, 1);
+        continue;
       }
-      for (int64_t h = 0; h < l.kv_heads; h++) {
-        turn(k + row * kv_size + h * d, cos, sin, d, folded, 1);  // not yet in use
-        write_row(kv, batch.slots[b], h, place, folded, v + row * kv_size + h * d, d);
-      }
+      float *turned_key = folded + (row * l.kv_heads + h) * d;  // not yet in use
+      turn(k + row * kv_size + h * d, cos, sin, d, turned_key, 1);
+      write_row(kv, batch.slots[b], h, batch.first[b] + t, turned_key, v + row * kv_size + h * d, d);
     }
-  }
+  });
 
   for (int64_t b = 0; b < batch.sequences; b++) {
     const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
-    longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
-                     batch.ends[b], mask, size, batch.width, l.scale, folded, threads);
+    if (batch.prompt && size > MANY) {
+      longdraft_attend_chunk(queries + b * q_size * size, &kv, batch.slots[b], l.heads, l.heads / l.kv_heads, size, d,
+                             batch.ends[b], l.scale, folded, threads);
+    } else {
+      longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
+                       batch.ends[b], mask, size, batch.width, l.scale, folded, threads);
+    }
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
         std::copy_n(folded + (h * size + t) * d, d, attended + (b * size + t) * q_size + h * d);

@@ -3,6 +3,7 @@
 // A single row is bound by reading W, and so are some ten rows as long as arithmetic and reading overlap. So each weight
 // is read once, from where it lies, for all rows; a tile of sums stays in registers; and while one tile is computed, the
 // weights of a later one are fetched.
+#include "int8.h"
 #include "kernels.h"
 #include "rounded.h"
 #include "stored.h"
@@ -184,10 +185,16 @@ void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *
   if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads);
   if (matrices->format == NIBBLED) return nibbled_linear(x, rows, size, matrices, count, threads);
   const Rows in{x, rows, size};
-  share_outputs<SHARE>(matrices, count, threads, [&](const Matrix &m, int64_t from, int64_t to) {
+  const bool rounds = std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
+  const Int8Rows rounded = rounds ? int8_rows(x, rows, size, threads) : Int8Rows{};
+  const auto compute = [&](const Matrix &m, int64_t from, int64_t to) {
+    if (m.int8) return int8_outputs(rounded, m, from, to);
     if (!m.format) return share(in, m, from, to);
     with_format(m.format, [&](auto f) { stored_share<decltype(f)>(in, m, from, to); });
-  });
+  };
+  if (!rounds) return share_outputs<SHARE>(matrices, count, threads, compute);
+  if (rows <= FEW) return share_outputs<2 * INT8_UNIT>(matrices, count, threads, compute);
+  share_outputs<8 * INT8_UNIT>(matrices, count, threads, compute);
 }
 
 int longdraft_lanes() { return LANES; }

@@ -1,5 +1,5 @@
-// Keys and values in fewer bytes, as copies that only drafts read may be kept: bfloat16, or eight bits and a scale for each
-// row. They are unpacked in registers; all sums are of floats. Keys lie transposed.
+// Keys and values in fewer bytes: float16, as int8 arithmetic keeps them; bfloat16, or eight bits and a scale for each row, as
+// drafts may read them. They are unpacked in registers; all sums are of floats. Keys lie transposed.
 #pragma once
 
 #include "kernels.h"
@@ -10,9 +10,13 @@
 #include <limits>
 
 // KeysValues::format.
-enum : std::int64_t { FLOAT32, BFLOAT16, INT8 };
+enum : std::int64_t { FLOAT32, BFLOAT16, INT8, FLOAT16 };
 
 struct Brief {  // bfloat16
+  std::uint16_t bits;
+};
+
+struct Half {  // float16
   std::uint16_t bits;
 };
 
@@ -25,8 +29,11 @@ static inline float number(const Brief *p) {
   return x;
 }
 
+static inline float number(const Half *p) { return half(reinterpret_cast<const byte *>(p)); }
+
 // LANES numbers.
 static inline vec load(const Brief *p) { return Bfloat16::part(reinterpret_cast<const byte *>(p), 0, 0, {}); }
+static inline vec load(const Half *p) { return Float16::part(reinterpret_cast<const byte *>(p), 0, 0, {}); }
 static inline vec load(const std::int8_t *p) { return floats(signed_bytes(reinterpret_cast<const byte *>(p))); }
 
 namespace {
@@ -38,6 +45,7 @@ template <typename What>
 inline void as_stored(void *p, int64_t format, const What &what) {
   if (format == BFLOAT16) return what(static_cast<Brief *>(p));
   if (format == INT8) return what(static_cast<std::int8_t *>(p));
+  if (format == FLOAT16) return what(static_cast<Half *>(p));
   what(static_cast<float *>(p));
 }
 
@@ -81,6 +89,39 @@ inline void pack(const float *x, int64_t d, Brief *to, int64_t step, float *) {
     // To the nearest, ties to even; NaN stays one.
     to[i * step].bits = static_cast<std::uint16_t>(x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
   }
+}
+
+// A float rounded to the nearest half, ties to even; what is too large is infinite, NaN stays one.
+inline Half shortened(float x) {
+#if defined(__F16C__)
+  return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)};
+#elif defined(__aarch64__)
+  const __fp16 number = static_cast<__fp16>(x);
+  Half found;
+  std::memcpy(&found, &number, sizeof found);
+  return found;
+#else
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const std::uint32_t sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return {static_cast<std::uint16_t>(sign | 0x7e00)};
+  if (bits >= 0x477ff000) return {static_cast<std::uint16_t>(sign | 0x7c00)};
+  if (bits >= 0x38800000) {  // normal halves
+    bits += 0xfff + (bits >> 13 & 1) - (112u << 23);
+    return {static_cast<std::uint16_t>(sign | bits >> 13)};
+  }
+  // Adding half of the smallest normal half's unit rounds the others.
+  float small;
+  std::memcpy(&small, &bits, sizeof small);
+  small += 0.5f;
+  std::memcpy(&bits, &small, sizeof bits);
+  return {static_cast<std::uint16_t>(sign | (bits - 0x3f000000))};
+#endif
+}
+
+inline void pack(const float *x, int64_t d, Half *to, int64_t step, float *) {
+  for (int64_t i = 0; i < d; i++) to[i * step] = shortened(x[i]);
 }
 
 // What is not finite leaves a scale that is not.

@@ -17,10 +17,16 @@ using std::int64_t;
 // y = x / rms(x) * weight, row by row.
 inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *weight, float eps, float *y) {
   for (int64_t r = 0; r < rows; r++, x += size, y += size) {
-    vec squares = {};
+    Sixteen squares;
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) squares = fused(load(x + i), load(x + i), squares);
-    float total = sums<1>(&squares)[0];
+    for (; i + 16 <= size; i += 16) {
+      UNROLLED for (int j = 0; j < Sixteen::VECTORS; j++) {
+        const vec a = load(x + i + j * LANES);
+        squares.part[j] = fused(a, a, squares.part[j]);
+      }
+    }
+    const vec folded = squares.folded();
+    float total = sums<1>(&folded)[0];
     for (; i < size; i++) total = fused(x[i], x[i], total);
     const float factor = 1.0f / std::sqrt(total / size + eps);
     for (i = 0; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * factor));

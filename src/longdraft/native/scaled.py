@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 # The dtypes of keys and values that kernels read; a dtype's place is its number in kernels.h.
-FORMATS = (torch.float32, torch.bfloat16, torch.int8)
+FORMATS = (torch.float32, torch.bfloat16, torch.int8, torch.float16)
 
 
 class Scaled:

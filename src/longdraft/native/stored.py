@@ -9,6 +9,10 @@ import torch
 from longdraft.native.dequantise import FORMATS
 
 
+# Formats that are no blocks.
+HALVES = ("BF16", "F16")
+
+
 @dataclass(frozen=True)
 class Stored:
     """A matrix (out, in) whose rows are blocks.
@@ -16,6 +20,8 @@ class Stored:
     Attributes:
         data: (out, bytes of a row) uint8, rows contiguous; it may lie in a mapped file. The kernels take it on the CPU.
         format: one of :data:`FORMATS`.
+        int8: products are in int8 arithmetic: rows that meet the matrix are rounded to eight bits in blocks of 32.
+            Not of bfloat16 and float16.
 
     Raises:
         ValueError: rows that are no whole blocks, or a format that is not served.
@@ -23,6 +29,7 @@ class Stored:
 
     data: torch.Tensor
     format: str
+    int8: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -31,6 +38,8 @@ class Stored:
             raise ValueError(f"stored weights are rows of bytes, got {self.data.dtype} {tuple(self.data.shape)}")
         if self.data.shape[1] % FORMATS[self.format][1]:
             raise ValueError(f"a row of {self.data.shape[1]} bytes is no whole number of {self.format} blocks")
+        if self.int8 and self.format in HALVES:
+            raise ValueError(f"int8 arithmetic is for blocks of 8 bits or fewer, not for {self.format}")
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Stored:
@@ -54,9 +63,20 @@ class Stored:
 
     def rows(self, ids: torch.Tensor) -> Stored:
         """Some of the rows. ids (n,)."""
-        return Stored(self.data[ids], self.format)
+        return Stored(self.data[ids], self.format, self.int8)
 
     def floats(self) -> torch.Tensor:
         """(out, in) float32: what it stands for, by torch's operations."""
         _, size, unpack = FORMATS[self.format]
         return unpack(self.data.reshape(-1, size)).view(self.shape)
+
+
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """What int8 arithmetic makes of rows (..., in): each block of 32 numbers rounded to 255 steps of its largest / 127.
+
+    The reference of ``int8.cpp``, by torch's operations.
+    """
+    blocks = x.float().unflatten(-1, (-1, 32))
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    factor = torch.where((1 / step).isfinite(), 127 / (step * 127), 0.0)
+    return ((blocks * factor).round() * step).flatten(-2)

@@ -23,7 +23,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [
         *((name, Pointer) for name in ("w", "bias", "y")),
-        *((name, Long) for name in ("w_row", "outs", "adds", "format")),
+        *((name, Long) for name in ("w_row", "outs", "adds", "format", "int8")),
     ]
 
     @classmethod
@@ -31,7 +31,8 @@ class Matrix(ctypes.Structure):
         w, bias = weights
         data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded, Nibbled)) else (w, 0)
         places = [None if x is None else x.data_ptr() for x in (data, bias, y)]
-        return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number)
+        int8 = isinstance(w, Stored) and w.int8
+        return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
 
 
 _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -50,7 +51,7 @@ class _Batch(ctypes.Structure):
     _fields_ = [
         *((name, Long) for name in ("sequences", "size")),
         *((name, Pointer) for name in ("cos", "sin", "slots", "first", "ends", "masks")),
-        ("width", Long),
+        *((name, Long) for name in ("width", "prompt")),
     ]
 
 
@@ -159,6 +160,7 @@ class Rows:
         cos, sin: (B, T, d).
         slots, first, ends: B numbers each: slot in the store, row of the first new key, keys with the new ones.
         mask: (B, T, width) bool: which of its last keys a row sees; None: all.
+        prompt: a row sees all keys before its own and none behind it; there is no mask then.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Rows:
         first: Sequence[int],
         ends: Sequence[int],
         mask: torch.Tensor | None,
+        prompt: bool = False,
     ) -> None:
         self.sequences, self.size = cos.shape[:2]
         numbers = [(Long * self.sequences)(*x) for x in (slots, first, ends)]
@@ -176,5 +179,5 @@ class Rows:
         self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask)
         self.struct = _Batch(
             self.sequences, self.size, cos.data_ptr(), sin.data_ptr(), *(ctypes.addressof(x) for x in numbers),
-            None if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[-1],
+            None if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[-1], prompt,
         )  # fmt: skip

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
-#if defined(__FMA__)
+#if defined(__SSSE3__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -76,6 +76,7 @@ static inline void store_some(float *p, vec x, std::int64_t n) { std::memcpy(p, 
 
 // x - 0 is x for every x, so nothing is computed; 0 + x is another number for -0.
 static inline vec every(float x) { return x - vec{}; }
+static inline ivec every(std::int32_t x) { return x - ivec{}; }
 
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 
@@ -138,6 +139,19 @@ static inline vec across(const vec *v) {
     return across<Op, PAIRS, STEP / 2>(folded);
   }
 }
+
+// Sixteen sums side by side, however many lanes a vector has, so that what they add up to is the same everywhere.
+struct Sixteen {
+  static constexpr int VECTORS = 16 / LANES;
+  vec part[VECTORS] = {};
+
+  // Lanes whose numbers differ by LANES or more added up: what is left is LANES wide.
+  vec folded() const {
+    if constexpr (VECTORS == 4) return (part[0] + part[2]) + (part[1] + part[3]);
+    if constexpr (VECTORS == 2) return part[0] + part[1];
+    return part[0];
+  }
+};
 
 template <int N>
 static inline vec sums(const vec *v) {

@@ -119,13 +119,14 @@ struct Piece {
 
 // Rows of keys, a dimension's one behind the other as a text has them, each to its place: dimension by dimension, as these lie
 // far from one another.
+template <typename E>
 void copy_keys(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
-  const auto *k = static_cast<const float *>(text.k);
-  auto *k_to = static_cast<float *>(copy.k);
+  const auto *k = static_cast<const E *>(text.k);
+  auto *k_to = static_cast<E *>(copy.k);
   const bool turned = text.k_row == 1 && copy.k_row == 1;
   for (int64_t i = 0; i < d; i++) {
-    const float *own = k + i * text.k_dim;
-    float *to = k_to + i * copy.k_dim;
+    const E *own = k + i * text.k_dim;
+    E *to = k_to + i * copy.k_dim;
     for (const Piece &p : pieces) {
       if (turned) {
         std::copy_n(own + p.from, p.count, to + p.to);
@@ -137,17 +138,18 @@ void copy_keys(const Text &text, const Text &copy, int64_t d, const std::vector<
 }
 
 // The same to fewer bytes: a row is rounded as one.
+template <typename E>
 void pack_keys(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
   constexpr int64_t TOGETHER = 64;  // rows, of which a dimension's are some cache lines
   static thread_local Scratch scratch;
   float *rows = scratch.of(TOGETHER * d);
-  const auto *k = static_cast<const float *>(text.k);
+  const auto *k = static_cast<const E *>(text.k);
   for (const Piece &p : pieces) {
     for (int64_t a = 0; a < p.count; a += TOGETHER) {
       const int64_t count = std::min(TOGETHER, p.count - a);
       for (int64_t i = 0; i < d; i++) {
-        const float *own = k + i * text.k_dim + (p.from + a) * text.k_row;
-        for (int64_t j = 0; j < count; j++) rows[j * d + i] = own[j * text.k_row];
+        const E *own = k + i * text.k_dim + (p.from + a) * text.k_row;
+        for (int64_t j = 0; j < count; j++) rows[j * d + i] = number(own + j * text.k_row);
       }
       for (int64_t j = 0; j < count; j++) {
         const int64_t row = p.to + a + j;
@@ -157,17 +159,24 @@ void pack_keys(const Text &text, const Text &copy, int64_t d, const std::vector<
   }
 }
 
+// E: what the text's numbers are, float or Half.
+template <typename E>
 void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
-  (copy.format == FLOAT32 ? copy_keys : pack_keys)(text, copy, d, pieces);
-  const auto *v = static_cast<const float *>(text.v);
+  (copy.format == text.format ? copy_keys<E> : pack_keys<E>)(text, copy, d, pieces);
+  static thread_local Scratch scratch;
+  float *row_of_v = scratch.of(d);
+  const auto *v = static_cast<const E *>(text.v);
   for (const Piece &p : pieces) {
     for (int64_t j = 0; j < p.count; j++) {
       const int64_t row = p.to + j;
-      as_stored(copy.v, copy.format, [&](auto *to) {
-        pack(v + (p.from + j) * text.v_row, d, to + row * copy.v_row, 1, copy.v_scale + row);
-      });
+      for (int64_t i = 0; i < d; i++) row_of_v[i] = number(v + (p.from + j) * text.v_row + i);
+      as_stored(copy.v, copy.format, [&](auto *to) { pack(row_of_v, d, to + row * copy.v_row, 1, copy.v_scale + row); });
     }
   }
+}
+
+void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
+  (text.format == FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
 }
 
 // held (count,): the chunk in each place of a copy becomes one of the chosen; those that are there already stay where they are.
@@ -190,6 +199,27 @@ void replace_chunks(const int64_t *chosen, int64_t *held, int64_t count, const P
 
 }  // namespace
 
+namespace {
+
+template <typename E>
+void summarise_dimension(const E *k, int64_t row, int64_t chunk, const Summaries *out, int64_t at, int64_t from, int64_t to) {
+  for (int64_t c = from; c < to; c++) {
+    const E *own = k + c * chunk * row;
+    float largest = number(own), smallest = largest, sum = 0.0f;
+    for (int64_t j = 0; j < chunk; j++) {
+      const float x = number(own + j * row);
+      largest = std::max(largest, x);
+      smallest = std::min(smallest, x);
+      sum += x;
+    }
+    if (out->largest) out->largest[at + c] = largest;
+    if (out->smallest) out->smallest[at + c] = smallest;
+    if (out->mean) out->mean[at + c] = sum / static_cast<float>(chunk);
+  }
+}
+
+}  // namespace
+
 void longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int64_t heads, int64_t d, int64_t chunk,
                          const Summaries *out, int64_t from, int64_t to, int threads) {
   share_out(threads, layers * heads, [&](int64_t item) {
@@ -197,21 +227,9 @@ void longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int
     const Text text = text_of(of_layer(*kv, layer), slot, head);
     const int64_t place = layer * out->layer + head * out->head;
     for (int64_t i = 0; i < d; i++) {
-      const float *k = static_cast<const float *>(text.k) + i * text.k_dim;
-      for (int64_t c = from; c < to; c++) {
-        const float *own = k + c * chunk * text.k_row;
-        float largest = *own, smallest = *own, sum = 0.0f;
-        for (int64_t j = 0; j < chunk; j++) {
-          const float x = own[j * text.k_row];
-          largest = std::max(largest, x);
-          smallest = std::min(smallest, x);
-          sum += x;
-        }
-        const int64_t at = place + i * out->dim + c;
-        if (out->largest) out->largest[at] = largest;
-        if (out->smallest) out->smallest[at] = smallest;
-        if (out->mean) out->mean[at] = sum / static_cast<float>(chunk);
-      }
+      as_stored(text.k, text.format, [&](auto *k) {
+        summarise_dimension(k + i * text.k_dim, text.k_row, chunk, out, place + i * out->dim, from, to);
+      });
     }
   });
 }

@@ -1,0 +1,299 @@
+// y = x W^T + b in int8 arithmetic: whole-number products of stored weights and rounded rows of x.
+//
+// LANES outputs are computed side by side (int8_blocks.h). Blocks are unpacked to bytes in the first-level cache, once for
+// up to TOGETHER rows, and each piece of 32 weights then meets the rows one after the other: eight products of four bytes
+// a lane, one conversion, and the block's scales. More rows meet the bytes of some hundred outputs, unpacked once into the
+// second-level cache. Either way a row's result is computed by the same operations in the same order.
+#include "int8.h"
+#include "int8_blocks.h"
+#include "threads.h"
+
+#include <algorithm>
+
+namespace {
+
+constexpr int64_t TOGETHER = 8;       // rows that meet a piece one after the other
+constexpr int64_t PIECES = 8;         // unpacked at a time for few rows: a block of 256
+constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights that many rows meet
+
+// Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
+// are from -127 to 127.
+#if !defined(__AVX512VNNI__)
+// Without an instruction for unsigned by signed bytes whose sums cannot overflow, large bytes are made signed: their sums
+// lack 128 * x then, which start() makes up for.
+template <int MOST>
+constexpr bool SIGNED = MOST > 127;
+#else
+template <int MOST>
+constexpr bool SIGNED = false;
+#endif
+
+template <int MOST>
+inline ivec dot(ivec sum, ivec w, ivec x) {
+#if defined(__AVX512VNNI__)
+  return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVX512BW__)
+  __m512i a = (__m512i)w, b = (__m512i)x;
+  if constexpr (SIGNED<MOST>) {
+    a = _mm512_xor_si512(a, _mm512_set1_epi8(-128));
+    b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+    a = _mm512_abs_epi8(a);
+  }
+  return sum + (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  __m256i a = (__m256i)w, b = (__m256i)x;
+  if constexpr (SIGNED<MOST>) {
+    a = _mm256_xor_si256(a, _mm256_set1_epi8(-128));
+    b = _mm256_sign_epi8(b, a);
+    a = _mm256_abs_epi8(a);
+  }
+  return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+#elif defined(__aarch64__)
+  int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+  if constexpr (SIGNED<MOST>) a = veorq_s8(a, vdupq_n_s8(-128));
+  const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+  return sum + (ivec)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
+#elif defined(__SSSE3__)
+  __m128i a = (__m128i)w, b = (__m128i)x;
+  if constexpr (SIGNED<MOST>) {
+    a = _mm_xor_si128(a, _mm_set1_epi8(-128));
+    b = _mm_sign_epi8(b, a);
+    a = _mm_abs_epi8(a);
+  }
+  return sum + (ivec)_mm_madd_epi16(_mm_maddubs_epi16(a, b), _mm_set1_epi16(1));
+#else
+  std::uint8_t a[4 * LANES];
+  std::int8_t b[4 * LANES];
+  std::memcpy(a, &w, sizeof a);
+  std::memcpy(b, &x, sizeof b);
+  for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += (a[i] - (SIGNED<MOST> ? 128 : 0)) * b[i];
+  return sum;
+#endif
+}
+
+// What sums of products with w's bytes begin with, so that they end as sums with bytes less ZERO.
+template <typename F>
+inline ivec start(std::int32_t sum) {
+  constexpr int OFF = (SIGNED<F::MOST> ? 128 : 0) - F::ZERO;
+  if constexpr (OFF == 0) return ivec{};
+  return every(sum) * OFF;
+}
+
+template <typename F>
+using PieceOf = Piece<F::SCALES, F::LEAST>;
+
+// y (R) += R rows of x, from `row` on, times `count` pieces, of which the first is the rows' block number `block`.
+template <typename F, int R>
+void multiply(const PieceOf<F> *p, int64_t count, const Int8Rows &x, int64_t row, int64_t block, vec *y) {
+  const int64_t blocks = x.size / PIECE;
+  vec sums[R];
+  UNROLLED for (int r = 0; r < R; r++) sums[r] = y[r];
+  const std::int8_t *numbers = x.numbers + row * x.size + block * PIECE;
+  const Int8Rows::Block *own = x.blocks + row * blocks + block;
+  for (const PieceOf<F> *end = p + count; p < end; p++, numbers += PIECE, own++) {
+    ivec w[COLUMNS_OF_PIECE];
+    UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) w[i] = p->w[i];
+    UNROLLED for (int r = 0; r < R; r++) {
+      const Int8Rows::Block &b = own[r * blocks];
+      vec found;
+      UNROLLED for (int s = 0; s < F::SCALES; s++) {
+        constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
+        const std::int32_t sum = F::SCALES == 1 ? b.sum : b.half[s];
+        ivec products = start<F>(sum);
+        UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
+          std::int32_t four;
+          std::memcpy(&four, numbers + r * x.size + 4 * i, sizeof four);
+          products = dot<F::MOST>(products, w[i], every(four));
+        }
+        found = s == 0 ? floats(products) * p->scale[s] : fused(floats(products), p->scale[s], found);
+        if constexpr (F::LEAST) found = fused(floats(every(sum)), p->least[s], found);
+      }
+      sums[r] = fused(every(b.scale), found, sums[r]);
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++) y[r] = sums[r];
+}
+
+template <typename F, int R = TOGETHER>
+inline void multiply_rows(int64_t rows, const PieceOf<F> *p, int64_t count, const Int8Rows &x, int64_t row, int64_t block,
+                          vec *y) {
+  if (rows == R) return multiply<F, R>(p, count, x, row, block, y);
+  if constexpr (R > 1) multiply_rows<F, R - 1>(rows, p, count, x, row, block, y);
+}
+
+// LANES outputs of a matrix, the last ones where fewer are left: those before `skip` are computed already.
+struct Outputs {
+  Lines lines;
+  int64_t out, skip;
+
+  // Fewer rows than lanes in all: a copy with rows of zeros.
+  Outputs(const Matrix &m, int64_t out_, int64_t bytes, Scratch &scratch)
+      : lines{static_cast<const byte *>(m.w), m.w_row}, out(std::max<int64_t>(0, std::min(out_, m.outs - LANES))), skip(out_ - out) {
+    if (m.outs >= LANES) {
+      lines = lines.at(out * m.w_row);
+      return;
+    }
+    byte *copy = reinterpret_cast<byte *>(scratch.of((LANES * bytes + 3) / 4));
+    std::memset(copy, 0, LANES * bytes);
+    for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, lines.first + o * m.w_row, bytes);
+    lines = {copy, bytes};
+  }
+
+  void finish(const Matrix &m, int64_t row, vec found) const {
+    float values[LANES];
+    const int64_t here = std::min<int64_t>(LANES, m.outs);
+    if (skip == 0 && here == LANES) {
+      float *y = m.y + row * m.outs + out;
+      if (m.bias) found += load(m.bias + out);
+      return store(y, m.adds ? load(y) + found : found);
+    }
+    store(values, found);
+    for (int64_t l = skip; l < here; l++) {
+      float *y = m.y + row * m.outs + out + l;
+      const float value = m.bias ? values[l] + m.bias[out + l] : values[l];
+      *y = m.adds ? *y + value : value;
+    }
+  }
+};
+
+// Few rows: what is unpacked stays in the first-level cache, and the next outputs are fetched meanwhile.
+template <typename F>
+void few(const Int8Rows &x, const Matrix &m, const Outputs &outputs) {
+  constexpr int64_t BLOCKS = PIECES * PIECE / F::WEIGHTS;
+  PieceOf<F> pieces[PIECES];
+  vec y[TOGETHER] = {};
+  const int64_t blocks = x.size / F::WEIGHTS;
+  const byte *next = outputs.lines.first + LANES * outputs.lines.row;
+  for (int64_t block = 0; block < blocks; block += BLOCKS) {
+    const int64_t count = std::min(BLOCKS, blocks - block);
+    for (int64_t end = count * F::BYTES * LANES; end > 0; end -= 64, next += 64) __builtin_prefetch(next, 0, 2);
+    F::unpack(outputs.lines.at(block * F::BYTES), count, pieces);
+    multiply_rows<F>(x.rows, pieces, count * F::WEIGHTS / PIECE, x, 0, block * F::WEIGHTS / PIECE, y);
+  }
+  for (int64_t r = 0; r < x.rows; r++) outputs.finish(m, r, y[r]);
+}
+
+// Many rows: all of some outputs' weights are unpacked first.
+template <typename F>
+void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
+  static thread_local Scratch scratch, copies;
+  const int64_t each = x.size / PIECE, floats_each = each * sizeof(PieceOf<F>) / 4;
+  const int64_t most = std::max<int64_t>(1, CACHED / (4 * floats_each));
+  auto *pieces = reinterpret_cast<PieceOf<F> *>(scratch.of(std::min(most, (to - from + LANES - 1) / LANES) * floats_each));
+  const int64_t bytes = x.size / F::WEIGHTS * F::BYTES;
+  for (int64_t first = from; first < to; first += most * LANES) {
+    const int64_t end = std::min(to, first + most * LANES);
+    for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
+      F::unpack(Outputs(m, out, bytes, copies).lines, x.size / F::WEIGHTS, pieces + i * each);
+    }
+    for (int64_t row = 0; row < x.rows; row += TOGETHER) {
+      const int64_t rows = std::min(TOGETHER, x.rows - row);
+      for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
+        vec y[TOGETHER] = {};
+        multiply_rows<F>(rows, pieces + i * each, each, x, row, 0, y);
+        const Outputs outputs(m, out, bytes, copies);
+        for (int64_t r = 0; r < rows; r++) outputs.finish(m, row + r, y[r]);
+      }
+    }
+  }
+}
+
+template <typename F>
+void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
+  if (x.rows > TOGETHER) return many<F>(x, m, from, to);
+  static thread_local Scratch copies;
+  for (; from < to; from += LANES) few<F>(x, m, Outputs(m, from, x.size / F::WEIGHTS * F::BYTES, copies));
+}
+
+// LANES blocks of 32 numbers beside one another.
+void round_blocks(const float *x, int64_t count, std::int8_t *to, Int8Rows::Block *blocks) {
+  constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
+  constexpr std::int32_t INFINITE = 0x7f800000;
+  struct LargerBits {  // of numbers without a sign: NaN is the largest
+    static inline vec of(vec a, vec b) { return (vec)((ivec)a > (ivec)b ? (ivec)a : (ivec)b); }
+  };
+  vec largest[LANES];
+  for (int b = 0; b < LANES; b++) {
+    const float *own = x + std::min<int64_t>(b, count - 1) * PIECE;
+    ivec most = {};
+    UNROLLED for (int i = 0; i < PARTS; i++) {
+      const ivec bits = (ivec)load(own + i * LANES) & 0x7fffffff;
+      most = bits > most ? bits : most;
+    }
+    largest[b] = (vec)most;
+  }
+  const vec high = across<LargerBits, LANES>(largest);
+  const ivec bits = (ivec)high;
+  const vec factor = 127.0f / high;
+  const ivec fine = (ivec)factor < INFINITE;  // else zeros, or next to them: they stand for nothing
+  const vec nothing = bits < INFINITE ? vec{} : high - high;  // NaN of what is infinite or NaN
+  const vec factors = (bits < INFINITE) & fine ? factor : vec{}, scales = fine & (bits < INFINITE) ? high / 127.0f : nothing;
+  float factor_of[LANES], scale_of[LANES];
+  store(factor_of, factors);
+  store(scale_of, scales);
+  vec halves_of[2][LANES];
+  for (int b = 0; b < LANES; b++) {
+    const float *own = x + std::min<int64_t>(b, count - 1) * PIECE;
+    const bool none = factor_of[b] == 0.0f;
+    for (int h = 0; h < 2; h++) {
+      vec sum = {};
+      UNROLLED for (int i = 0; i < PARTS / 2; i++) {
+        const int at = (h * PARTS / 2 + i) * LANES;
+        const vec shifted = (none ? vec{} : load(own + at) * factor_of[b]) + SHIFT;
+        sum += shifted - SHIFT;
+        const ivec whole = (ivec)shifted - 0x4b400000;
+        if (b >= count) continue;
+        std::int8_t *numbers = to + b * PIECE + at;
+#if defined(__AVX512F__)
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers), _mm512_cvtepi32_epi8((__m512i)whole));
+#else
+        for (int l = 0; l < LANES; l++) numbers[l] = static_cast<std::int8_t>(whole[l]);
+#endif
+      }
+      halves_of[h][b] = sum;
+    }
+  }
+  float first[LANES], second[LANES];
+  store(first, sums<LANES>(halves_of[0]));
+  store(second, sums<LANES>(halves_of[1]));
+  for (int b = 0; b < std::min<int64_t>(count, LANES); b++) {
+    const auto one = static_cast<std::int32_t>(first[b]), two = static_cast<std::int32_t>(second[b]);
+    blocks[b] = {scale_of[b], one + two, {one, two}};
+  }
+}
+
+}  // namespace
+
+Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
+  constexpr int64_t SHARE = 16;  // vectors of blocks that a thread takes at a time
+  static thread_local Scratch of_numbers, of_blocks;
+  const int64_t blocks = rows * size / PIECE;
+  auto *numbers = reinterpret_cast<std::int8_t *>(of_numbers.of(rows * size / 4));
+  auto *ends = reinterpret_cast<Int8Rows::Block *>(of_blocks.of(blocks * sizeof(Int8Rows::Block) / 4));
+  const int64_t vectors = (blocks + LANES - 1) / LANES;
+  share_out(vectors > 4 * SHARE ? threads : 1, (vectors + SHARE - 1) / SHARE, [=](int64_t share) {
+    for (int64_t v = share * SHARE; v < std::min(vectors, (share + 1) * SHARE); v++) {
+      const int64_t block = v * LANES;
+      round_blocks(x + block * PIECE, blocks - block, numbers + block * PIECE, ends + block);
+    }
+  });
+  return {numbers, ends, rows, size};
+}
+
+void int8_outputs(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
+  switch (m.format) {  // as stored.h numbers them
+    case 1: return outputs_of<Int8Q4_0>(x, m, from, to);
+    case 2: return outputs_of<Int8Q4_1>(x, m, from, to);
+    case 3: return outputs_of<Int8Q8_0>(x, m, from, to);
+    case 4: return outputs_of<Int8Q4_K>(x, m, from, to);
+    case 5: return outputs_of<Int8Q5_K>(x, m, from, to);
+    case 6: return outputs_of<Int8Q6_K>(x, m, from, to);
+    case 9: return outputs_of<Int8Q5_0>(x, m, from, to);
+    case 10: return outputs_of<Int8Q5_1>(x, m, from, to);
+    case 11: return outputs_of<Int8Q2_K>(x, m, from, to);
+    case 12: return outputs_of<Int8Q3_K>(x, m, from, to);
+    case 13: return outputs_of<Int8IQ4_NL>(x, m, from, to);
+    case 14: return outputs_of<Int8IQ4_XS>(x, m, from, to);
+    case 15: return outputs_of<Int8MXFP4>(x, m, from, to);
+  }
+}
