@@ -1,4 +1,4 @@
-"""Int8 arithmetic: rows rounded to eight bits in blocks of 32, whole-number products with weights as they are stored."""
+"""Int8 arithmetic: rows rounded to eight bits in blocks of 32, whole-number products with stored weights."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def test_largest_numbers_do_not_overflow(level, kind):
         x[:, ::2] = -3.0
         for rows in (x, x.abs(), -x.abs()):
             room = rows.abs() @ w.floats().abs().T
-            assert bool(((kernels_of(level).linear(rows, [(w, None)])[0] - expected(rows, w)).abs() <= 2e-6 * room).all())
+            assert bool(
+                ((kernels_of(level).linear(rows, [(w, None)])[0] - expected(rows, w)).abs() <= 2e-6 * room).all()
+            )
 
 
 def largest(w: Stored, number: int) -> torch.Tensor:

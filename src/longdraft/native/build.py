@@ -24,7 +24,16 @@ from pathlib import Path
 logger = logging.getLogger("longdraft")
 
 _HERE = Path(__file__).parent
-SOURCES = ("linear.cpp", "int8.cpp", "attention.cpp", "layer.cpp", "draft.cpp", "rounded.cpp", "nibbled.cpp", "views.cpp")
+SOURCES = (
+    "linear.cpp",
+    "int8.cpp",
+    "attention.cpp",
+    "layer.cpp",
+    "draft.cpp",
+    "rounded.cpp",
+    "nibbled.cpp",
+    "views.cpp",
+)
 _HEADERS = (
     *("kernels.h", "vectors.h", "stored.h", "threads.h", "tiles.h", "blocks.h", "packed.h", "parts.h", "rounded.h"),
     *("whole_numbers.h", "int8.h", "int8_blocks.h"),

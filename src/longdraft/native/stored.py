@@ -8,7 +8,6 @@ import torch
 
 from longdraft.native.dequantise import FORMATS
 
-
 # Formats that are no blocks.
 HALVES = ("BF16", "F16")
 
