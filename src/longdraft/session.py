@@ -185,6 +185,7 @@ class Session:
             peak_memory_bytes=memory.peak_bytes(self._engine.runner.device),
             from_draft=list(told.from_draft),
             pieces=list(told.pieces),
+            arithmetic=self._engine.runner.arithmetic,
         )
 
     def _text(self, told: _Told) -> str:

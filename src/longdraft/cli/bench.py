@@ -162,7 +162,7 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings)
-        plain = replace(loading, weights=options.WeightsKind.float32)
+        plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
         unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
             measuring = Bench(loaded, settings, progress=status, unpacked=unpacked)

@@ -30,6 +30,7 @@ def payload(result: Result) -> dict[str, Any]:
         "new_tokens": result.new_tokens,
         "method": result.method,
         "exact": result.exact,
+        "arithmetic": result.arithmetic,
         "finish_reason": result.finish_reason,
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
@@ -73,7 +74,7 @@ DRAFTED = "green"
 
 
 def _exactness(result: Result) -> str:
-    return "exact" if result.exact else "approximate"
+    return f"{'exact' if result.exact else 'approximate'}, {result.arithmetic} arithmetic"
 
 
 def _prompt(result: Result) -> str:

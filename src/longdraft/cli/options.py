@@ -37,6 +37,13 @@ class WeightsKind(str, Enum):
     float32 = "float32"
 
 
+class ArithmeticKind(str, Enum):
+    """What ``load`` takes as ``arithmetic``."""
+
+    int8 = "int8"
+    float32 = "float32"
+
+
 class SettingError(LongdraftError, ValueError):
     """A value on the command line cannot be used."""
 
@@ -174,6 +181,13 @@ class ModelOptions(Group):
             show_default="stored, where this processor has kernels for it",
         ),
     ] = None
+    arithmetic: Annotated[
+        ArithmeticKind | None,
+        typer.Option(
+            help="int8: round what meets stored weights to 8 bits and multiply whole numbers; float32: round nothing.",
+            show_default="int8 for GGUF files in 8 bits or fewer, on a CPU",
+        ),
+    ] = None
     rope_factor: Annotated[
         float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
     ] = None
@@ -194,6 +208,7 @@ class ModelOptions(Group):
             device=self.device,
             rope_factor=self.rope_factor,
             weights=None if self.weights is None else self.weights.value,
+            arithmetic=None if self.arithmetic is None else self.arithmetic.value,
             progress=progress,
         )
 

@@ -15,7 +15,7 @@ def flags(names: Iterable[str]) -> dict[str, str]:
 
 
 _NAMES = (
-    "rope_factor", "kv_dtype", "dtype", "device", "weights", "offload", "plan", "temperature", "top_p", "min_p",
+    "rope_factor", "kv_dtype", "dtype", "device", "weights", "arithmetic", "offload", "plan", "temperature", "top_p", "min_p",
     "repetition_penalty", "repetition_window", "seed", "stop", "draft", "widths", "nodes", "tree", "depth",
     "threshold", "batch",
 )  # fmt: skip

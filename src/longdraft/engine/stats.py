@@ -69,6 +69,7 @@ class Result:
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
         from_draft: of each token, whether it was drafted.
         pieces: the text once more, each piece with whether it was drafted. A notebook shows these in colour.
+        arithmetic: the target's, "int8" or the dtype it computes in.
     """
 
     text: str
@@ -89,6 +90,7 @@ class Result:
     cached_tokens: int = 0
     from_draft: list[bool] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    arithmetic: str = "float32"
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."

@@ -18,17 +18,17 @@ from transformers import PreTrainedModel
 from longdraft.attention.block import Block
 from longdraft.errors import LongdraftError, MemoryBudgetError
 from longdraft.few_rows import MOST, weights_of
-from longdraft.host import hosting
+from longdraft.host import hosting, stored
 from longdraft.host.parts import rotary_module
 from longdraft.host.stored import parameters
 from longdraft.kv import memory
 from longdraft.kv.packed_store import PackedStore
-from longdraft.kv.store import KVStore
-from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, kernels
+from longdraft.kv.store import KVShape, KVStore
+from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, Stored, kernels
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.nibbled import Nibbled
 from longdraft.native.rounded import Rounded, light
-from longdraft.native.structures import Norm, Weights
+from longdraft.native.structures import CHUNK, Norm, Weights
 
 logger = logging.getLogger("longdraft")
 
@@ -58,6 +58,16 @@ class FusedLayers:
             return
         self._kernels, self._model = own, model
         self._rotary = rotary_module(model)
+        self._int8 = stored.arithmetic_of(model) == "int8"
+        # Both ways are compared in float32: in int8 arithmetic the last bit of a float may decide how a row is rounded.
+        stored.use_int8(model, False)
+        try:
+            self._fuse(shape)
+        finally:
+            stored.use_int8(model, self._int8)
+
+    def _fuse(self, shape: KVShape) -> None:
+        own, model = self._kernels, self._model
         theirs = list(hosting.decoder_layers(model))
         found = [_layer(layer, model, shape.kv_heads, shape.head_dim) for layer in theirs]
         fused = [layer for layer in found if layer is not None]
@@ -69,6 +79,9 @@ class FusedLayers:
             self.stack = DecoderStack(fused, *ends)
             if not self._agrees():
                 self.stack = None
+        if self._int8:
+            fused = self.layers = [layer.changed(_in_int8) for layer in fused]
+            self.stack = None if self.stack is None or ends is None else DecoderStack(fused, ends[0], _in_int8(ends[1]))
         for index, (layer, fast) in enumerate(zip(theirs, fused, strict=True)):
             vars(layer)["forward"] = _Forward(own, fast, index, layer.forward)
 
@@ -81,9 +94,12 @@ class FusedLayers:
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
         """The whole model for its own drafts, made when first asked for: layers in four bits, the head in eight. Where
-        the weights are rounded already, they stay as they are. None, too, where there is no memory for that."""
+        the weights are rounded already, they stay as they are; in int8 arithmetic all do, and there is no second copy.
+        None, too, where there is no memory for that."""
         if self.stack is None:
             return None
+        if self._int8:
+            return self.stack
         try:
             memory.require(parameters(self._model), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
@@ -99,7 +115,8 @@ class FusedLayers:
         """Whether a forward over a block is one of theirs."""
         if not self.layers or block.captured or not in_place(store):
             return False
-        return not block.prompt or block.batch * block.size <= MOST
+        # Many rows in float32 are torch's business; in int8 arithmetic our kernels take any number.
+        return not block.prompt or self._int8 or block.batch * block.size <= MOST
 
     def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
         """A forward of the whole model. It needs a :attr:`stack`.
@@ -139,6 +156,11 @@ def in_place(store: KVStore) -> bool:
     return type(store) in (KVStore, PackedStore)
 
 
+def _in_int8(weights: Weights) -> Weights:
+    matrix, bias = weights
+    return matrix.computing(int8=True) if isinstance(matrix, Stored) else matrix, bias
+
+
 def _lighter(weights: Weights) -> Weights:
     matrix, bias = weights
     return matrix if isinstance(matrix, Rounded | Nibbled) else light(matrix), bias
@@ -175,12 +197,13 @@ class _Forward:
 
 
 def _rows(block: Block, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
-    mask = block.mask
-    if mask is None and block.width > 1:
+    mask, chunk = block.mask, block.prompt and block.mask is None and not block.offset
+    # A large chunk of a prompt needs no mask, which would be as large as its square.
+    if mask is None and block.width > 1 and not (chunk and block.size > CHUNK):
         mask = block.block_mask(0, torch.device("cpu")).expand(block.batch, -1, -1)
     cos, sin = (x.expand(block.batch, -1, -1) for x in (cos, sin))
     first = [n + block.offset for n in block.lengths]
-    return Rows(cos, sin, block.slots, first, [n + block.width for n in block.lengths], mask)
+    return Rows(cos, sin, block.slots, first, [n + block.width for n in block.lengths], mask, chunk)
 
 
 def _layer(layer: nn.Module, model: PreTrainedModel, kv_heads: int, head_dim: int) -> DecoderLayer | None:

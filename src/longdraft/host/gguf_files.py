@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
-from longdraft.native import Stored, kernels
+from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PAIRED = ("llama",)
 # "stored": matrices stay as they are stored; "float32": they are unpacked.
 Weights = Literal["stored", "float32"]
+Arithmetic = Literal["int8", "float32"]
 _REMEDY = (
     "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
     "Hugging Face folder."
@@ -194,17 +195,23 @@ def _by_module(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_gguf(
-    path: Path, dtype: DType, rope_factor: float | None, weights: Weights | None, say: Progress
+    path: Path,
+    dtype: DType,
+    rope_factor: float | None,
+    weights: Weights | None,
+    say: Progress,
+    arithmetic: Arithmetic | None = None,
 ) -> LoadedModel:
     """Reads a checked GGUF file on the CPU.
 
     Args:
         dtype: in anything but float32 weights are unpacked, by transformers.
-        weights: see :func:`longdraft.host.loading.load`.
+        weights, arithmetic: see :func:`longdraft.host.loading.load`.
 
     Raises:
         CheckpointError: damaged, or nothing that can be read.
-        CapabilityError: it cannot be read as it is stored, and that was asked for; or its RoPE is scaled.
+        CapabilityError: it cannot be read as it is stored, or computed in int8, and that was asked for; or its RoPE
+            is scaled.
     """
     needs("gguf", path)
     try:
@@ -238,6 +245,10 @@ def read_gguf(
     elif why or weights == "float32" or (weights is None and kernels() is None):
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         loaded = LoadedModel(stored.in_float32(loaded.model), loaded.tokenizer)
+    elif arithmetic != "float32" and kernels() is not None:
+        stored.use_int8(loaded.model)
+    if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
+        raise no_int8(path, why or _why_no_int8(dtype, weights))
     # Some versions of transformers give the tokenizer BOS for EOS, and let it eat the space before a comma.
     for role in ("bos_token", "eos_token", "pad_token"):
         token_id = getattr(loaded.model.config, f"{role}_id")
@@ -245,6 +256,21 @@ def read_gguf(
             setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
     loaded.tokenizer.clean_up_tokenization_spaces = False
     return loaded
+
+
+def no_int8(name: object, why: str) -> CapabilityError:
+    """What to raise where int8 arithmetic was asked for and cannot be had."""
+    return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {why}. Leave arithmetic out.")
+
+
+def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
+    if weights == "float32":
+        return "its weights were to be unpacked (weights)"
+    if dtype != torch.float32:
+        return f"it is for float32 on a CPU, not for {dtype}"
+    if kernels() is None:
+        return f"there are no kernels for it here ({missing()})"
+    return "none of its weights are stored in 8 bits or fewer"
 
 
 def needs(package: str, path: Path) -> None:

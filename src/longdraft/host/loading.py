@@ -16,7 +16,7 @@ from longdraft.errors import CapabilityError, CheckpointError, ContextError
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.host.embedded import EMBEDDED_ID, packaged_file
-from longdraft.host.gguf_files import Weights, read_gguf
+from longdraft.host.gguf_files import Arithmetic, Weights, no_int8, read_gguf
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,6 +29,7 @@ def load(
     device: str | torch.device | None = None,
     rope_factor: float | None = None,
     weights: Weights | None = None,
+    arithmetic: Arithmetic | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a causal language model, ready to generate: eval mode, no gradients, on its device.
@@ -39,15 +40,20 @@ def load(
     rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
     weights: "stored" keeps matrices as they lie in the file (GGUF's blocks, bfloat16, float16) and computes in float32
         what the unpacked ones would give, on a CPU; "float32" unpacks them; None stores where our kernels serve.
+    arithmetic: "int8" rounds the rows that meet stored weights of 8 bits or fewer to 8 bits, a block of 32 at a time,
+        multiplies whole numbers and keeps the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None takes
+        int8 for GGUF files in such weights on a CPU where our kernels serve, else the dtype's.
     progress: called with one line of text before each step that takes seconds.
 
-    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights
+    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights, arithmetic
     or RoPE kind), ContextError (rope_factor not above 1).
     """
     if model is not None and not isinstance(model, str | os.PathLike):
         raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
     if weights not in (None, "stored", "float32"):
         raise CapabilityError(f"weights are stored or float32, got {weights!r}.")
+    if arithmetic not in (None, "int8", "float32"):
+        raise CapabilityError(f"arithmetic is int8 or float32, got {arithmetic!r}.")
     number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
     if rope_factor is not None and not (number and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
@@ -58,7 +64,9 @@ def load(
         native.kernels(progress)  # made now, where it can be said that it takes a moment
     elif weights == "stored":
         raise CapabilityError(f"Stored weights are for float32 on a CPU, not {wanted} on {place}: leave weights out.")
-    read = _Reader(wanted, rope_factor, weights, say)
+    if arithmetic is not None and not (place.type == "cpu" and wanted == torch.float32):
+        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {wanted} on {place}: leave it out.")
+    read = _Reader(wanted, rope_factor, weights, arithmetic, say)
     if model is None:
         loaded = read.gguf(packaged_file())
         # A draft records its target by name, and a path in somebody's folder names nothing.
@@ -76,6 +84,7 @@ class _Reader:
     dtype: DType
     rope_factor: float | None
     weights: Weights | None
+    arithmetic: Arithmetic | None
     say: Progress
 
     def named(self, name: str) -> LoadedModel:
@@ -101,9 +110,11 @@ class _Reader:
 
     def gguf(self, path: Path) -> LoadedModel:
         check_gguf(path)
-        return read_gguf(path, self.dtype, self.rope_factor, self.weights, self.say)
+        return read_gguf(path, self.dtype, self.rope_factor, self.weights, self.say, self.arithmetic)
 
     def _checkpoint(self, name: str, **source: Any) -> LoadedModel:
+        if self.arithmetic == "int8":
+            raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
         keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
         # Bfloat16 weights are read as they are, and stay.
         loaded = read_checkpoint(name, "auto" if keep else self.dtype, self.rope_factor, **source)

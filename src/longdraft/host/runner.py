@@ -77,7 +77,9 @@ class TargetRunner:
         attention_path: name of the attention path that this machine uses.
         graphs: its recorded forwards, and those of the drafts that read it.
         share: what of the target this process has, where several share it; None: all.
-        kv_shape: of its stores, which hold the KV of this process's heads.
+        kv_shape: of its stores, which hold the KV of this process's heads; its dtype is that of the rows written.
+        arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.host.stored.arithmetic_of`.
+        own_kv_dtype: what that arithmetic keeps keys and values as.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
         whole_layers: layers are computed in one piece where that can be done: whoever wants to watch a layer's parts
             sets it to False.
@@ -102,7 +104,11 @@ class TargetRunner:
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         attend = prefix.resolve(self.attention_path)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
-        self.kv_dtype = kv_dtype or self.kv_shape.dtype
+        self.arithmetic = stored.arithmetic_of(model)
+        # Int8 arithmetic keeps keys and values in 16 bits.
+        halves = self.arithmetic == "int8" and self.can_round and offload is None
+        self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
+        self.kv_dtype = kv_dtype or self.own_kv_dtype
         if self.rounds and (offload is not None or not self.can_round):
             other = (
                 "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
@@ -162,12 +168,14 @@ class TargetRunner:
         name = hosting.fingerprint(self.model)
         if self.share is not None and self.share.heads:
             name += f", share {self.share.rank + 1} of {self.share.size}"
-        return f"{name}, KV in {self.kv_dtype}" if self.rounds else name
+        if self.arithmetic == "int8":
+            name += ", int8 arithmetic"
+        return f"{name}, KV in {self.kv_dtype}" if self.kv_dtype != self.kv_shape.dtype else name
 
     @property
     def rounds(self) -> bool:
         """Whether keys and values are kept in fewer bytes than the model computes them in: it is another model then."""
-        return self.kv_dtype != self.kv_shape.dtype
+        return self.kv_dtype != self.own_kv_dtype
 
     @property
     def can_round(self) -> bool:

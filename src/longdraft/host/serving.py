@@ -27,6 +27,7 @@ class Serving:
         weights: how the matrices that they read are stored, most of them first: GGUF's names of blocks, or dtypes.
         kv: dtype of the keys and values that they attend to; None: torch attends.
         whole: a forward of a few rows is one call.
+        arithmetic: of its products, "int8" or a dtype; None where no kernels serve.
         reason: why longdraft's own do not serve; None where they do.
         cost: what that costs; None where nothing is known to be lost.
     """
@@ -37,6 +38,7 @@ class Serving:
     whole: bool = False
     reason: str | None = None
     cost: str | None = None
+    arithmetic: str | None = None
 
     @property
     def line(self) -> str:
@@ -45,7 +47,7 @@ class Serving:
         name = f"longdraft's own for {CALLED[self.level]}"
         if not self.weights:
             return name
-        formats = f"weights in {' and '.join(self.weights)}"
+        formats = f"weights in {' and '.join(self.weights)}, {self.arithmetic} arithmetic"
         formats += f", keys and values in {self.kv}" if self.kv else "; torch does the rest"
         calls = "a forward in one call" if self.whole else "call by call"
         return f"{name}, {calls}: {formats}"
@@ -74,7 +76,8 @@ def serving(runner: TargetRunner | None) -> Serving:
     attends = runner.can_round and runner.kv_shape.head_dim % HEAD_UNIT == 0
     kv = _dtype(runner.kv_dtype) if attends else None
     whole = twin.fused.stack is not None and attends and runner.offload is None
-    return Serving(own.level, tuple(name for name, _ in sizes.most_common()), kv, whole)
+    names = tuple(name for name, _ in sizes.most_common())
+    return Serving(own.level, names, kv, whole, arithmetic=runner.arithmetic)
 
 
 def _stored_as(weights: object) -> str:

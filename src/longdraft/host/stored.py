@@ -1,7 +1,9 @@
 """A model whose weights stay as they are stored: linear layers and the embedding keep the bytes of the file.
 
-They compute in float32 what the unpacked weights would give, to the bit: a few rows by our kernels, which unpack in
-registers; many by torch's product with a matrix that is unpacked for it. The model is transformers' own otherwise.
+Two arithmetics. In float32 the layers compute what the unpacked weights would give, to the bit: a few rows by our
+kernels, which unpack in registers; many by torch's product with a matrix that is unpacked for it. In int8 the rows that
+meet a matrix are rounded to eight bits in blocks of 32 and the products are of whole numbers, by our kernels for any
+number of rows. The model is transformers' own otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.few_rows import MOST, in_halves
 from longdraft.host.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
+from longdraft.native.stored import rounded_to_int8
 
 # What a model carries the file under that its weights are mapped from.
 _FILE = "_longdraft_mapped"
@@ -44,19 +47,19 @@ class StoredWeights(nn.Module):
 
     def __init__(self, matrix: Stored) -> None:
         super().__init__()
-        self.format = matrix.format
+        self.format, self.int8 = matrix.format, matrix.int8
         self.register_buffer("data", matrix.data, persistent=False)
 
     @property
     def matrix(self) -> Stored:
-        return Stored(self.data, self.format)
+        return Stored(self.data, self.format, self.int8)
 
     @property
     def weight(self) -> torch.Tensor:
         return unpacked(self.matrix)
 
     def extra_repr(self) -> str:
-        return f"{self.matrix.shape}, format={self.format}"
+        return f"{self.matrix.shape}, format={self.format}{', int8' if self.int8 else ''}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -83,9 +86,10 @@ class StoredLinear(StoredWeights):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out), in x's dtype."""
         own = _kernels_for(x)
-        if own is not None and x.numel() <= MOST * x.shape[-1]:
+        if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
             return own.linear(x, [(self.matrix, self.bias)])[0]
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
+        rows = rounded_to_int8(x).to(x.dtype) if self.int8 else x
+        return F.linear(rows, self.weight.to(x.dtype), self.bias)
 
 
 class StoredEmbedding(StoredWeights):
@@ -193,6 +197,26 @@ def mark(model: PreTrainedModel, file: Path | None = None) -> PreTrainedModel:
 def is_stored(model: nn.Module) -> bool:
     """Whether some of its weights stay as they are stored."""
     return any(isinstance(m, StoredWeights) for m in model.modules())
+
+
+def arithmetic_of(model: nn.Module) -> str:
+    """The arithmetic of a model's products: ``"int8"``, or the dtype it computes in, such as ``"float32"``."""
+    if any(isinstance(m, StoredLinear) and m.int8 for m in model.modules()):
+        return "int8"
+    dtype = getattr(model, "dtype", None)
+    return str(dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def use_int8(model: nn.Module, on: bool = True) -> bool:
+    """Switches the layers stored in blocks of 8 bits or fewer to int8 arithmetic, or back to float32.
+
+    Returns:
+        Whether there are any.
+    """
+    layers = [m for m in model.modules() if isinstance(m, StoredLinear) and m.matrix.in_blocks]
+    for layer in layers:
+        layer.int8 = on
+    return bool(layers)
 
 
 def check_unchanged(model: nn.Module) -> None:

@@ -40,6 +40,15 @@ class Stored:
         if self.int8 and self.format in HALVES:
             raise ValueError(f"int8 arithmetic is for blocks of 8 bits or fewer, not for {self.format}")
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether weights are stored in 8 bits or fewer, so that int8 arithmetic can be had."""
+        return self.format not in HALVES
+
+    def computing(self, int8: bool) -> Stored:
+        """The same weights in int8 arithmetic, where they are blocks, or in float32."""
+        return Stored(self.data, self.format, int8 and self.in_blocks)
+
     @classmethod
     def of(cls, weight: torch.Tensor) -> Stored:
         """A bfloat16 or float16 matrix as it lies, in-features in multiples of 32."""

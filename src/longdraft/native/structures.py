@@ -35,6 +35,9 @@ class Matrix(ctypes.Structure):
         return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
 
 
+# Rows of a prompt above which the kernels attend to a chunk as one (layer.cpp, MANY).
+CHUNK = 32
+
 _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 

@@ -18,8 +18,9 @@ def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | No
         full: where the text is kept.
     """
     # Other kinds of stores move layers in as they are asked for.
-    kept = type(full) is KVStore and full.device.type == "cpu"
-    served = kept and full.shape.dtype == torch.float32 and full.shape.head_dim % HEAD_UNIT == 0
+    plain = type(full) is KVStore and full.dtype == torch.float32
+    kept = full.device.type == "cpu" and (plain or (type(full) is PackedStore and full.dtype == torch.float16))
+    served = kept and full.shape.head_dim % HEAD_UNIT == 0
     copied = copy is None or type(copy) is PackedStore or (type(copy) is KVStore and copy.device == full.device)
     found = kernels() if served and copied else None
     return None if found is None else ViewKernels(found)
