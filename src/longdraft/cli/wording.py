@@ -15,8 +15,8 @@ def flags(names: Iterable[str]) -> dict[str, str]:
 
 
 _NAMES = (
-    "rope_factor", "kv_dtype", "dtype", "device", "weights", "arithmetic", "offload", "plan", "temperature", "top_p", "min_p",
-    "repetition_penalty", "repetition_window", "seed", "stop", "draft", "widths", "nodes", "tree", "depth",
+    "rope_factor", "kv_dtype", "dtype", "device", "weights", "arithmetic", "offload", "plan", "temperature", "top_p",
+    "min_p", "repetition_penalty", "repetition_window", "seed", "stop", "draft", "widths", "nodes", "tree", "depth",
     "threshold", "batch",
 )  # fmt: skip
 _FLAGS = flags(_NAMES) | {"max_new_tokens": "--max-tokens (-n)", "top_k": "--tree-top-k"}
