@@ -1,19 +1,18 @@
 // y = x W^T + b in int8 arithmetic: whole-number products of stored weights and rounded rows of x.
 //
-// LANES outputs are computed side by side (int8_blocks.h). Blocks are unpacked to bytes in the first-level cache, once for
-// up to TOGETHER rows, and each piece of 32 weights then meets the rows one after the other: eight products of four bytes
-// a lane, one conversion, and the block's scales. More rows meet the bytes of some hundred outputs, unpacked once into the
-// second-level cache. Either way a row's result is computed by the same operations in the same order.
+// LANES outputs are computed side by side (int8_blocks.h). Blocks are unpacked to bytes in registers, once for up to
+// TOGETHER rows, and each piece of 32 weights meets the rows there: eight products of four bytes a lane, one conversion,
+// and the block's scales. More rows meet the bytes of some hundred outputs, unpacked once into the second-level cache.
+// Either way a row's result is computed by the same operations in the same order.
 #include "int8.h"
 #include "int8_blocks.h"
 #include "threads.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace {
 
-constexpr int64_t TOGETHER = 8;       // rows that meet a piece one after the other
-constexpr int64_t PIECES = 8;         // unpacked at a time for few rows: a block of 256
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights that many rows meet
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
@@ -29,10 +28,16 @@ constexpr bool SIGNED = false;
 #endif
 
 template <int MOST>
-inline ivec dot(ivec sum, ivec w, ivec x) {
+inline ivec dot(ivec sum, ivec w, const std::int8_t *four) {
 #if defined(__AVX512VNNI__)
-  return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#elif defined(__AVX512BW__)
+  // Compilers load and broadcast the four numbers by an instruction of its own, which takes a third of the time more.
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const std::int32_t *>(four)));
+  return sum;
+#else
+  std::int32_t number;
+  std::memcpy(&number, four, sizeof number);
+  const ivec x = every(number);
+#if defined(__AVX512BW__)
   __m512i a = (__m512i)w, b = (__m512i)x;
   if constexpr (SIGNED<MOST>) {
     a = _mm512_xor_si512(a, _mm512_set1_epi8(-128));
@@ -69,56 +74,44 @@ inline ivec dot(ivec sum, ivec w, ivec x) {
   for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += (a[i] - (SIGNED<MOST> ? 128 : 0)) * b[i];
   return sum;
 #endif
+#endif
 }
 
-// What sums of products with w's bytes begin with, so that they end as sums with bytes less ZERO.
+// Products with w's bytes are sums with bytes less ZERO, once so many times x's sum is added.
 template <typename F>
-inline ivec start(std::int32_t sum) {
-  constexpr int OFF = (SIGNED<F::MOST> ? 128 : 0) - F::ZERO;
-  if constexpr (OFF == 0) return ivec{};
-  return every(sum) * OFF;
-}
+constexpr int OFF = (SIGNED<F::MOST> ? 128 : 0) - F::ZERO;
 
-template <typename F>
-using PieceOf = Piece<F::SCALES, F::LEAST>;
-
-// y (R) += R rows of x, from `row` on, times `count` pieces, of which the first is the rows' block number `block`.
-template <typename F, int R>
-void multiply(const PieceOf<F> *p, int64_t count, const Int8Rows &x, int64_t row, int64_t block, vec *y) {
-  const int64_t blocks = x.size / PIECE;
-  vec sums[R];
-  UNROLLED for (int r = 0; r < R; r++) sums[r] = y[r];
-  const std::int8_t *numbers = x.numbers + row * x.size + block * PIECE;
-  const Int8Rows::Block *own = x.blocks + row * blocks + block;
-  for (const PieceOf<F> *end = p + count; p < end; p++, numbers += PIECE, own++) {
-    ivec w[COLUMNS_OF_PIECE];
-    UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) w[i] = p->w[i];
-    UNROLLED for (int r = 0; r < R; r++) {
-      const Int8Rows::Block &b = own[r * blocks];
-      vec found;
-      UNROLLED for (int s = 0; s < F::SCALES; s++) {
-        constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
-        const std::int32_t sum = F::SCALES == 1 ? b.sum : b.half[s];
-        ivec products = start<F>(sum);
-        UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
-          std::int32_t four;
-          std::memcpy(&four, numbers + r * x.size + 4 * i, sizeof four);
-          products = dot<F::MOST>(products, w[i], every(four));
-        }
-        found = s == 0 ? floats(products) * p->scale[s] : fused(floats(products), p->scale[s], found);
-        if constexpr (F::LEAST) found = fused(floats(every(sum)), p->least[s], found);
+// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. Whole numbers below 2^24
+// are floats without rounding.
+template <typename F, int R, typename W>
+INLINED inline void meet(const W &w, const vec *scale, const vec *least, const std::int8_t *n, const Int8Rows::Block *b,
+                         vec *y) {
+  constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
+  vec found[R];
+  UNROLLED for (int s = 0; s < F::SCALES; s++) {
+    ivec products[R];
+    UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
+      const ivec own = w(i);
+      UNROLLED for (int r = 0; r < R; r++) {
+        products[r] = dot<F::MOST>(i == s * EACH ? ivec{} : products[r], own, n + r * PIECE + 4 * i);
       }
-      sums[r] = fused(every(b.scale), found, sums[r]);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+      const vec sum = every(F::SCALES == 1 ? b[r].sum : b[r].half[s]);
+      vec whole = floats(products[r]);
+      if constexpr (OFF<F> != 0) whole = fused(sum, every(static_cast<float>(OFF<F>)), whole);
+      found[r] = s == 0 ? whole * scale[s] : fused(whole, scale[s], found[r]);
+      if constexpr (F::LEAST) found[r] = fused(sum, least[s], found[r]);
     }
   }
-  UNROLLED for (int r = 0; r < R; r++) y[r] = sums[r];
+  UNROLLED for (int r = 0; r < R; r++) y[r] = fused(every(b[r].scale), found[r], y[r]);
 }
 
-template <typename F, int R = TOGETHER>
-inline void multiply_rows(int64_t rows, const PieceOf<F> *p, int64_t count, const Int8Rows &x, int64_t row, int64_t block,
-                          vec *y) {
-  if (rows == R) return multiply<F, R>(p, count, x, row, block, y);
-  if constexpr (R > 1) multiply_rows<F, R - 1>(rows, p, count, x, row, block, y);
+template <int R = Int8Rows::TOGETHER, typename What>
+inline void with_width(int64_t width, const What &what) {
+  if constexpr (R == 5 || R == 7) return with_width<R - 1>(width, what);
+  if (width == R) return what(std::integral_constant<int, R>{});
+  if constexpr (R > 1) with_width<R - 1>(width, what);
 }
 
 // LANES outputs of a matrix, the last ones where fewer are left: those before `skip` are computed already.
@@ -156,21 +149,64 @@ struct Outputs {
   }
 };
 
-// Few rows: what is unpacked stays in the first-level cache, and the next outputs are fetched meanwhile.
-template <typename F>
+// Few rows: weights are unpacked in registers, and the next outputs are fetched meanwhile.
+template <typename F, int R>
 void few(const Int8Rows &x, const Matrix &m, const Outputs &outputs) {
-  constexpr int64_t BLOCKS = PIECES * PIECE / F::WEIGHTS;
-  PieceOf<F> pieces[PIECES];
-  vec y[TOGETHER] = {};
-  const int64_t blocks = x.size / F::WEIGHTS;
-  const byte *next = outputs.lines.first + LANES * outputs.lines.row;
-  for (int64_t block = 0; block < blocks; block += BLOCKS) {
-    const int64_t count = std::min(BLOCKS, blocks - block);
-    for (int64_t end = count * F::BYTES * LANES; end > 0; end -= 64, next += 64) __builtin_prefetch(next, 0, 2);
-    F::unpack(outputs.lines.at(block * F::BYTES), count, pieces);
-    multiply_rows<F>(x.rows, pieces, count * F::WEIGHTS / PIECE, x, 0, block * F::WEIGHTS / PIECE, y);
+  vec y[R] = {};
+  const std::int8_t *numbers = x.numbers;
+  const Int8Rows::Block *ends = x.blocks;
+  const byte *next = outputs.lines.first + LANES * outputs.lines.row, *wanted = next;
+  Lines in = outputs.lines;
+  for (int64_t i = 0; i < x.size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
+    for (wanted += F::BYTES * LANES; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
+    F::block(in, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
+      meet<F, R>(w, scale, least, numbers + piece * R * PIECE, ends + piece * R, y);
+    });
+    numbers += F::WEIGHTS * R;
+    ends += F::WEIGHTS / PIECE * R;
   }
   for (int64_t r = 0; r < x.rows; r++) outputs.finish(m, r, y[r]);
+}
+
+template <int SCALES, bool LEAST>
+struct Piece {
+  ivec w[COLUMNS_OF_PIECE];
+  vec scale[SCALES];
+  vec least[LEAST ? SCALES : 0];
+};
+
+template <typename F>
+using PieceOf = Piece<F::SCALES, F::LEAST>;
+
+// All blocks of LANES rows, a piece after the other in the order in which block() gives them.
+template <typename F>
+void unpack_rows(Lines in, int64_t size, PieceOf<F> *to) {
+  for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
+    F::block(in, [&](int, const auto &w, const vec *scale, const vec *least) INLINED {
+      UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) to->w[i] = w(i);
+      UNROLLED for (int s = 0; s < F::SCALES; s++) {
+        to->scale[s] = scale[s];
+        if constexpr (F::LEAST) to->least[s] = least[s];
+      }
+      to++;
+    });
+  }
+}
+
+template <typename F, int R>
+void multiply(const PieceOf<F> *p, const Int8Rows &x, int64_t row, vec *y) {
+  constexpr int PIECES = F::WEIGHTS / PIECE;
+  vec sums[R] = {};
+  const int64_t place = x.place(row, 0);
+  const std::int8_t *numbers = x.numbers + place * PIECE;
+  const Int8Rows::Block *ends = x.blocks + place;
+  for (int64_t i = 0; i < x.size; i += F::WEIGHTS, numbers += F::WEIGHTS * R, ends += PIECES * R) {
+    for (int k = 0; k < PIECES; k++, p++) {
+      const int piece = F::nth(k);
+      meet<F, R>([&](int c) { return p->w[c]; }, p->scale, p->least, numbers + piece * R * PIECE, ends + piece * R, sums);
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++) y[r] = sums[r];
 }
 
 // Many rows: all of some outputs' weights are unpacked first.
@@ -184,29 +220,36 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   for (int64_t first = from; first < to; first += most * LANES) {
     const int64_t end = std::min(to, first + most * LANES);
     for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-      F::unpack(Outputs(m, out, bytes, copies).lines, x.size / F::WEIGHTS, pieces + i * each);
+      unpack_rows<F>(Outputs(m, out, bytes, copies).lines, x.size, pieces + i * each);
     }
-    for (int64_t row = 0; row < x.rows; row += TOGETHER) {
-      const int64_t rows = std::min(TOGETHER, x.rows - row);
-      for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-        vec y[TOGETHER] = {};
-        multiply_rows<F>(rows, pieces + i * each, each, x, row, 0, y);
-        const Outputs outputs(m, out, bytes, copies);
-        for (int64_t r = 0; r < rows; r++) outputs.finish(m, row + r, y[r]);
-      }
+    for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
+      const int64_t rows = std::min(Int8Rows::TOGETHER, x.rows - row);
+      with_width(x.width(row), [&](auto width) {
+        for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
+          vec y[width.value];
+          multiply<F, width.value>(pieces + i * each, x, row, y);
+          const Outputs outputs(m, out, bytes, copies);
+          for (int64_t r = 0; r < rows; r++) outputs.finish(m, row + r, y[r]);
+        }
+      });
     }
   }
 }
 
 template <typename F>
 void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
-  if (x.rows > TOGETHER) return many<F>(x, m, from, to);
+  if (x.rows > Int8Rows::TOGETHER) return many<F>(x, m, from, to);
   static thread_local Scratch copies;
-  for (; from < to; from += LANES) few<F>(x, m, Outputs(m, from, x.size / F::WEIGHTS * F::BYTES, copies));
+  with_width(x.width(0), [&](auto width) {
+    for (int64_t out = from; out < to; out += LANES) {
+      few<F, width.value>(x, m, Outputs(m, out, x.size / F::WEIGHTS * F::BYTES, copies));
+    }
+  });
 }
 
-// LANES blocks of 32 numbers beside one another.
-void round_blocks(const float *x, int64_t count, std::int8_t *to, Int8Rows::Block *blocks) {
+// LANES blocks of 32 numbers beside one another, or as many as there are; place(b): where block b goes.
+template <typename Place>
+void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t *to, Int8Rows::Block *blocks) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
   constexpr std::int32_t INFINITE = 0x7f800000;
   struct LargerBits {  // of numbers without a sign: NaN is the largest
@@ -243,7 +286,7 @@ void round_blocks(const float *x, int64_t count, std::int8_t *to, Int8Rows::Bloc
         sum += shifted - SHIFT;
         const ivec whole = (ivec)shifted - 0x4b400000;
         if (b >= count) continue;
-        std::int8_t *numbers = to + b * PIECE + at;
+        std::int8_t *numbers = to + place(b) * PIECE + at;
 #if defined(__AVX512F__)
         _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers), _mm512_cvtepi32_epi8((__m512i)whole));
 #else
@@ -257,8 +300,7 @@ void round_blocks(const float *x, int64_t count, std::int8_t *to, Int8Rows::Bloc
   store(first, sums<LANES>(halves_of[0]));
   store(second, sums<LANES>(halves_of[1]));
   for (int b = 0; b < std::min<int64_t>(count, LANES); b++) {
-    const auto one = static_cast<std::int32_t>(first[b]), two = static_cast<std::int32_t>(second[b]);
-    blocks[b] = {scale_of[b], one + two, {one, two}};
+    blocks[place(b)] = {scale_of[b], first[b] + second[b], {first[b], second[b]}};
   }
 }
 
@@ -267,17 +309,27 @@ void round_blocks(const float *x, int64_t count, std::int8_t *to, Int8Rows::Bloc
 Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
   constexpr int64_t SHARE = 16;  // vectors of blocks that a thread takes at a time
   static thread_local Scratch of_numbers, of_blocks;
-  const int64_t blocks = rows * size / PIECE;
-  auto *numbers = reinterpret_cast<std::int8_t *>(of_numbers.of(rows * size / 4));
-  auto *ends = reinterpret_cast<Int8Rows::Block *>(of_blocks.of(blocks * sizeof(Int8Rows::Block) / 4));
+  const int64_t each = size / PIECE, blocks = rows * each;
+  Int8Rows made{nullptr, nullptr, rows, size};
+  const int64_t last = rows - 1, room = last / Int8Rows::TOGETHER * Int8Rows::TOGETHER + made.width(last);
+  auto *numbers = reinterpret_cast<std::int8_t *>(of_numbers.of(room * size / 4));
+  auto *ends = reinterpret_cast<Int8Rows::Block *>(of_blocks.of(room * each * sizeof(Int8Rows::Block) / 4));
+  made.numbers = numbers;
+  made.blocks = ends;
   const int64_t vectors = (blocks + LANES - 1) / LANES;
   share_out(vectors > 4 * SHARE ? threads : 1, (vectors + SHARE - 1) / SHARE, [=](int64_t share) {
     for (int64_t v = share * SHARE; v < std::min(vectors, (share + 1) * SHARE); v++) {
       const int64_t block = v * LANES;
-      round_blocks(x + block * PIECE, blocks - block, numbers + block * PIECE, ends + block);
+      const auto place = [=](int64_t b) { return made.place((block + b) / each, (block + b) % each); };
+      round_blocks(x + block * PIECE, blocks - block, place, numbers, ends);
     }
   });
-  return {numbers, ends, rows, size};
+  for (int64_t i = 0; room > rows && i < each; i++) {
+    const int64_t place = made.place(last, i) + 1;
+    std::memset(numbers + place * PIECE, 0, PIECE);
+    ends[place] = {};
+  }
+  return made;
 }
 
 void int8_outputs(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {

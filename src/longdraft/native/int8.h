@@ -5,17 +5,31 @@
 
 #include <cstdint>
 
-// Rows of x, rounded. A block's numbers are q * scale, q from -127 to 127.
+// Rows of x, rounded. A block's numbers are q * scale, q from -127 to 127. Rows lie in groups of TOGETHER, so that what is
+// multiplied with a piece of W lies side by side: (group, block, row of the group). A last group of 5 or 7 rows has one of
+// zeros behind them.
 struct Int8Rows {
-  // Of a block: its scale, and the sums of all of its numbers and of either half.
+  static constexpr std::int64_t TOGETHER = 8;
+
+  // Of a block: its scale, and the sums of all of its numbers and of either half, which are whole.
   struct Block {
-    float scale;
-    std::int32_t sum, half[2];
+    float scale, sum, half[2];
   };
 
-  const std::int8_t *numbers;  // (rows, size)
-  const Block *blocks;         // (rows, size / 32)
-  std::int64_t rows, size;     // size: a multiple of 32
+  const std::int8_t *numbers;  // 32 a block
+  const Block *blocks;
+  std::int64_t rows, size;  // size: a multiple of 32
+
+  // Rows of the group that a row is in, one of zeros included.
+  std::int64_t width(std::int64_t row) const {
+    const std::int64_t left = rows - row / TOGETHER * TOGETHER;
+    return left >= TOGETHER ? TOGETHER : left + (left == 5 || left == 7);
+  }
+
+  // Where a row's block lies.
+  std::int64_t place(std::int64_t row, std::int64_t block) const {
+    return row / TOGETHER * TOGETHER * (size / 32) + block * width(row) + row % TOGETHER;
+  }
 };
 
 // Rounds rows of x (rows, size). The result lies in memory of the calling thread until it rounds again. Where a number of a
