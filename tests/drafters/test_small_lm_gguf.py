@@ -75,7 +75,7 @@ def test_every_method_that_takes_such_drafts_takes_it(files, method, options):
 def test_the_targets_own_file_is_believed(files):
     model = load(files[0], device="cpu").model
     spec = Speculator("small-lm", target=model, draft=files[0], widths=(1, 1, 1))
-    assert spec.generate(PROMPTS[:1], max_new_tokens=41, ignore_eos=True)[0].mean_accepted_length == 4.0
+    assert spec.generate(PROMPTS[:1], max_new_tokens=41, eos_token_ids=[])[0].mean_accepted_length == 4.0
 
 
 def test_it_says_by_itself_which_method_it_is_for(files):
