@@ -101,7 +101,8 @@ def _model_folder(
     """The target with its draft, or with a method that needs none."""
     if is_gguf(draft):
         raise CapabilityError(
-            f"{draft} is a GGUF file, and a model folder holds a draft's folder: give the small model's Hugging Face folder."
+            f"{draft} is a GGUF file, and a model folder holds a draft's folder: give the small model's Hugging Face "
+            "folder."
         )
     folder = draft if draft.is_dir() else None
     name = method or (str(draft) if folder is None else method_of(folder).name)

@@ -154,8 +154,8 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     folder = Path(folder)
     if is_gguf(folder) and folder.is_file():
         raise CheckpointError(
-            f"{folder} is a GGUF file: a language model of its own, which drafts with small-lm and the methods that take "
-            "such drafts (`longdraft methods`)."
+            f"{folder} is a GGUF file: a language model of its own, which drafts with small-lm and the methods that "
+            "take such drafts (`longdraft methods`)."
         )
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: a draft is the folder that it lies in, {folder.parent}.")

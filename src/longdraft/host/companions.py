@@ -67,8 +67,8 @@ def describe(name: str) -> Described:
             raise
         except Exception as error:  # whatever a bad file sets off: no list of types would be complete
             raise CheckpointError(
-                f"{name} is not the {'file' if gguf else 'folder or hub id'} of a causal language model that transformers can read: "
-                f"{reason_of(error)}."
+                f"{name} is not the {'file' if gguf else 'folder or hub id'} of a causal language model that "
+                f"transformers can read: {reason_of(error)}."
             ) from error
 
 
