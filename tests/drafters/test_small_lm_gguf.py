@@ -33,7 +33,7 @@ METHODS_WITH = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of a target, and of a model of one layer with its tokens."""
+    """The files of a target, and of a model of one layer with its tokens."""
     folder = tmp_path_factory.mktemp("gguf")
     write_gguf(folder / "target.gguf")
     write_gguf(folder / "small.gguf", "qwen2", "Q4_0", layers=1, hidden=32, heads=2, seed=1)

@@ -84,7 +84,7 @@ def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
 
 
 def difference(name: str, runner: TargetRunner) -> str | None:
-    """How a model's tokens differ from the target's; empty: they do not. None where those of one cannot be found.
+    """Says where a model's tokens differ from the target's; empty: nowhere. None where those of one cannot be found.
 
     The target's are looked for in the folder or file that it was loaded from. Nothing is downloaded.
     """

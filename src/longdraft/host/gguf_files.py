@@ -106,7 +106,7 @@ class File:
         return list(self._reader.fields["tokenizer.ggml.tokens"].contents())
 
     def _rope(self, config: Any) -> dict[str, Any]:
-        """How its rotary frequencies are scaled, for :func:`longdraft.host.gguf_rope.scaling`."""
+        """Reads how the frequencies are scaled: additions to the configuration's ``rope_parameters``."""
 
         def value(name: str) -> Any:
             field = self._reader.get_field(f"{self.architecture}.rope.{name}")

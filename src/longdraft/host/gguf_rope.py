@@ -21,7 +21,7 @@ class RopeError(ValueError):
 
 
 def scaling(value: Callable[[str], Any], factors: torch.Tensor | None, config: Any) -> dict[str, Any]:
-    """What a configuration's ``rope_parameters`` need beside ``rope_theta``; empty: the frequencies are plain.
+    """Gives what a configuration's ``rope_parameters`` need beside ``rope_theta``; empty: the frequencies are plain.
 
     Args:
         value: gives the file's value of a name behind ``{architecture}.rope.``; None: the file has none.
