@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,23 +34,28 @@ NAMES = {
 
 def write_gguf(
     file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True,
-    rope_freqs: Sequence[float] = (), rope_scaling: str = "",
+    rope_freqs: Sequence[float] = (), rope: Mapping[str, Any] = MappingProxyType({}), tokens: Sequence[str] = (),
+    **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """A whole model of some 100 kB, and a byte tokenizer with two merges.
 
     Args:
         kind: of the layers' matrices. words: of the embedding and the head.
-        rope_freqs: what frequencies are divided by. rope_scaling: how they are scaled.
+        rope_freqs: what frequencies are divided by. rope: more of what a file says of them, by the ends of its names.
+        tokens: the first ones of the tokenizer, in place of its usual ones.
+        over: options of the model, as :func:`tests.tiny.tiny_model` takes them.
 
     Returns:
         The model of the weights that the file stands for.
     """
     import gguf
 
-    model = tiny_model(family, rms_norm_eps=1e-5, layers=2, heads=4, kv_heads=2, hidden=64, vocab=64, tie=tie)
+    sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab": 64, "tie": tie} | over
+    model = tiny_model(family, rms_norm_eps=1e-5, **sizes)
     config = model.config
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
-    tokens += [f"<spare{i}>" for i in range(64 - len(tokens))]
+    usual = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
+    vocabulary = [*tokens, *usual[len(tokens) :]]
+    vocabulary += [f"<spare{i}>" for i in range(config.vocab_size - len(vocabulary))]
     architecture = "llama" if family == "mistral" else family
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_name("mistral" if family == "mistral" else "Some Training Run")
@@ -59,22 +66,22 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(1e4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([3, 3, 3] + [1] * (len(vocabulary) - 3))
     writer.add_token_merges(["h e", "t he"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     if rope_freqs:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
-    if rope_scaling:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
+    kinds = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+    for name, value in ({"dimension_count": config.head_dim} | dict(rope)).items():
+        writer.add_key_value(f"{architecture}.rope.{name}", value, kinds[type(value)])
     for name, weight in model.named_parameters():
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)

@@ -1,4 +1,4 @@
-"""Where the package keeps what it makes once: measured costs, compiled kernels."""
+"""Where the package keeps what it makes once: measured costs, compiled kernels; and which names are files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger("longdraft")
+
+
+def is_gguf(name: str | os.PathLike[str]) -> bool:
+    """Whether a name is that of a GGUF file, be it there or not."""
+    path = Path(name)
+    return path.suffix == ".gguf" and not path.is_dir()
 
 
 def cache_folder() -> Path:

@@ -17,6 +17,7 @@ from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.suffixes import Earlier
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
+from longdraft.folders import is_gguf
 from longdraft.host.runner import TargetRunner
 from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method, method_of
 from longdraft.verify.schedule import Schedule
@@ -69,7 +70,7 @@ def asked_for(
     """The method and the options that a user's words stand for, checked as far as that goes without a target.
 
     Args:
-        name: a method, its name or a draft folder; None leaves the choice to :func:`recipe`.
+        name: a method, its name or a draft folder (or GGUF file); None leaves the choice to :func:`recipe`.
         options: the method's own; a draft folder among them is read.
         alone: there will be no target soon that they could be checked with: do so now, as far as that goes.
 
@@ -84,7 +85,7 @@ def asked_for(
         raise ValueError(f"draft takes a draft folder, got {given!r}")
     if isinstance(name, Method):
         found: Method | None = name
-    elif isinstance(name, str) and (not name or name in METHODS or not Path(name).is_dir()):
+    elif isinstance(name, str) and (not name or name in METHODS or not _is_draft(name)):
         found = method(name)
     elif isinstance(name, str | Path):
         options = {"draft": name} | options
@@ -117,6 +118,11 @@ def asked_for(
         elif options and alone:
             _check_with_shipped(found, drafting, options)
     return found, options
+
+
+def _is_draft(name: str) -> bool:
+    """Whether a name is that of a draft folder or a GGUF file, and no method's."""
+    return Path(name).is_dir() or is_gguf(name)
 
 
 def _check_with_shipped(found: Method, drafting: Method, options: Mapping[str, Any]) -> None:

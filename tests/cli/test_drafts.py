@@ -8,6 +8,7 @@ import pytest
 
 from longdraft import drafts
 from tests.drafts import published_eagle3, random_draft, random_eagle3
+from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
 
 
@@ -198,3 +199,32 @@ def test_export(shell, generate, eagle3, draft, tmp_path):
     ):
         ended = shell("export", *arguments, "--verifier", "some/target")
         assert ended.code == code and message in ended.err.splitlines()[-1]
+
+
+def test_gguf_files_draft(shell, tmp_path):
+    """The target's file and the draft's, wherever a draft folder can be named."""
+    pytest.importorskip("gguf")
+    target, small, other = (tmp_path / f"{name}.gguf" for name in ("target", "small", "other"))
+    write_gguf(target)
+    write_gguf(small, layers=1, seed=1)
+    write_gguf(other, layers=1, tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "b", "a"])
+    asked = ("generate", "--model", target, "-p", "the hen", "--raw", "-n", 8, "--json")
+    plain = last(shell(*asked, "--method", "ar"))
+    for method in ((), ("--method", "small-lm"), ("--method", "specextend", "-o", "chunks=6")):
+        found = last(shell(*asked, "--draft", small, *method))
+        assert found["method"] == (method[1] if method else "small-lm") and found["token_ids"] == plain["token_ids"]
+    ended = shell(*asked, "--draft", other)
+    assert ended.code == 1 and f"{other} does not have the target's vocabulary" in ended.err
+    assert "4 is 'b' here and 'a' there" in ended.err and str(target) in ended.err
+    found = last(shell("doctor", "--model", target, "--draft", small, "--json"))["drafts"]
+    own = next(each for each in found if each["name"] == str(small))
+    assert (own["method"], own["fits"], own["trained_length"]) == ("small-lm", True, 512)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "the hen the hen"}))
+    ended = shell("bench", "--model", target, "--data", rows, "-n", 4, "--repeats", 1, "--draft", small, "--json",
+                  "--methods", "ar,small-lm,magicdec")  # fmt: skip
+    assert ended.code == 0, ended.err
+    ended = shell("export", small, tmp_path / "out.gguf", "--to", "gguf", "--verifier", target)
+    assert ended.code == 2 and "is a GGUF file already" in ended.err
+    ended = shell("export", small, tmp_path / "out", "--to", "custom-generate", "--verifier", target)
+    assert ended.code == 2 and "is a GGUF file, and a model folder holds a draft's folder" in ended.err

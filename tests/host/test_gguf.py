@@ -116,16 +116,6 @@ def test_blocks_that_are_not_served_are_named(tmp_path):
     assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize("weights", ["stored", "float32"])
-@pytest.mark.parametrize("scaled", [{"rope_freqs": [1, 1, 1, 2, 4, 8, 8, 8]}, {"rope_scaling": "yarn"}], ids=str)
-def test_scaled_rotary_frequencies_are_refused_not_ignored(scaled, weights, tmp_path):
-    write_gguf(tmp_path / "a.gguf", **scaled)
-    with pytest.raises(CapabilityError, match=r"a\.gguf scales its rotary frequencies.*Hugging Face folder"):
-        load(tmp_path / "a.gguf", device="cpu", weights=weights)
-    write_gguf(tmp_path / "b.gguf", rope_freqs=[1] * 8, rope_scaling="none")
-    load(tmp_path / "b.gguf", device="cpu", weights=weights)
-
-
 def test_what_is_asked_for_together_must_fit(small):
     with pytest.raises(CapabilityError, match="Stored weights are for float32 on a CPU"):
         load(small, dtype="bfloat16", device="cpu", weights="stored")

@@ -11,6 +11,7 @@ from longdraft.bench import peers
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.drafters import draft_folder
 from longdraft.errors import UnknownMethodError
+from longdraft.folders import is_gguf
 from longdraft.kv import offload as offloading
 from longdraft.methods import METHODS, method_of
 from longdraft.planning import choice
@@ -118,7 +119,7 @@ class Settings:
         if not self.takes_draft(name):
             return {}
         draft = self.draft_options.get("draft")
-        if isinstance(draft, str | Path) and draft_folder.is_draft_folder(draft):
+        if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
             kind = method_of(draft).draft_kind
             readers = [
                 n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in (kind, None)

@@ -29,7 +29,7 @@ from longdraft.kv import memory
 def doctor(
     *,
     loading: options.ModelOptions,
-    draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder too.")] = None,
+    draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder or .gguf file too.")] = None,
     composed: options.Load = None,
     output: options.Output,
 ) -> None:

@@ -12,6 +12,7 @@ from longdraft.cli import console, options
 from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.errors import CapabilityError
+from longdraft.folders import is_gguf
 from longdraft.host.parts import architecture
 from longdraft.integration import model_folder
 from longdraft.methods import method_of
@@ -98,6 +99,11 @@ def _model_folder(
     draft: Path, out: Path, verifier: str, method: str | None, pairs: list[str], plan: str | None
 ) -> list[str]:
     """The target with its draft, or with a method that needs none."""
+    if is_gguf(draft):
+        raise CapabilityError(
+            f"{draft} is a GGUF file, and a model folder holds a draft's folder: give the small model's Hugging Face "
+            "folder."
+        )
     folder = draft if draft.is_dir() else None
     name = method or (str(draft) if folder is None else method_of(folder).name)
     given: dict[str, Any] = options.method_options(name, pairs)

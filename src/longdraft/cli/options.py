@@ -256,7 +256,9 @@ class DraftOptions(Group):
     draft: Annotated[
         Path | None,
         typer.Option(
-            "--draft", help="Draft folder, for a method that needs one.", show_default="the one that comes along"
+            "--draft",
+            help="Draft folder, or a small model's .gguf file, for a method that needs one.",
+            show_default="the one that comes along",
         ),
     ] = None
     widths: Annotated[

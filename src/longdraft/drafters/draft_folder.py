@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from longdraft.drafters import tensor_files
 from longdraft.drafters.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
+from longdraft.folders import is_gguf
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -117,7 +118,7 @@ def kind(folder: Path | str) -> str:
     Raises:
         CheckpointError: no such folder, no or broken config.json; missing or truncated weights where they have to tell.
     """
-    return _kind(read_config(folder), folder)
+    return "" if is_gguf(folder) else _kind(read_config(folder), folder)
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
@@ -133,11 +134,13 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
 
 
 def is_language_model(folder: Path | str) -> bool:
-    """Whether a folder that names no kind is a model of transformers, which drafts as it is.
+    """Whether a folder that names no kind is a model of transformers, which drafts as it is; a GGUF file always is.
 
     Raises:
         CheckpointError: no such folder, no or broken config.json.
     """
+    if is_gguf(folder):
+        return True
     config = read_config(folder)
     return "longdraft_format" not in config and bool(config.get("model_type") or config.get("architectures"))
 
@@ -149,6 +152,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         CheckpointError: no such folder, no or broken config.json.
     """
     folder = Path(folder)
+    if is_gguf(folder) and folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a GGUF file: a language model of its own, which drafts with small-lm and the methods that "
+            "take such drafts (`longdraft methods`)."
+        )
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: a draft is the folder that it lies in, {folder.parent}.")
     if not folder.is_dir():

@@ -1,7 +1,7 @@
 """A small language model that drafts: read from its folder, checked against a target, and hosted like it.
 
 Two kinds of folder: ours (``longdraft train lm``) holds a decoder that takes its embedding and its head from the
-target; any other is a causal language model of transformers, with the target's vocabulary.
+target; any other is a causal language model of transformers, with the target's vocabulary, and so is a GGUF file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from longdraft.drafters.draft import Draft, TrainedDraft
 from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.whole_lm import WholeLM
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.folders import is_gguf
 from longdraft.host import companions, small_models
-from longdraft.host.checkpoints import load_weights
 from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import unpacked
 from longdraft.native import Stored
@@ -53,7 +53,7 @@ class SmallLMDraft(Draft[BoundLM]):
 
     @classmethod
     def load(cls, folder: Path | str) -> SmallLMDraft:
-        """Reads a draft folder of ours; of a model of transformers (a folder or a hub id), its configuration.
+        """Reads a draft folder of ours; of a model (a folder, a GGUF file or a hub id), its configuration.
 
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
@@ -62,7 +62,7 @@ class SmallLMDraft(Draft[BoundLM]):
         path = Path(name).expanduser()
         if path.is_dir() and "longdraft_format" in draft_folder.read_config(path):
             return TrainedLM(path, draft_folder.load(path))
-        return PublishedLM(str(path) if path.is_dir() else name)
+        return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
@@ -106,7 +106,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
 
 
 class PublishedLM(SmallLMDraft):
-    """A causal language model of transformers, in a folder or on the hub. Its weights are read when it is bound.
+    """A causal language model, in a folder, a GGUF file or on the hub. Its weights are read when it is bound.
 
     Its vocabulary has to be the target's. Where both tokenizers can be found, they are compared, and heads may be
     padded to different sizes; where the target's origin is not known, all that can be asked for is the same size.
@@ -123,16 +123,17 @@ class PublishedLM(SmallLMDraft):
         return self._described.parameters
 
     def check(self, runner: TargetRunner) -> None:
-        same = companions.same_tokens(self._name, runner)
+        why = companions.difference(self._name, runner)
         mine, its = self._described.vocab_size, runner.vocab_size
-        if same is False or (same is None and mine != its):
-            why = "its tokenizer numbers tokens otherwise" if same is False else f"it has {mine} tokens, not {its}"
+        if why is None and mine != its:
+            why = f"it has {mine} tokens, not {its}"
+        if why:
             raise CheckpointError(
                 f"{self._name} does not have the target's vocabulary ({why}), so it cannot draft for it. Name a model "
                 "of the target's family, or train a draft: longdraft train lm."
             )
 
     def make(self, runner: TargetRunner) -> BoundLM:
-        model = load_weights(self._name, runner.kv_shape.dtype, runner.device)
+        model = companions.read(self._name, runner.kv_shape.dtype, runner.device)
         model = companions.fit_vocabulary(model, runner.vocab_size)
         return BoundLM(TargetRunner(model), None, self.trained_length)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from longdraft.drafters.small_lm_draft import SmallLMDraft, TrainedLM
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.folders import is_gguf
 from longdraft.host.gguf_files import ARCHITECTURES
 from longdraft.host.gguf_writing import Decoder, DraftFile, TargetFile
 
@@ -28,6 +29,8 @@ def to_gguf(draft: SmallLMDraft, out: Path | str, verifier: str) -> list[str]:
         CapabilityError: the draft is a model of transformers; the target is no file, or scales its embedding.
         CheckpointError: the file cannot be written, or the draft was made for another target.
     """
+    if is_gguf(draft.folder):
+        raise CapabilityError(f"{draft.folder} is a GGUF file already: llama.cpp takes it as it is (-md).")
     if not isinstance(draft, TrainedLM):
         raise CapabilityError(
             f"{draft.folder} is a model of its own, of which convert_hf_to_gguf.py of llama.cpp makes a file."

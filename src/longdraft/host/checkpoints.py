@@ -62,6 +62,7 @@ def read_checkpoint(
     dtype: DType,
     rope_factor: float | None,
     *,
+    config: Any = None,
     failure: str | None = None,
     remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
@@ -69,11 +70,13 @@ def read_checkpoint(
 ) -> LoadedModel:
     """Read model and tokenizer on the CPU with transformers, quietly; refuse weights that are not all there.
 
-    failure and remedy frame the CheckpointError's message; source goes to each ``from_pretrained``.
+    config: None reads it too. failure and remedy frame the CheckpointError's message; source goes to each
+    ``from_pretrained``.
     """
     model, tokenizer = _read(
-        name, dtype, rope_factor, failure=failure, remedy=remedy, use_safetensors=use_safetensors, **source
-    )
+        name, dtype, rope_factor, config=config, failure=failure, remedy=remedy, use_safetensors=use_safetensors,
+        **source,
+    )  # fmt: skip
     assert tokenizer is not None
     return LoadedModel(model, tokenizer)
 
@@ -83,6 +86,7 @@ def _read(
     dtype: DType,
     rope_factor: float | None,
     *,
+    config: Any = None,
     failure: str | None = None,
     remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
@@ -94,7 +98,8 @@ def _read(
     failure = failure or f"The model in {name} cannot be read"
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+            if config is None:
+                config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
             if rope_factor is not None:
                 stretch_rope(config.get_text_config(), rope_factor)
             if tokenizer:

@@ -1,4 +1,4 @@
-"""A language model of transformers that drafts for another: what its configuration says, and its vocabulary."""
+"""A language model that drafts for another, of transformers or a GGUF file: its configuration, and its vocabulary."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from longdraft.errors import CheckpointError, reason_of
+from longdraft.errors import CheckpointError, LongdraftError, reason_of
+from longdraft.folders import is_gguf
 from longdraft.host import hosting, stored
-from longdraft.host.checkpoints import quiet
+from longdraft.host.checkpoints import check_gguf, load_weights, quiet
 from longdraft.host.embedded import EMBEDDED_ID, packaged_file
-from longdraft.host.gguf_files import File
+from longdraft.host.gguf_files import File, needs
+from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.host.small_models import linear
 
@@ -36,14 +38,24 @@ class Described:
 
 
 def describe(name: str) -> Described:
-    """Reads the configuration, and no weights, of a folder or hub id.
+    """Reads the configuration, and no weights, of a folder, a GGUF file or a hub id.
 
     Raises:
         CheckpointError: there is none, or it is no causal language model's.
+        CapabilityError: the file's rotary frequencies are scaled in a way that is not read.
     """
+    path = Path(name)
+    if gguf := is_gguf(path):
+        if not path.exists():
+            raise CheckpointError(f"There is no file {name!r}: check the path.")
+        check_gguf(path)
+        needs("gguf", path)
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=Path(name).is_dir())
+            if gguf:
+                config = File(path).config()
+            else:
+                config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return Described(
@@ -51,25 +63,47 @@ def describe(name: str) -> Described:
                 sum(p.numel() for p in model.parameters()),
                 hosting.context_length(model),
             )
+        except LongdraftError:
+            raise
         except Exception as error:  # whatever a bad file sets off: no list of types would be complete
             raise CheckpointError(
-                f"{name} is not the folder or hub id of a causal language model that transformers can read: "
-                f"{reason_of(error)}."
+                f"{name} is not the {'file' if gguf else 'folder or hub id'} of a causal language model that "
+                f"transformers can read: {reason_of(error)}."
             ) from error
 
 
-def same_tokens(name: str, runner: TargetRunner) -> bool | None:
-    """Whether a model's tokenizer numbers tokens as the target's does; None where one of the two cannot be found.
+def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model, ready to run; a GGUF file's matrices stay as they are stored, as a target's do.
 
-    The target's is looked for in the folder that it was loaded from. Nothing is downloaded.
+    Raises:
+        CheckpointError: it cannot be read, or is incomplete.
+    """
+    if is_gguf(name):
+        return load(name, dtype=dtype, device=device).model
+    return load_weights(name, dtype, device)
+
+
+def difference(name: str, runner: TargetRunner) -> str | None:
+    """Says where a model's tokens differ from the target's; empty: nowhere. None where those of one cannot be found.
+
+    The target's are looked for in the folder or file that it was loaded from. Nothing is downloaded.
     """
     origin = str(getattr(runner.model, "name_or_path", "") or "")
-    found = [_tokens(name), _tokens(origin) if origin else None]
-    if found[0] is None or found[1] is None:
+    mine, its = _tokens(name), _tokens(origin) if origin else None
+    if mine is None or its is None:
         return None
-    shared = found[0].keys() & found[1].keys()
-    renamed = sum(found[0][i] != found[1][i] for i in shared)
-    return bool(shared) and renamed <= MOST_RENAMED * len(shared)
+    shared = mine.keys() & its.keys()
+    renamed = sorted(i for i in shared if mine[i] != its[i])
+    if shared and len(renamed) <= MOST_RENAMED * len(shared):
+        return ""
+    found = f"its tokenizer numbers tokens otherwise than that of {origin}"
+    if renamed:
+        first = renamed[0]
+        found += (
+            f": {len(renamed):,} of {len(shared):,} ids, of which {first} is {mine[first]!r} here and {its[first]!r} "
+            "there"
+        )
+    return found
 
 
 def _tokens(name: str) -> dict[int, str] | None:
@@ -77,10 +111,9 @@ def _tokens(name: str) -> dict[int, str] | None:
     with quiet():
         try:
             file = packaged_file() if name == EMBEDDED_ID else Path(name)
-            if file.suffix == ".gguf":
-                tokenizer = File(file).tokenizer()
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+            if file.is_file():
+                return dict(enumerate(File(file).tokens))
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
             return {i: token for token, i in tokenizer.get_vocab().items()}
         except Exception:  # no tokenizer there, or none that can be read
             return None
@@ -93,13 +126,23 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
     embedding lacks become zeros.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight.shape[0] > size:
+    if stored.weight_shape(head)[0] > size:
         bias = getattr(head, "bias", None)
-        model.set_output_embeddings(linear(head.weight[:size], None if bias is None else bias[:size]))
+        bias = None if bias is None else bias[:size]
+        if isinstance(head, stored.StoredLinear):
+            head.data, head.out_features = head.data[:size], size
+            head.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        else:
+            model.set_output_embeddings(linear(head.weight[:size], bias))
         hosting.decoder_config(model).vocab_size = size
-    if (rows := embedding.weight.shape[0]) < size:
-        weight = embedding.weight.detach()
-        padded = torch.cat([weight, weight.new_zeros(size - rows, weight.shape[1])])
-        embedding.weight = nn.Parameter(padded, requires_grad=False)
+    if (rows := stored.weight_shape(embedding)[0]) < size:
+        if isinstance(embedding, stored.StoredEmbedding):  # whose blocks of nothing but zeros stand for zeros
+            embedding.data = _padded(embedding.data, size - rows)
+        else:
+            embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)
         embedding.num_embeddings = size
     return model
+
+
+def _padded(rows: torch.Tensor, more: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(more, rows.shape[1])])

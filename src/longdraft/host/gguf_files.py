@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
+from longdraft.host.gguf_rope import RopeError, scaling
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
 
@@ -70,18 +71,27 @@ class File:
         return None if field is None else int(field.contents())
 
     def config(self) -> Any:
-        """Of transformers."""
+        """The configuration, of transformers.
+
+        Raises:
+            CapabilityError: its rotary frequencies are scaled in a way that transformers does not know.
+        """
         reader = copy.copy(self._reader)
         if f"{self.architecture}.vocab_size" in reader.fields:  # else transformers counts the tokens
             hidden = {f"tokenizer.ggml.{name}" for name in _WORDS}
             reader.fields = type(reader.fields)((n, f) for n, f in reader.fields.items() if n not in hidden)
         with _instead(reader):
             config = AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
-        # Some versions of transformers do not look.
-        if (size := self._reader.get_field(f"{self.architecture}.attention.key_length")) is not None:
-            config.head_dim = int(size.contents())
-        if self._reader.get_field(f"{self.architecture}.attention.sliding_window") is None:
-            config.sliding_window = None  # which transformers sets for every Mistral
+        own = self.architecture in ARCHITECTURES
+        if own:
+            # Some versions of transformers do not look, and some take the rotated dimensions for a head's.
+            size = self._reader.get_field(f"{self.architecture}.attention.key_length")
+            whole = config.hidden_size // config.num_attention_heads
+            config.head_dim = whole if size is None else int(size.contents())
+            if self._reader.get_field(f"{self.architecture}.attention.sliding_window") is None:
+                config.sliding_window = None  # which transformers sets for every Mistral
+        if found := self._rope(config if own else None):
+            config.rope_parameters = {**config.rope_parameters, **found}
         return config
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -91,21 +101,26 @@ class File:
             )
         return found
 
-    def check_rope(self) -> None:
-        """Refuses frequencies that transformers does not read from such files: the text would be wrong, with no word.
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary, in the order of its ids."""
+        return list(self._reader.fields["tokenizer.ggml.tokens"].contents())
 
-        Raises:
-            CapabilityError: they are scaled.
-        """
-        field = self._reader.get_field(f"{self.architecture}.rope.scaling.type")
-        kind = "none" if field is None else str(field.contents())
-        factors = next((t.data for t in self._tensors if t.name == "rope_freqs.weight"), None)
-        if kind != "none" or (factors is not None and bool((factors != 1).any())):
-            how = kind if kind != "none" else "rope_freqs, as Llama 3.1 and later have"
+    def _rope(self, config: Any) -> dict[str, Any]:
+        """Reads how the frequencies are scaled: additions to the configuration's ``rope_parameters``."""
+
+        def value(name: str) -> Any:
+            field = self._reader.get_field(f"{self.architecture}.rope.{name}")
+            return None if field is None else field.contents()
+
+        factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == "rope_freqs.weight"), None)
+        try:
+            return scaling(value, factors, config)
+        except RopeError as error:
             raise CapabilityError(
-                f"{self.path} scales its rotary frequencies ({how}), which is not read from GGUF files: give the "
+                f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
                 "model's Hugging Face folder or id."
-            )
+            ) from error
 
     def unserved(self) -> str | None:
         """Why its weights cannot stay as they are stored; None: they can."""
@@ -211,24 +226,23 @@ def read_gguf(
     Raises:
         CheckpointError: damaged, or nothing that can be read.
         CapabilityError: it cannot be read as it is stored, or computed in int8, and that was asked for; or its RoPE
-            is scaled.
+            is of an unknown kind.
     """
     needs("gguf", path)
     try:
         with quiet():
             file = File(path)
-            file.check_rope()
             why = file.unserved()
+            config = file.config()
             if weights == "stored" and why:
                 raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
+            if rope_factor is not None:
+                stretch_rope(config.get_text_config(), rope_factor)
+            config._name_or_path = str(path)
+            vars(config).pop("_model_name_or_path", None)  # what it was called before it was a file
             if dtype != torch.float32 or file.architecture not in ARCHITECTURES:
                 loaded = None
             else:
-                config = file.config()
-                if rope_factor is not None:
-                    stretch_rope(config.get_text_config(), rope_factor)
-                config._name_or_path = str(path)
-                vars(config).pop("_model_name_or_path", None)  # what it was called before it was a file
                 loaded = LoadedModel(file.model(config), file.tokenizer())
     except (LongdraftError, MemoryError):
         raise
@@ -240,8 +254,10 @@ def read_gguf(
         failure = f"{path} cannot be read as a GGUF model"
         folder, name = str(path.parent), path.name
         loaded = read_checkpoint(
-            folder, dtype, rope_factor, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True
+            folder, dtype, None, config=config, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True
         )
+        # The folder's, which is no model; a draft that is to fit looks for the tokenizer by this name.
+        loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
     elif why or weights == "float32" or (weights is None and kernels() is None):
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         loaded = LoadedModel(stored.in_float32(loaded.model), loaded.tokenizer)

@@ -1,0 +1,162 @@
+"""A GGUF file as a small-LM draft: wherever a folder of transformers works, with the weights as they are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft import Speculator
+from longdraft.bench.settings import Settings
+from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.host.loading import load
+from longdraft.host.runner import TargetRunner
+from longdraft.host.stored import StoredEmbedding, StoredLinear
+from longdraft.methods import METHODS
+from tests.forwards import forward
+from tests.gguf_files import write_gguf
+from tests.tiny import tiny_model
+
+pytest.importorskip("gguf")
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
+# Sizes that fit the tiny models' trained context of 512 tokens.
+SMALL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4}
+METHODS_WITH = [
+    ("small-lm", {}), ("small-lm", {"view": "streaming", "sink": 4, "recent": 16}), ("specextend", SMALL),
+    ("magicdec", {"view": "streaming", "budget": 64}), ("magicdec", {"view": "snapkv", "budget": 64}),
+    ("triforce", {"budget": 64}), ("nested", {"drafter": "small-lm"}), ("specpv-exact", {"drafter": "small-lm"}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The files of a target, and of a model of one layer with its tokens."""
+    folder = tmp_path_factory.mktemp("gguf")
+    write_gguf(folder / "target.gguf")
+    write_gguf(folder / "small.gguf", "qwen2", "Q4_0", layers=1, hidden=32, heads=2, seed=1)
+    return folder / "target.gguf", folder / "small.gguf"
+
+
+def logits(bound, tokens):
+    return forward(bound.runner, [tokens], bound.runner.new_store(1, 64), [0]).logits[0]
+
+
+def test_it_is_read_as_it_is_stored(files):
+    target, small = files
+    draft = SmallLMDraft.load(small)
+    expected = load(small, device="cpu").model
+    assert isinstance(draft, PublishedLM) and draft.folder == small and draft.trained_length == 512
+    assert draft.vocabulary is None and draft.retrieval_layer is None
+    written = write_gguf(small.with_name("again.gguf"), "qwen2", "Q4_0", layers=1, hidden=32, heads=2, seed=1)
+    assert draft.parameters == sum(p.numel() for p in written.parameters())
+    bound = draft.bound(TargetRunner(load(target, device="cpu").model))
+    model = bound.runner.model
+    assert bound.ids is None and bound.trained_length == 512
+    assert type(model.model.layers[0].self_attn.q_proj) is type(expected.model.layers[0].self_attn.q_proj)
+    with torch.no_grad():
+        wanted = expected(torch.tensor([[5, 60, 7, 1]])).logits[0]
+    torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS_WITH, ids=str)
+def test_every_method_that_takes_such_drafts_takes_it(files, method, options):
+    target, small = files
+    model, tokenizer = load(target, device="cpu")
+    spec = Speculator(method, target=model, tokenizer=tokenizer, draft=small, **options)
+    results = spec.generate(PROMPTS, max_new_tokens=20)
+    expected = Speculator("ar", target=model, tokenizer=tokenizer).generate(PROMPTS, max_new_tokens=20)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert sum(r.drafted for r in results) > 0
+
+
+def test_the_targets_own_file_is_believed(files):
+    model = load(files[0], device="cpu").model
+    spec = Speculator("small-lm", target=model, draft=files[0], widths=(1, 1, 1))
+    assert spec.generate(PROMPTS[:1], max_new_tokens=41, eos_token_ids=[])[0].mean_accepted_length == 4.0
+
+
+def test_it_says_by_itself_which_method_it_is_for(files):
+    target, small = files
+    model = load(target, device="cpu").model
+    for spec in (
+        Speculator(small, target=model),
+        Speculator(str(small), target=model),
+        Speculator(target=model, draft=small),
+    ):
+        assert spec.method is METHODS["small-lm"]
+    settings = Settings(("ar", "longspec", "small-lm"), draft_options={"draft": str(small)})
+    assert "draft" not in settings.options("longspec") and settings.options("small-lm")["draft"] == str(small)
+
+
+def test_a_target_in_another_dtype_gets_it_unpacked(files):
+    pytest.importorskip("accelerate")
+    target, small = files
+    model = load(target, device="cpu", dtype="bfloat16").model
+    bound = SmallLMDraft.load(small).bound(TargetRunner(model))
+    assert bound.runner.kv_shape.dtype == torch.bfloat16 and logits(bound, [1, 2, 3]).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("words", ["F16", "Q8_0"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("size", [48, 80])
+def test_embeddings_that_are_padded_to_other_sizes(files, tmp_path, size, tie, words, dtype):
+    """Allowed where the tokens are the same; nothing that the target does not know is proposed."""
+    if dtype != "auto":
+        pytest.importorskip("accelerate")
+    small = tmp_path / "small.gguf"
+    written = write_gguf(small, words=words, layers=1, vocab=size, tie=tie, seed=5)
+    model = load(files[0], device="cpu", dtype=dtype).model
+    bound = SmallLMDraft.load(small).bound(TargetRunner(model))
+    own = bound.runner.model
+    if dtype == "auto" and isinstance(own.model.layers[0].self_attn.q_proj, StoredLinear):
+        assert isinstance(own.lm_head, StoredLinear) and isinstance(own.model.embed_tokens, StoredEmbedding)
+    found = logits(bound, [3, 4, 5, 40])
+    assert found.shape == (4, min(size, 64)) and bound.runner.vocab_size == min(size, 64)
+    with torch.no_grad():
+        expected = written(torch.tensor([[3, 4, 5, 40]])).logits[0, :, :64]
+    if dtype == "auto":
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert logits(bound, [63, 3]).isfinite().all()  # an id that one of the small models never had
+    results = Speculator("small-lm", target=model, draft=small).generate(PROMPTS, max_new_tokens=12)
+    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
+    assert dtype != "auto" or [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+def test_other_tokens_are_refused_with_both_names_and_the_difference(files, tmp_path):
+    """As many of them: their number says nothing."""
+    other = tmp_path / "other.gguf"
+    write_gguf(other, layers=1, tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "b", "a"])
+    model = load(files[0], device="cpu").model
+    with pytest.raises(CheckpointError) as error:
+        Speculator("small-lm", target=model, draft=other).generate([[1, 2]], max_new_tokens=2)
+    said = str(error.value)
+    assert str(other) in said and f"than that of {files[0]}: 2 of 64 ids, of which 4 is 'b' here and 'a' there" in said
+
+
+def test_a_target_whose_tokens_are_not_known_must_have_as_many(files):
+    draft = SmallLMDraft.load(files[1])
+    draft.check(TargetRunner(tiny_model(vocab=64)))
+    with pytest.raises(CheckpointError, match=r"small\.gguf does not have the target's vocabulary \(it has 64 tokens"):
+        draft.check(TargetRunner(tiny_model(vocab=61)))
+
+
+def test_what_is_no_draft_is_named(files, tmp_path):
+    missing = tmp_path / "missing.gguf"
+    for name in ("small-lm", None):
+        with pytest.raises(CheckpointError, match=r"There is no file .*missing\.gguf"):
+            Speculator(name, target=tiny_model(), draft=missing)
+    missing.write_bytes(b"not a model")
+    with pytest.raises(CheckpointError, match=r"missing\.gguf is not a GGUF file"):
+        Speculator("small-lm", target=tiny_model(), draft=missing)
+    missing.write_bytes(files[1].read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match=r"missing\.gguf is not the file of a causal language model"):
+        Speculator("small-lm", target=tiny_model(), draft=missing)
+    with pytest.raises(CheckpointError, match=r"small\.gguf is a GGUF file: a language model .*small-lm"):
+        Speculator("longspec", target=tiny_model(), draft=files[1])
+    write_gguf(missing, rope={"scaling.type": "longrope"})
+    with pytest.raises(CapabilityError, match=r"missing\.gguf scales its rotary frequencies \(longrope\)"):
+        Speculator("small-lm", target=tiny_model(), draft=missing)
