@@ -46,14 +46,15 @@ REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
 ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.225, 0.85
 # Rows of a view by attention where nobody says how many (docs/self-drafting.md).
 MANY = 2048
-# Time of a forward on lighter weights, of one on the target's.
+# Time of a forward on lighter weights, of one on the target's; in int8 arithmetic there are no lighter ones.
 LIGHTER = 0.6
 # Tokens that a round is believed to add, at most, before one was seen.
 HOPED = 6.0
 
 
 def drafts_lightly(runner: TargetRunner) -> bool:
-    """Whether a model drafts on lighter weights and an eight-bit view than it verifies on, by kernels of ours."""
+    """Whether a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
+    ours."""
     return runner.can_round and not runner.rounds and runner.offload is None and runner.twin.fused.stack is not None
 
 
@@ -125,7 +126,7 @@ class SelfDrafter(TreeDrafter):
 
     @property
     def lightness(self) -> float:  # type: ignore[override]
-        return 1.0 if self.whole is None else LIGHTER
+        return LIGHTER if self.whole is not None and self.whole.lighter else 1.0
 
     def own_rows(self, length: int) -> float | None:
         kept = self.runner.kv_dtype

@@ -136,4 +136,7 @@ class PublishedLM(SmallLMDraft):
     def make(self, runner: TargetRunner) -> BoundLM:
         model = companions.read(self._name, runner.kv_shape.dtype, runner.device)
         model = companions.fit_vocabulary(model, runner.vocab_size)
-        return BoundLM(TargetRunner(model), None, self.trained_length)
+        hosted = TargetRunner(model)
+        # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
+        whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None
+        return BoundLM(hosted, None, self.trained_length, whole)

@@ -26,12 +26,16 @@ class WholeLM:
 
     Args:
         runner: the model. stack: all of its layers, for our kernels.
+
+    Attributes:
+        lighter: whether it reads other weights than verifications, in fewer bytes.
     """
 
     def __init__(self, runner: TargetRunner, stack: DecoderStack) -> None:
         found = kernels()
         assert found is not None
         self._kernels, self._stack = found, stack
+        self.lighter = stack is not runner.twin.fused.stack
         self._embedding = runner.model.get_input_embeddings()
         rotary = rotary_module(runner.model)
         assert rotary is not None

@@ -13,6 +13,7 @@
 
 namespace {
 
+constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights that many rows meet
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
@@ -149,23 +150,29 @@ struct Outputs {
   }
 };
 
-// Few rows: weights are unpacked in registers, and the next outputs are fetched meanwhile.
+// Few rows, those of a group: weights are unpacked in registers. fetch: the next outputs are fetched meanwhile.
 template <typename F, int R>
-void few(const Int8Rows &x, const Matrix &m, const Outputs &outputs) {
+void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs, bool fetch) {
+  constexpr int64_t EACH = F::BYTES * LANES * PIECE / F::WEIGHTS;  // bytes of a piece
   vec y[R] = {};
-  const std::int8_t *numbers = x.numbers;
-  const Int8Rows::Block *ends = x.blocks;
+  const int64_t place = x.place(row, 0);
+  const std::int8_t *numbers = x.numbers + place * PIECE;
+  const Int8Rows::Block *ends = x.blocks + place;
   const byte *next = outputs.lines.first + LANES * outputs.lines.row, *wanted = next;
   Lines in = outputs.lines;
   for (int64_t i = 0; i < x.size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
-    for (wanted += F::BYTES * LANES; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
     F::block(in, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
+      // A few lines at a time: many at once would keep what is wanted now waiting.
+      if (fetch) {
+        for (wanted += EACH; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
+      }
       meet<F, R>(w, scale, least, numbers + piece * R * PIECE, ends + piece * R, y);
     });
     numbers += F::WEIGHTS * R;
     ends += F::WEIGHTS / PIECE * R;
   }
-  for (int64_t r = 0; r < x.rows; r++) outputs.finish(m, r, y[r]);
+  const int64_t count = std::min(Int8Rows::TOGETHER, x.rows - row);
+  for (int64_t r = 0; r < count; r++) outputs.finish(m, row + r, y[r]);
 }
 
 template <int SCALES, bool LEAST>
@@ -238,13 +245,14 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
 
 template <typename F>
 void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
-  if (x.rows > Int8Rows::TOGETHER) return many<F>(x, m, from, to);
+  if (x.rows > MANY) return many<F>(x, m, from, to);
   static thread_local Scratch copies;
-  with_width(x.width(0), [&](auto width) {
-    for (int64_t out = from; out < to; out += LANES) {
-      few<F, width.value>(x, m, Outputs(m, out, x.size / F::WEIGHTS * F::BYTES, copies));
+  for (int64_t out = from; out < to; out += LANES) {
+    const Outputs outputs(m, out, x.size / F::WEIGHTS * F::BYTES, copies);
+    for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
+      with_width(x.width(row), [&](auto width) { few<F, width.value>(x, row, m, outputs, row == 0); });
     }
-  });
+  }
 }
 
 // LANES blocks of 32 numbers beside one another, or as many as there are; place(b): where block b goes.

@@ -24,26 +24,24 @@ using std::int64_t;
 
 constexpr int COLUMNS_OF_PIECE = 8;  // vectors of four weights an output
 
-#define INLINED __attribute__((always_inline))
-
 template <int W, int S>
 struct InOrder {
   static constexpr int WEIGHTS = W, SCALES = S;
   static constexpr int nth(int i) { return i; }
 };
 
-inline ivec low_nibbles(ivec x) { return x & 0x0f0f0f0f; }
+INLINED inline ivec low_nibbles(ivec x) { return x & 0x0f0f0f0f; }
 
-inline ivec high_nibbles(ivec x) { return x >> 4 & 0x0f0f0f0f; }
+INLINED inline ivec high_nibbles(ivec x) { return x >> 4 & 0x0f0f0f0f; }
 
 // Bits of x where the mask has ones, those of y elsewhere.
-inline ivec joined(ivec x, ivec y, std::int32_t mask) { return (x & mask) | (y & ~mask); }
+INLINED inline ivec joined(ivec x, ivec y, std::int32_t mask) { return (x & mask) | (y & ~mask); }
 
 // Column i of a piece whose 16 bytes are four columns: the low nibbles are its first 16 weights, the high ones the others.
-inline ivec nibble(const ivec *bytes, int i) { return i < 4 ? low_nibbles(bytes[i]) : high_nibbles(bytes[i - 4]); }
+INLINED inline ivec nibble(const ivec *bytes, int i) { return i < 4 ? low_nibbles(bytes[i]) : high_nibbles(bytes[i - 4]); }
 
 // Bits 4i to 4i + 3 of each lane, one in each byte, as its bit 4: a fifth bit beside nibbles.
-inline ivec fifths(ivec bits, int i) { return (bits >> (4 * i) & 15) * 0x02040810 & 0x10101010; }
+INLINED inline ivec fifths(ivec bits, int i) { return (bits >> (4 * i) & 15) * 0x02040810 & 0x10101010; }
 
 struct Int8Q4_0 : InOrder<32, 1> {
   static constexpr int BYTES = 18, MOST = 15, ZERO = 8;

@@ -85,6 +85,7 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     The reference of ``int8.cpp``, by torch's operations.
     """
     blocks = x.float().unflatten(-1, (-1, 32))
-    step = blocks.abs().amax(-1, keepdim=True) / 127
-    factor = torch.where((1 / step).isfinite(), 127 / (step * 127), 0.0)
-    return ((blocks * factor).round() * step).flatten(-2)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    factor = torch.tensor(127.0) / largest  # infinite where a block is next to nothing; 127 / x is no division in torch
+    steps = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
+    return (steps * (largest / 127)).flatten(-2)

@@ -11,6 +11,9 @@ namespace {
 
 using std::int64_t;
 
+// What is unpacked has to stay in registers, which no call leaves as they are.
+#define INLINED __attribute__((always_inline))
+
 // LANES rows: the first one, and bytes from one to the next.
 struct Lines {
   const byte *first;
@@ -25,10 +28,10 @@ inline __m256i of_32(const byte *p) { return _mm256_loadu_si256(reinterpret_cast
 #endif
 
 // The next 16 bytes of each row as four columns: lane l of out[i] holds bytes 4i to 4i + 3 of row l.
-inline void columns(Lines in, ivec *out) {
+INLINED inline void columns(Lines in, ivec *out) {
 #if defined(__AVX512F__)
   // Rows j, j + 4, j + 8 and j + 12 in one register: then four dwords by four rows are transposed within its quarters.
-  const auto of_four = [=](int64_t j) {
+  const auto of_four = [=](int64_t j) INLINED {
     const byte *p = in.first + j * in.row;
     const __m256i one = _mm256_inserti128_si256(_mm256_castsi128_si256(of_16(p)), of_16(p + 4 * in.row), 1);
     const __m256i two = _mm256_inserti128_si256(_mm256_castsi128_si256(of_16(p + 8 * in.row)), of_16(p + 12 * in.row), 1);
@@ -42,7 +45,7 @@ inline void columns(Lines in, ivec *out) {
   out[2] = (ivec)_mm512_unpacklo_epi64(ab2, cd2);
   out[3] = (ivec)_mm512_unpackhi_epi64(ab2, cd2);
 #elif defined(__AVX2__)
-  const auto of_two = [=](int64_t j) {
+  const auto of_two = [=](int64_t j) INLINED {
     const byte *p = in.first + j * in.row;
     return _mm256_inserti128_si256(_mm256_castsi128_si256(of_16(p)), of_16(p + 4 * in.row), 1);
   };
@@ -63,11 +66,11 @@ inline void columns(Lines in, ivec *out) {
 }
 
 // The next 32 bytes of each row as eight columns.
-inline void columns_of_32(Lines in, ivec *out) {
+INLINED inline void columns_of_32(Lines in, ivec *out) {
 #if defined(__AVX512F__)
   // A register holds a row's 32 bytes and those of the row four further: [dwords 0-3, 4-7 of row j, the same of j + 4].
   // Transposed by fours within quarters, dword k of four rows lies in its first and third quarter, k + 4 in the others.
-  const auto of_two = [=](int64_t j) {
+  const auto of_two = [=](int64_t j) INLINED {
     const byte *p = in.first + j * in.row;
     return _mm512_inserti64x4(_mm512_castsi256_si512(of_32(p)), of_32(p + 4 * in.row), 1);
   };
@@ -92,7 +95,7 @@ inline void columns_of_32(Lines in, ivec *out) {
 }
 
 // The first four bytes of each row.
-inline ivec fours(Lines in) {
+INLINED inline ivec fours(Lines in) {
   const auto four = [=](int l) {
     std::int32_t x;
     std::memcpy(&x, in.first + l * in.row, sizeof x);
@@ -118,7 +121,7 @@ inline ivec fours(Lines in) {
 }
 
 // The halves in the lower 16 bits of each lane, as floats.
-inline vec halves(ivec x) {
+INLINED inline vec halves(ivec x) {
 #if defined(__AVX512F__)
   return (vec)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
 #elif defined(__AVX2__)
@@ -138,9 +141,9 @@ inline vec halves(ivec x) {
 }
 
 // The half that each row begins with, as a float.
-inline vec halves(Lines in) {
+INLINED inline vec halves(Lines in) {
 #if defined(__AVX2__)
-  const auto eight = [=](int64_t first) {
+  const auto eight = [=](int64_t first) INLINED {
     __m128i found = _mm_setzero_si128();
     const byte *p = in.first + first * in.row;
     const auto of = [&](int64_t l) { return *reinterpret_cast<const std::uint16_t *>(p + l * in.row); };
@@ -166,7 +169,7 @@ inline vec halves(Lines in) {
 }
 
 // Each byte of x, 15 at most, replaced by what stands at its place in a table of sixteen.
-inline ivec looked_up(const byte *table, ivec x) {
+INLINED inline ivec looked_up(const byte *table, ivec x) {
 #if defined(__AVX512BW__)
   return (ivec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(of_16(table)), (__m512i)x);
 #elif defined(__AVX2__)
