@@ -48,7 +48,7 @@ FIGURES = ("mean", "p99", "top1")
 # How llama-perplexity prints them.
 PRINTED = {"mean": r"Mean\s+KLD:\s+([-\d.]+)", "p99": r"99\.0%\s+KLD:\s+([-\d.]+)", "top1": r"Same top p:\s+([\d.]+)"}
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file are as wide as they are
 
 
 def main() -> None:
