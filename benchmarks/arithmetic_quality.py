@@ -101,12 +101,12 @@ def text_of(args: Any, tokenizer: Any) -> str:
 
 
 def windows_of(args: Any, tokenizer: Any) -> list[list[int]]:
-    """Windows of token ids, each beginning with the BOS token where the tokenizer adds one, as llama-perplexity's do."""
+    """Windows of token ids as llama-perplexity cuts them, each with the BOS token first where the tokenizer adds it."""
     ids = encode(tokenizer, text_of(args, tokenizer))
     if len(ids) < args.windows * WINDOW:
         raise SystemExit(f"The texts give {len(ids) // WINDOW} windows, not {args.windows}: give more or longer ones.")
     windows = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(args.windows)]
-    if ids[0] == tokenizer.bos_token_id and getattr(tokenizer, "add_bos_token", False):
+    if ids[0] == tokenizer.bos_token_id:
         windows = [[ids[0], *window[1:]] for window in windows]
     return windows
 
@@ -165,17 +165,28 @@ def llama_cpp(args: Any, name: str, path: Path) -> dict[str, float]:
         console.print(f"{name}: unpacking {path.name} to float32 ...")
         unpack(path, unpacked)
     text, base = folder / f"{path.stem}.txt", folder / f"{path.stem}.logits"
-    text.write_text(text_of(args, longdraft.load(path, device="cpu").tokenizer), encoding="utf-8")
+    tokenizer = longdraft.load(path, device="cpu").tokenizer
+    text.write_text(text_of(args, tokenizer), encoding="utf-8")
     common = ["-f", text, "-c", WINDOW, "-b", WINDOW, "-t", args.threads, "--chunks", args.windows]
     common += ["--kl-divergence-base", base]
     try:
         console.print(f"{name}: llama.cpp in float32, {args.windows} windows ...")
         perplexity(args, "-m", unpacked, *common, "-ctk", "f32", "-ctv", "f32", "-fa", "off")
+        pairs = zip(windows_of(args, tokenizer), tokens_of(base), strict=True)
+        if any(own[1:] != theirs[1:] for own, theirs in pairs):
+            console.print(f"{name}: llama.cpp's tokens are not ours, so that the figures are of different texts")
         console.print(f"{name}: llama.cpp on the file as it is, {args.windows} windows ...")
         printed = perplexity(args, "-m", path, *common, "--kl-divergence")
     finally:
         base.unlink(missing_ok=True)  # 300 KB a row
     return parsed(printed) | {"rows": args.windows * (WINDOW - CONTEXT - 1)}
+
+
+def tokens_of(base: Path) -> list[list[int]]:
+    """Windows of token ids in a file of logits: 8 bytes, window size, vocabulary, windows, then the ids."""
+    size, _, windows = np.fromfile(base, np.int32, 3, offset=8).tolist()
+    found: list[list[int]] = np.fromfile(base, np.int32, size * windows, offset=20).reshape(windows, size).tolist()
+    return found
 
 
 def perplexity(args: Any, *arguments: Any) -> str:
