@@ -1,0 +1,189 @@
+"""benchmarks/real_models.py and arithmetic_quality.py: their cells, tables and files, with stand-ins for llama.cpp."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import longdraft
+from longdraft.host.checkpoints import LoadedModel
+from tests.tiny import tiny_model, tiny_tokenizer
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stand-ins are scripts with a first line")
+# Prints what of llama-bench's JSON we read, and keeps what it was called with.
+LLAMA_BENCH = """#!{python}
+import json, sys
+words = sys.argv[1:]
+with open({calls!r}, "a") as file:
+    print(json.dumps(words), file=file)
+print(json.dumps([{{"avg_ts": 50.0, "build_commit": "abc", "build_number": 7, "model_type": "tiny"}}]))
+"""
+LLAMA_PERPLEXITY = """#!{python}
+import array, pathlib, sys
+words = sys.argv[1:]
+base = pathlib.Path(words[words.index("--kl-divergence-base") + 1])
+if "--kl-divergence" in words:
+    assert base.read_bytes().startswith(b"_logits_")
+    print("Mean    KLD:   0.002593 +-   0.000080")
+    print("99.9%   KLD:   0.030000")
+    print("99.0%   KLD:   0.011900")
+    print("Same top p: 96.667 +- 0.398 %")
+else:
+    base.write_bytes(b"_logits_" + array.array("i", [64, 61, 2, *[5] * 128]).tobytes())
+"""
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of benchmarks/."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Puts a tiny model in the place of every file, and keeps what was asked for."""
+    found = []
+
+    def load(path, **how):
+        found.append(how)
+        return LoadedModel(tiny_model(context=768, layers=2), tiny_tokenizer())
+
+    monkeypatch.setattr(longdraft, "load", load)
+    return found
+
+
+def script(path, text, **values):
+    path.write_text(text.format(python=sys.executable, **values))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Arguments for all rows at their smallest."""
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF and so on")
+    rows = [{"text": "a few words over and over. " * n} for n in (1, 4, 5, 99)]
+    (tmp_path / "texts_1K.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench = script(tmp_path / "llama-bench", LLAMA_BENCH, calls=str(tmp_path / "calls"))
+    words = f"--model tiny={tmp_path}/tiny.gguf --llama-bench {bench} --prompts {tmp_path} --json {tmp_path}/out.json"
+    words += " --lengths 32 4096 --prompt-lengths 32 --verify-lengths 32 --verify-rows 2 4 --verify-turns 1 --steps 4"
+    words += " --new-tokens 8 --data-rows 0 1 2 3 7 --prompt-tokens 64 512 --repeats 1 --transformers"
+    return [*words.split(), "--threads", str(torch.get_num_threads())]
+
+
+def test_all_rows(module, loads, command, tmp_path, capsys):
+    module("real_models").main(command)
+    found = json.loads((tmp_path / "out.json").read_text())
+    cells = found["cells"]
+    assert found["llama_cpp"] == {"build_commit": "abc", "build_number": 7, "model_type": "tiny"}
+    assert set(found) == {"hardware", "versions", "llama_cpp", "cells"}
+    assert set(cells) == {
+        "tiny/plain/32", "tiny/plain/4096", "tiny/prompt/32", "tiny/verify/32", "tiny/default/texts_1K",
+        "tiny/transformers/texts_1K",
+    }  # fmt: skip
+    for key in ("tiny/plain/32", "tiny/prompt/32"):
+        assert cells[key]["ours"] > 0 and cells[key]["llama"] == 50.0
+        assert cells[key]["ratio"] == pytest.approx(cells[key]["ours"] / 50)
+    assert cells["tiny/plain/4096"]["skipped"] == "the model's context is 768"
+    assert set(cells["tiny/verify/32"]["over_step"]) == {"2", "4"}
+    text = cells["tiny/default/texts_1K"]
+    assert len(text["prompts"]) == 2 and text["different"] == 0 and text["mean_accepted_length"] >= 1
+    assert len(cells["tiny/transformers/texts_1K"]["prompts"]) == 2
+    assert loads[0]["device"] == "cpu" and loads[0]["arithmetic"] is None
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [call[call.index("-p") : call.index("-r")] for call in calls[:2]] == [
+        ["-p", "0", "-n", "4", "-d", "32"],
+        ["-p", "32", "-n", "0", "-d", "0"],
+    ]
+    shown = capsys.readouterr().out
+    assert "the model's context is 768" in shown and "llama.cpp 7 (abc)" in shown
+    assert "bonus included" in shown and "instruction sets" in shown
+
+
+def test_finished_cells_are_kept(module, loads, command, tmp_path, capsys):
+    command = [*command, "--rows", "plain", "prompt"]
+    script = module("real_models")
+    script.main(command)
+    calls = (tmp_path / "calls").read_text()
+    script.main(command)
+    assert (tmp_path / "calls").read_text() == calls
+    assert "tiny/prompt/32: kept" in capsys.readouterr().out
+    script.main([*command, "--steps", "5"])  # other settings
+    assert len((tmp_path / "calls").read_text()) > len(calls)
+    calls = (tmp_path / "calls").read_text()
+    script.main([*command, "--steps", "5", "--fresh"])
+    assert len((tmp_path / "calls").read_text()) > len(calls)
+
+
+def test_a_real_kv_store(module, loads, command, tmp_path):
+    module("real_models").main([*command, "--rows", "plain", "--real-kv"])
+    assert json.loads((tmp_path / "out.json").read_text())["cells"]["tiny/plain/32"]["ours"] > 0
+
+
+def test_a_model_that_is_not_there(module, command, capsys):
+    with pytest.raises(SystemExit):
+        module("real_models").main([*command, "--model", "other=/nowhere.gguf"])
+    assert "give NAME=PATH" in capsys.readouterr().err
+
+
+def test_quality(module, loads, monkeypatch, tmp_path, capsys):
+    quality = module("arithmetic_quality")
+    monkeypatch.setattr(quality, "WINDOW", 64)
+    monkeypatch.setattr(quality, "CONTEXT", 32)
+    monkeypatch.setattr(quality, "unpack", lambda path, out: out.write_bytes(b"unpacked"))
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF and so on")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a few words over and over. " * 20}) + "\n")
+    perplexity = script(tmp_path / "llama-perplexity", LLAMA_PERPLEXITY)
+    words = f"quality --model tiny={tmp_path}/tiny.gguf --texts {tmp_path}/texts.jsonl --rows 0 --windows 2 "
+    words += f"--llama-perplexity {perplexity} --unpacked {tmp_path}/f32 --json {tmp_path}/out.json"
+    for more in ([], ["--decoded"]):
+        monkeypatch.setattr(sys, "argv", [*words.split(), *more, "--threads", str(torch.get_num_threads())])
+        quality.main()
+        found = json.loads((tmp_path / "out.json").read_text())["models"]["tiny"]
+        # The same model in the place of both arithmetics.
+        assert found["ours"] == {"mean": pytest.approx(0, abs=1e-9), "p99": pytest.approx(0, abs=1e-9), "top1": 1.0,
+                                 "rows": 62}  # fmt: skip
+        assert found["llama.cpp"] == {"mean": 0.002593, "p99": 0.0119, "top1": pytest.approx(0.96667), "rows": 62}
+    assert [how["arithmetic"] for how in loads if "arithmetic" in how] == ["float32", "int8"] * 2
+    shown = capsys.readouterr().out
+    assert "0.00259" in shown and "llama.cpp's tokens are not ours" in shown
+
+
+def test_divergences(module):
+    quality = module("arithmetic_quality")
+    p, q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    expected = 0.9 * np.log(1.8) + 0.1 * np.log(0.2)
+    assert quality.divergence(p, q).tolist() == pytest.approx([0, expected], abs=1e-6)
+
+
+def test_a_file_unpacked(module, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    numbers = np.linspace(-1, 1, 256, dtype=np.float32).reshape(4, 64)
+    packed = gguf.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_context_length(512)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("a.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("b.weight", numbers[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    module("arithmetic_quality").unpack(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    found = gguf.GGUFReader(tmp_path / "b.gguf")
+    assert found.fields["llama.context_length"].contents() == 512
+    assert found.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    assert found.fields["general.file_type"].contents() == gguf.LlamaFileType.ALL_F32
+    tensors = {t.name: t for t in found.tensors}
+    assert {t.tensor_type.name for t in found.tensors} == {"F32"}
+    assert np.array_equal(tensors["a.weight"].data, gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0))
+    assert np.array_equal(tensors["b.weight"].data, numbers[0])
