@@ -13,7 +13,7 @@ from longdraft.streaming import TextStream
 
 KEYS = [
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
-    "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes",
+    "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
 ]  # fmt: skip
 
 

@@ -60,10 +60,10 @@ def test_they_are_those_of_the_same_models_configuration(kind, family, tmp_path)
     written = write_gguf(file, family, rope=rope, rope_freqs=factors, rope_parameters=parameters)
     expected = written(TEXT).logits
     write_gguf(tmp_path / "plain.gguf", family)
-    plain = load(tmp_path / "plain.gguf", device="cpu").model(TEXT).logits
+    plain = load(tmp_path / "plain.gguf", device="cpu", arithmetic="float32").model(TEXT).logits
     assert (plain - expected).abs().max() > 0.1  # the text is long enough to tell
     for weights in ("stored", "float32"):
-        model, tokenizer = load(file, device="cpu", weights=weights)
+        model, tokenizer = load(file, device="cpu", weights=weights, arithmetic="float32")
         assert model.config.max_position_embeddings == 512
         found = model.config.rope_parameters
         assert {name: found[name] for name in parameters} == pytest.approx(parameters)
@@ -87,7 +87,7 @@ def test_factors_that_are_nobodys_are_taken_as_they_are(tmp_path):
     rotary = rotary_module(written)
     rotary.inv_freq /= torch.tensor(factors)
     for weights in ("stored", "float32"):
-        model, tokenizer = load(tmp_path / "a.gguf", device="cpu", weights=weights)
+        model, tokenizer = load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32")
         assert model.config.max_position_embeddings == 512
         torch.testing.assert_close(model(TEXT).logits, written(TEXT).logits, rtol=1e-3, atol=1e-3)
         texts = []
@@ -121,7 +121,7 @@ def test_yarns_own_factor_of_attention(own, more, tmp_path):
 def test_what_transformers_does_not_know_is_refused_not_ignored(scaled, named, weights, tmp_path):
     write_gguf(tmp_path / "a.gguf", **scaled)
     with pytest.raises(CapabilityError, match=rf"a\.gguf scales its rotary frequencies \({named}.*Hugging Face folder"):
-        load(tmp_path / "a.gguf", device="cpu", weights=weights)
+        load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32")
 
 
 def test_what_scales_nothing_is_plain(tmp_path):

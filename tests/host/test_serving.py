@@ -29,7 +29,7 @@ def test_what_a_model_is_computed_with():
     assert (whole.weights, whole.kv, whole.whole) == (("float32",), "float32", True)
     assert (
         CALLED[whole.level] in whole.line
-        and "in one call: weights in float32, keys and values in float32" in whole.line
+        and "in one call: weights in float32, float32 arithmetic, keys and values in float32" in whole.line
     )
     assert of(tiny_model(), kv_dtype=torch.int8).kv == "int8"
     kept = of(keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES)))
@@ -40,7 +40,7 @@ def test_what_a_model_is_computed_with():
 def test_of_a_model_in_bfloat16_the_products():
     found = of(tiny_model(dtype=torch.bfloat16, **SIZES))
     assert (found.weights, found.kv, found.whole) == (("bfloat16",), None, False)
-    assert "call by call: weights in bfloat16; torch does the rest" in found.line
+    assert "call by call: weights in bfloat16, bfloat16 arithmetic; torch does the rest" in found.line
 
 
 @compiles

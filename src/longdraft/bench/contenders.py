@@ -180,10 +180,10 @@ class Ours:
     """A method of this package."""
 
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
-        self.name, self.note = (
-            name,
-            f"{precision.of_model(spec.runner().model)} weights, {spec.runner().arithmetic} arithmetic",
-        )
+        runner = spec.runner()
+        self.name, self.note = name, f"{precision.of_model(runner.model)} weights"
+        if runner.arithmetic == "int8":
+            self.note += ", int8 arithmetic"
         self.spec, self._kept = spec, kept
         kept.feature_layers = kept.feature_layers or spec.feature_layers()
 

@@ -50,10 +50,15 @@ class Clock(BaseStreamer):
 
 
 class Generate:
-    """``transformers``' own ``generate`` with sdpa attention."""
+    """``transformers``' own ``generate`` with sdpa attention.
+
+    Attributes:
+        same_arithmetic: its model computes in the target's; else its tokens may be others.
+    """
 
     name = "hf"
     draft: Path | None = None
+    same_arithmetic = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.note = model, f"{precision.of_model(model)} weights"
@@ -62,7 +67,7 @@ class Generate:
 
     def comparable(self, greedy: bool, batch: int) -> bool:
         # A batch samples all its rows from one generator, ours each from its own: no row agrees.
-        return greedy or batch == 1
+        return self.same_arithmetic and (greedy or batch == 1)
 
     def cold(self, job: Job) -> Run:
         self.release()
@@ -125,7 +130,8 @@ class Assisted(Generate):
     """
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        return greedy  # sampled tokens have the right distribution, but not our random numbers
+        # Sampled tokens have the right distribution, but not our random numbers.
+        return self.same_arithmetic and greedy
 
     def _run(self, job: Job) -> Run:
         out, width, clock = self._generate(job, self._arguments(), **self._options())

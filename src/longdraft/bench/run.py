@@ -15,6 +15,7 @@ from typing import Any
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run
+from longdraft.bench.hf import Generate
 from longdraft.bench.peers import PEERS
 from longdraft.bench.profile import profile
 from longdraft.bench.prompts import Prompt
@@ -106,7 +107,10 @@ class Bench:
                 target = self._runner
                 if unpacked is not None and PEERS[name].unpacked:
                     target = plain = plain or TargetRunner(unpacked().model)
-                self._contenders[name] = PEERS[name].make(target, settings.sources)
+                peer = PEERS[name].make(target, settings.sources)
+                if isinstance(peer, Generate):
+                    peer.same_arithmetic = target.arithmetic == self._runner.arithmetic
+                self._contenders[name] = peer
                 continue
             spec = Speculator(
                 method_name(name),

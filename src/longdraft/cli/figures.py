@@ -30,7 +30,6 @@ def payload(result: Result) -> dict[str, Any]:
         "new_tokens": result.new_tokens,
         "method": result.method,
         "exact": result.exact,
-        "arithmetic": result.arithmetic,
         "finish_reason": result.finish_reason,
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
@@ -38,6 +37,7 @@ def payload(result: Result) -> dict[str, Any]:
         "mean_accepted_length": result.mean_accepted_length,
         "rounds": result.rounds,
         "peak_memory_bytes": result.peak_memory_bytes,
+        "arithmetic": result.arithmetic,
     }
     partial = ("partial_rounds", "partial_tokens", "rolled_back")
     return found | ({name: getattr(result, name) for name in partial} if result.partial_rounds else {})
