@@ -1,4 +1,4 @@
-"""To the bit: on a CPU in float32 the logits of a verified node are those of plain decoding.
+"""To the bit: on a CPU, in float32 and in int8 arithmetic, the logits of a verified node are those of plain decoding.
 
 So greedy tokens of every exact method are `ar`'s, near ties included. Products and attention are checked one by one in
 tests/native/test_bits.py; here a whole target is: any tree, any batch, any number of threads, all instruction sets that
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longdraft import native
+from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.native import library
 from tests.forwards import forward
+from tests.gguf_files import write_gguf
 from tests.native.levels import LEVELS, kernels_of
 from tests.native.test_bits import random_tree
 from tests.tiny import FAMILIES, tiny_model
@@ -31,6 +35,12 @@ VOCABULARY = 61
 @cache
 def runner_of(level: str, family: str) -> TargetRunner:
     """A tiny target, made while these kernels are in use; its MLP is of a width that fills no vector."""
+    if family == "int8":
+        with TemporaryDirectory() as folder:
+            write_gguf(Path(folder) / "a.gguf", kind="Q4_1", words="Q8_0", context=2048, intermediate_size=96)
+            runner = TargetRunner(load(Path(folder) / "a.gguf", device="cpu").model)
+        assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16
+        return runner
     return TargetRunner(tiny_model(family, context=2048, intermediate_size=101))
 
 
@@ -59,7 +69,7 @@ def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Ten
     return out.logits[0, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "int8"])
 @settings(max_examples=6)
 @given(
     lengths=st.lists(
@@ -105,7 +115,7 @@ def test_a_verified_node(level, family, lengths, size, deep, levels, threads, se
             assert torch.equal(logits[b, node], plainly(runner, texts[b], path))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "int8"])
 def test_decoding_goes_on_as_it_would_have(level, family):
     """What is committed of a tree is what plain decoding would have written, so the next step's logits are the same."""
     runner = runner_of(level, family)
@@ -119,6 +129,20 @@ def test_decoding_goes_on_as_it_would_have(level, family):
     store.commit(0, path)
     after = forward(runner, [[4, 8]], store, [0]).logits[0, 1]
     assert torch.equal(after, plainly(runner, text, [*(tokens[i] for i in path), 4, 8]))
+
+
+@pytest.mark.parametrize("length", [7, 160])
+def test_int8_logits_are_those_of_every_instruction_set(length):
+    """Without fused multiplications (v2) floats round otherwise."""
+    found = []
+    for level in (name for name in LEVELS if "v2" not in name):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(library, "_known", [(kernels_of(level), None)])
+            runner, text = runner_of(level, "int8"), [t * 7 % VOCABULARY for t in range(length)]
+            store = runner.new_store(1, length + 4)
+            read(runner, store, 0, text)
+            found.append(forward(runner, [[3, 1, 4]], store, [0]).logits)
+    assert all(torch.equal(logits, found[0]) for logits in found)
 
 
 @pytest.mark.parametrize("offload", [None, "disk"])
