@@ -101,25 +101,6 @@ inline vec halves(ivec x) {
 #endif
 }
 
-// Each byte of x, 15 at most, replaced by what stands at its place in a table of sixteen.
-inline ivec looked_up(const byte *table, ivec x) {
-#if defined(__AVX512BW__)
-  const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
-  return (ivec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(found), (__m512i)x);
-#elif defined(__AVX2__)
-  const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
-  return (ivec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(found), (__m256i)x);
-#elif defined(__aarch64__)
-  return (ivec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)x);
-#else
-  byte bytes[4 * LANES];
-  std::memcpy(bytes, &x, sizeof bytes);
-  for (byte &b : bytes) b = table[b];
-  std::memcpy(&x, bytes, sizeof bytes);
-  return x;
-#endif
-}
-
 // --- formats ---
 
 inline ivec low_nibbles(ivec x) { return x & 0x0f0f0f0f; }
@@ -230,31 +211,27 @@ struct Int8Q8_0 : Of32<Int8Q8_0> {
   }
 };
 
-// Values of IQ4_NL's and IQ4_XS's nibbles, and twice those of MXFP4's, each with ZERO added.
-constexpr byte OF_IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-constexpr byte OF_MXFP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-
 inline void listed(const byte *table, Lines in, ivec *w) {
   nibbles(in, w);
   UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) w[i] = looked_up(table, w[i]);
 }
 
 struct Int8IQ4_NL : Of32<Int8IQ4_NL> {
-  static constexpr int BYTES = 18, MOST = 255, ZERO = 128;
+  static constexpr int BYTES = 18, MOST = OfIQ4::MOST, ZERO = OfIQ4::ZERO;
   static constexpr bool LEAST = false;
   template <typename P>
   static void block(Lines in, P *to) {
-    listed(OF_IQ4, in.at(2), to->w);
+    listed(OfIQ4::LIST, in.at(2), to->w);
     to->scale[0] = halves(begin(in));
   }
 };
 
 struct Int8MXFP4 : Of32<Int8MXFP4> {
-  static constexpr int BYTES = 17, MOST = 24, ZERO = 12;
+  static constexpr int BYTES = 17, MOST = OfMXFP4::MOST, ZERO = OfMXFP4::ZERO;
   static constexpr bool LEAST = false;
   template <typename P>
   static void block(Lines in, P *to) {
-    listed(OF_MXFP4, in.at(1), to->w);
+    listed(OfMXFP4::LIST, in.at(1), to->w);
     // Half of 2^(e - 127), the smallest two of which are no normal floats.
     const ivec e = begin(in) & 255, bits = e < 2 ? every(0x00200000) << e : (e - 1) << 23;
     std::memcpy(&to->scale[0], &bits, sizeof bits);
@@ -405,7 +382,7 @@ struct Int8Q6_K : Of256<Int8Q6_K, 2> {
 };
 
 struct Int8IQ4_XS : Of256<Int8IQ4_XS, 1> {
-  static constexpr int BYTES = 136, MOST = 255, ZERO = 128;
+  static constexpr int BYTES = 136, MOST = OfIQ4::MOST, ZERO = OfIQ4::ZERO;
   static constexpr bool LEAST = false;
   template <typename P>
   static void block(Lines in, P *to) {
@@ -413,7 +390,7 @@ struct Int8IQ4_XS : Of256<Int8IQ4_XS, 1> {
     columns(in, ends);
     const vec scale = halves(ends[0]);
     for (int piece = 0; piece < 8; piece++, to++) {
-      listed(OF_IQ4, in.at(8 + 16 * piece), to->w);
+      listed(OfIQ4::LIST, in.at(8 + 16 * piece), to->w);
       const ivec s = (ends[1] >> (4 * piece) & 15) | (ends[0] >> (16 + 2 * piece) & 3) << 4;
       to->scale[0] = scale * floats(s - 32);
     }
