@@ -19,6 +19,7 @@ from longdraft.host.checkpoints import quiet
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import StoredLinear
+from longdraft.native.dequantise import FORMATS
 from tests.gguf_files import ids, write_gguf
 from tests.tiny import FAMILIES
 
@@ -106,13 +107,28 @@ def test_a_file_that_is_written_to_is_noticed_and_one_that_is_replaced_is_not(sm
         spec.generate([[5, 6, 7]], max_new_tokens=4)
 
 
-def test_blocks_that_are_not_served_are_named(tmp_path):
-    file, said = tmp_path / "a.gguf", []
-    expected = write_gguf(file, kind="Q5_0").state_dict()
-    with pytest.raises(CapabilityError, match=r"blocks of the type Q5_0 \(blk.*--weights float32"):
+@pytest.mark.parametrize("kind", FORMATS)
+@torch.no_grad()
+def test_every_kind_of_blocks_stays_as_it_is_stored(kind, tmp_path):
+    file, said = tmp_path / "a.gguf", list[str]()
+    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+    model = load(file, device="cpu", weights="stored", progress=said.append).model
+    assert not any("Unpacking" in line for line in said)
+    assert model.model.layers[0].mlp.up_proj.format == model.model.layers[1].self_attn.q_proj.format == kind
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+    unpacked = load(file, device="cpu", weights="float32").model
+    torch.testing.assert_close(model(ids()).logits, unpacked(ids()).logits, rtol=1e-3, atol=1e-3)
+    assert torch.isfinite(model(ids()).logits).all()
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0"])
+def test_blocks_that_are_not_served_are_named(kind, tmp_path):
+    file, said = tmp_path / "a.gguf", list[str]()
+    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+    with pytest.raises(CapabilityError, match=rf"blocks of the type {kind} \(blk.*--weights float32"):
         load(file, device="cpu", weights="stored")
     model = load(file, device="cpu", progress=said.append).model
-    assert "Q5_0" in said[-1] and torch.isfinite(model(ids()).logits).all()
+    assert kind in said[-1] and torch.isfinite(model(ids()).logits).all()
     assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
 
 

@@ -103,7 +103,7 @@ def test_half_precision_of_every_size(level, kind):
 
 
 def test_what_is_no_stored_matrix_is_refused():
-    with pytest.raises(ValueError, match="Q4_1, Q8_0.*got TQ1_0"):
+    with pytest.raises(ValueError, match=r"Q4_1, Q8_0.*got TQ1_0"):
         Stored(torch.zeros(2, 20, dtype=torch.uint8), "TQ1_0")
     with pytest.raises(ValueError, match="whole number of Q4_1"):
         Stored(torch.zeros(2, 21, dtype=torch.uint8), "Q4_1")

@@ -145,7 +145,8 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
 // left over of whole tiles is unpacked too.
 template <typename F>
 void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int NARROW = 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;  // what unpacking leaves registers for
+  // Rows that leave registers for four outputs at a time, and outputs that more rows leave registers for.
+  constexpr int NARROW = LANES == 16 ? 5 : 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;
   if (in.rows <= NARROW) {
     for (; from + 4 <= to; from += 4) stored_tile_of<F, NARROW, 4, 1>(in.rows, in, m, from);
   } else if (in.rows <= FEW) {

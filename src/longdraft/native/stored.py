@@ -76,6 +76,6 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     The reference of ``int8.cpp``, by torch's operations.
     """
     blocks = x.float().unflatten(-1, (-1, 32))
-    step = blocks.abs().amax(-1, keepdim=True) / 127
-    factor = torch.where((1 / step).isfinite(), 127 / (step * 127), 0.0)
-    return ((blocks * factor).round() * step).flatten(-2)
+    high = blocks.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(high, 127) / high  # 127 / high would be 127 * (1 / high), which rounds twice
+    return ((blocks * torch.where(factor.isfinite(), factor, 0.0)).round() * (high / 127)).flatten(-2)

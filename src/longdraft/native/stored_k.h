@@ -27,12 +27,15 @@ static inline std::uint64_t long_word(const byte *p) {
   return x;
 }
 
+// Bits moved up, or down where the number is negative.
+static inline wide moved(wide x, int up) { return up < 0 ? x >> -up : x << up; }
+
 // Each byte less a number.
 static inline wide less(wide x, int number) { return (wide)((wide_bytes)x - static_cast<std::int8_t>(number)); }
 
 // A block with a byte for each weight.
 template <int SCALES, int LEAST>
-struct Opened {
+struct alignas(64) Opened {
   float scale[SCALES + LEAST];
   byte q[256];
 };
@@ -60,11 +63,12 @@ struct Q4_K {
   typedef Nibbles Scale;
   typedef Opened<8, 8> Block;
   static void open(const byte *block, Block &to) {
+    constexpr std::int32_t KEPT = LANES == 16 ? -1 : 0x0f0f0f0f;  // the lookup takes the lowest bits by itself
     open_sixes(block, to.scale);
     UNROLLED for (int pair = 0; pair < 4; pair++) {
       const wide x = wide_of(block + 16 + 32 * pair);
-      put(to.q + 64 * pair, x & 0x0f0f0f0f);
-      put(to.q + 64 * pair + 32, x >> 4 & 0x0f0f0f0f);
+      put(to.q + 64 * pair, x & KEPT);
+      put(to.q + 64 * pair + 32, x >> 4 & KEPT);
     }
   }
   static Scale scale(const Block &block, int piece) {
@@ -78,22 +82,24 @@ struct Q4_K {
 
 struct Q5_K {
   static constexpr int WEIGHTS = 256, BYTES = 176;
-  typedef Fives Scale;
+  struct Scale {
+    float scale, least;
+  };
   typedef Opened<8, 8> Block;
   static void open(const byte *block, Block &to) {
     open_sixes(block, to.scale);
     const wide high = wide_of(block + 16);
     UNROLLED for (int piece = 0; piece < 8; piece++) {
       const wide low = wide_of(block + 48 + piece / 2 * 32) >> (piece % 2 * 4) & 0x0f0f0f0f;
-      put(to.q + piece * PIECE, low | (high >> piece & 0x01010101) << 4);
+      put(to.q + piece * PIECE, low | (moved(high, 4 - piece) & 0x10101010));
     }
   }
   static Scale scale(const Block &block, int piece) {
     const float *s = block.scale + six_of(piece);
-    return Fives(s[0], s[4]);
+    return {s[0], s[4]};
   }
   static vec part(const Block &block, int piece, int part, const Scale &s) {
-    return s.of(unsigned_bytes(block.q + piece * PIECE + part * LANES));
+    return floats(unsigned_bytes(block.q + piece * PIECE + part * LANES)) * s.scale + s.least;
   }
 };
 
@@ -118,8 +124,8 @@ struct Q6_K : Halves {
     UNROLLED for (int piece = 0; piece < 8; piece++) {
       const int side = piece / 4, turn = piece % 4;
       const wide low = wide_of(block + side * 64 + turn % 2 * 32) >> (turn / 2 * 4) & 0x0f0f0f0f;
-      const wide high = wide_of(block + 128 + side * 32) >> (2 * turn) & 0x03030303;
-      put(to.q + piece * PIECE, less(low | high << 4, 32));
+      const wide high = moved(wide_of(block + 128 + side * 32), 4 - 2 * turn) & 0x30303030;
+      put(to.q + piece * PIECE, less(low | high, 32));
     }
   }
 };
@@ -138,7 +144,7 @@ struct Q3_K : Halves {
     const wide third = wide_of(block);
     UNROLLED for (int piece = 0; piece < 8; piece++) {
       const wide two = wide_of(block + 32 + piece / 4 * 32) >> (piece % 4 * 2) & 0x03030303;
-      put(to.q + piece * PIECE, less(two | (third >> piece & 0x01010101) << 2, 4));
+      put(to.q + piece * PIECE, less(two | (moved(third, 2 - piece) & 0x04040404), 4));
     }
   }
 };
