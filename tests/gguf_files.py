@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tests.tiny import Family, tiny_model
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -31,6 +35,20 @@ NAMES = {
     "model.layers": "blk",
 }
 
+# Where the scales and least values of blocks lie that gguf cannot quantise.
+HALVES = {
+    **{
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q6_K": (208,),
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "IQ4_NL": (0,),
+        "IQ4_XS": (0,),
+    },
+    **{"IQ2_XXS": (0,), "TQ1_0": (52,)},
+}
+
 
 def write_gguf(
     file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True,
@@ -40,7 +58,8 @@ def write_gguf(
     """A whole model of some 100 kB, and a byte tokenizer with two merges.
 
     Args:
-        kind: of the layers' matrices. words: of the embedding and the head.
+        kind: of the layers' matrices; those that gguf cannot quantise get random blocks.
+        words: of the embedding and the head.
         rope_freqs: what frequencies are divided by. rope: more of what a file says of them, by the ends of its names.
         tokens: the first ones of the tokenizer, in place of its usual ones.
         over: options of the model, as :func:`tests.tiny.tiny_model` takes them.
@@ -51,6 +70,7 @@ def write_gguf(
     import gguf
 
     sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab": 64, "tie": tie} | over
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
     model = tiny_model(family, rms_norm_eps=1e-5, **sizes)
     config = model.config
     usual = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
@@ -89,7 +109,7 @@ def write_gguf(
             writer.add_tensor(name, weight.detach().numpy())
             continue
         chosen = gguf.GGMLQuantizationType[kind if "blk" in name else words]
-        data = gguf.quantize(weight.detach().numpy(), chosen)
+        data = blocks_of(weight.detach().numpy(), chosen)
         weight.data = torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32))
         if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
             heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
@@ -100,6 +120,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def blocks_of(weights: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Quantised weights; random blocks of the same size, with small scales, where gguf cannot quantise."""
+    import gguf
+
+    with suppress(NotImplementedError):
+        return gguf.quantize(weights, kind)
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(weights.size)
+    data = rng.integers(0, 256, (len(weights), weights.shape[1] // count, size), dtype=np.uint8)
+    if kind.name == "MXFP4":
+        data[..., 0] = 122
+    for at in HALVES.get(kind.name, ()):
+        data[..., at : at + 2] = np.array([2e-4], dtype=np.float16).view(np.uint8)
+    return data.reshape(len(weights), -1)
 
 
 def ids(rows: int = 20) -> torch.Tensor:

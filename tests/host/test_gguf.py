@@ -19,6 +19,7 @@ from longdraft.host.checkpoints import quiet
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import StoredLinear
+from longdraft.native.dequantise import FORMATS
 from tests.gguf_files import ids, write_gguf
 from tests.tiny import FAMILIES
 
@@ -106,13 +107,28 @@ def test_a_file_that_is_written_to_is_noticed_and_one_that_is_replaced_is_not(sm
         spec.generate([[5, 6, 7]], max_new_tokens=4)
 
 
-def test_blocks_that_are_not_served_are_named(tmp_path):
-    file, said = tmp_path / "a.gguf", []
-    expected = write_gguf(file, kind="Q5_0").state_dict()
-    with pytest.raises(CapabilityError, match=r"blocks of the type Q5_0 \(blk.*--weights float32"):
+@pytest.mark.parametrize("kind", FORMATS)
+@torch.no_grad()
+def test_every_kind_of_blocks_stays_as_it_is_stored(kind, tmp_path):
+    file, said = tmp_path / "a.gguf", list[str]()
+    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+    model = load(file, device="cpu", weights="stored", arithmetic="float32", progress=said.append).model
+    assert not any("Unpacking" in line for line in said)
+    assert model.model.layers[0].mlp.up_proj.format == model.model.layers[1].self_attn.q_proj.format == kind
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+    unpacked = load(file, device="cpu", weights="float32").model
+    torch.testing.assert_close(model(ids()).logits, unpacked(ids()).logits, rtol=1e-3, atol=1e-3)
+    assert torch.isfinite(model(ids()).logits).all()
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0"])
+def test_blocks_that_are_not_served_are_named(kind, tmp_path):
+    file, said = tmp_path / "a.gguf", list[str]()
+    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+    with pytest.raises(CapabilityError, match=rf"blocks of the type {kind} \(blk.*--weights float32"):
         load(file, device="cpu", weights="stored")
     model = load(file, device="cpu", progress=said.append).model
-    assert "Q5_0" in said[-1] and torch.isfinite(model(ids()).logits).all()
+    assert kind in said[-1] and torch.isfinite(model(ids()).logits).all()
     assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
 
 
@@ -224,3 +240,30 @@ def test_real_model_answers_sensibly():
     output = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(output, skip_special_tokens=True).strip() == "The capital of France is Paris."
     assert output[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q4_K", "MXFP4"])
+def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(kind, tmp_path):
+    write_gguf(tmp_path / "a.gguf", kind=kind, hidden=256)
+    model = load(tmp_path / "a.gguf", device="cpu").model
+    runner = TargetRunner(model)
+    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.rounds
+    assert TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model).arithmetic == "float32"
+    told = longdraft.Speculator("ar", target=model).generate([[5, 6, 7]], max_new_tokens=2)[0]
+    assert told.exact and told.arithmetic == "int8"
+
+
+def test_halves_are_computed_in_float32_and_int8_is_refused_with_why(small, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "a.gguf", kind="F16")
+    assert TargetRunner(load(tmp_path / "a.gguf", device="cpu").model).arithmetic == "float32"
+    with pytest.raises(CapabilityError, match=r"a\.gguf cannot be computed in int8 .*none of its weights"):
+        load(tmp_path / "a.gguf", device="cpu", arithmetic="int8")
+    with pytest.raises(CapabilityError, match="its weights were to be unpacked"):
+        load(small, device="cpu", weights="float32", arithmetic="int8")
+    with pytest.raises(CapabilityError, match=r"arithmetic is for float32 on a CPU, not torch\.bfloat16"):
+        load(small, device="cpu", dtype="bfloat16", arithmetic="int8")
+    with pytest.raises(CapabilityError, match="arithmetic is int8 or float32, got 'int4'"):
+        load(small, device="cpu", arithmetic="int4")
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    with pytest.raises(CapabilityError, match=r"no kernels for it here \(LONGDRAFT_NATIVE=0\)"):
+        load(small, device="cpu", arithmetic="int8")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longdraft.native.dequantise import FORMATS
 from longdraft.native.stored import HALVES, Stored, rounded_to_int8
 from tests.native.levels import LEVELS, kernels_of
-from tests.native.test_stored import SCALES, stored
+from tests.native.test_stored import EXPONENTS, SCALES, stored
 
 KINDS = [kind for kind in FORMATS if kind not in HALVES]
 
@@ -101,10 +101,11 @@ def test_largest_numbers_do_not_overflow(level, kind):
 
 def largest(w: Stored, number: int) -> torch.Tensor:
     """The same blocks with all bytes but their scales' floats being one number."""
-    size = FORMATS[w.format][1]
-    data = torch.full_like(w.data, number).view(len(w.data), -1, size)
-    for at in SCALES[w.format]:
-        data[..., at : at + 2] = w.data.view(len(w.data), -1, size)[..., at : at + 2]
+    kept = [at + i for at in SCALES.get(w.format, ()) for i in range(2)]
+    kept += [EXPONENTS[w.format]] if w.format in EXPONENTS else []
+    blocks = w.data.view(len(w.data), -1, FORMATS[w.format][1])
+    data = torch.full_like(blocks, number)
+    data[..., kept] = blocks[..., kept]
     return data.flatten(1)
 
 

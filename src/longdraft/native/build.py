@@ -36,7 +36,7 @@ SOURCES = (
 )
 _HEADERS = (
     *("kernels.h", "vectors.h", "stored.h", "threads.h", "tiles.h", "blocks.h", "packed.h", "parts.h", "rounded.h"),
-    *("whole_numbers.h", "int8.h", "int8_blocks.h", "transposed.h"),
+    *("stored_k.h", "whole_numbers.h", "int8.h", "int8_blocks.h", "transposed.h"),
 )
 # No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h). A tile
 # fills the registers: were loads moved up before these are assigned, as GCC does on aarch64, it would no longer fit.

@@ -106,24 +106,20 @@ struct Int8Q8_0 : InOrder<32, 1> {
   }
 };
 
-// Values of IQ4_NL's and IQ4_XS's nibbles, and twice those of MXFP4's, each with ZERO added.
-constexpr byte OF_IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-constexpr byte OF_MXFP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-
 struct Int8IQ4_NL : InOrder<32, 1> {
-  static constexpr int BYTES = 18, MOST = 255, ZERO = 128;
+  static constexpr int BYTES = 18, MOST = OfIQ4::MOST, ZERO = OfIQ4::ZERO;
   static constexpr bool LEAST = false;
   template <typename Use>
   INLINED static void block(Lines in, const Use &use) {
     ivec bytes[4];
     columns(in.at(2), bytes);
     const vec scale = halves(in);
-    use(0, [&](int i) { return looked_up(OF_IQ4, nibble(bytes, i)); }, &scale, nullptr);
+    use(0, [&](int i) { return looked_up(OfIQ4::LIST, nibble(bytes, i)); }, &scale, nullptr);
   }
 };
 
 struct Int8MXFP4 : InOrder<32, 1> {
-  static constexpr int BYTES = 17, MOST = 24, ZERO = 12;
+  static constexpr int BYTES = 17, MOST = OfMXFP4::MOST, ZERO = OfMXFP4::ZERO;
   static constexpr bool LEAST = false;
   template <typename Use>
   INLINED static void block(Lines in, const Use &use) {
@@ -132,7 +128,7 @@ struct Int8MXFP4 : InOrder<32, 1> {
     // Half of 2^(e - 127), the smallest two of which are no normal floats.
     const ivec e = fours(in) & 255, bits = e < 2 ? every(0x00200000) << e : (e - 1) << 23;
     const vec scale = (vec)bits;
-    use(0, [&](int i) { return looked_up(OF_MXFP4, nibble(bytes, i)); }, &scale, nullptr);
+    use(0, [&](int i) { return looked_up(OfMXFP4::LIST, nibble(bytes, i)); }, &scale, nullptr);
   }
 };
 
@@ -284,7 +280,7 @@ struct Int8Q6_K {
 };
 
 struct Int8IQ4_XS : InOrder<256, 1> {
-  static constexpr int BYTES = 136, MOST = 255, ZERO = 128;
+  static constexpr int BYTES = 136, MOST = OfIQ4::MOST, ZERO = OfIQ4::ZERO;
   static constexpr bool LEAST = false;
   template <typename Use>
   INLINED static void block(Lines in, const Use &use) {
@@ -295,7 +291,7 @@ struct Int8IQ4_XS : InOrder<256, 1> {
       columns(in.at(8 + 16 * piece), bytes);
       const ivec s = (low >> (4 * piece) & 15) | (ends >> (16 + 2 * piece) & 3) << 4;
       const vec own = scale * floats(s - 32);
-      use(piece, [&](int i) { return looked_up(OF_IQ4, nibble(bytes, i)); }, &own, nullptr);
+      use(piece, [&](int i) { return looked_up(OfIQ4::LIST, nibble(bytes, i)); }, &own, nullptr);
     }
   }
 };

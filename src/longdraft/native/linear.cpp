@@ -6,7 +6,7 @@
 #include "int8.h"
 #include "kernels.h"
 #include "rounded.h"
-#include "stored.h"
+#include "stored_k.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -91,12 +91,14 @@ inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t ou
   for (int64_t i = 0; i < in.size; i += F::WEIGHTS, w += F::BYTES, next += O * F::BYTES) {
     // A tile's rows lie one behind the other.
     UNROLLED for (int line = 0; line < O * F::BYTES; line += 64) __builtin_prefetch(next + line);
+    typename F::Block blocks[O];
+    UNROLLED for (int o = 0; o < O; o++) F::open(w + o * m.w_row, blocks[o]);
     for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, x += PIECE) {
       typename F::Scale scales[O];
-      UNROLLED for (int o = 0; o < O; o++) scales[o] = F::scale(w + o * m.w_row, piece);
+      UNROLLED for (int o = 0; o < O; o++) scales[o] = F::scale(blocks[o], piece);
       UNROLLED for (int part = 0; part < PARTS; part++) {
         vec b[O];
-        UNROLLED for (int o = 0; o < O; o++) b[o] = F::part(w + o * m.w_row, piece, part, scales[o]);
+        UNROLLED for (int o = 0; o < O; o++) b[o] = F::part(blocks[o], piece, part, scales[o]);
         UNROLLED for (int r = 0; r < R; r++) {
           const vec a = load(x + r * in.size + part * LANES);
           UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
@@ -117,9 +119,11 @@ inline void stored_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_
 template <typename F>
 void unpack(const byte *w, int64_t size, float *out) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, w += F::BYTES) {
+    typename F::Block block;
+    F::open(w, block);
     for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, out += PIECE) {
-      const typename F::Scale scale = F::scale(w, piece);
-      UNROLLED for (int part = 0; part < PARTS; part++) store(out + part * LANES, F::part(w, piece, part, scale));
+      const typename F::Scale scale = F::scale(block, piece);
+      UNROLLED for (int part = 0; part < PARTS; part++) store(out + part * LANES, F::part(block, piece, part, scale));
     }
   }
 }
@@ -141,7 +145,8 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
 // left over of whole tiles is unpacked too.
 template <typename F>
 void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int NARROW = 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;  // what unpacking leaves registers for
+  // Rows that leave registers for four outputs at a time, and outputs that more rows leave registers for.
+  constexpr int NARROW = LANES == 16 ? 5 : 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;
   if (in.rows <= NARROW) {
     for (; from + 4 <= to; from += 4) stored_tile_of<F, NARROW, 4, 1>(in.rows, in, m, from);
   } else if (in.rows <= FEW) {
@@ -168,6 +173,13 @@ void with_format(int64_t format, const What &what) {
     case 6: return what(Q6_K{});
     case 7: return what(Bfloat16{});
     case 8: return what(Float16{});
+    case 9: return what(Q5_0{});
+    case 10: return what(Q5_1{});
+    case 11: return what(Q2_K{});
+    case 12: return what(Q3_K{});
+    case 13: return what(IQ4_NL{});
+    case 14: return what(IQ4_XS{});
+    case 15: return what(MXFP4{});
   }
 }
 

@@ -1,7 +1,8 @@
 // Weights as they are stored: GGUF's blocks, bfloat16 and float16, unpacked in registers to the floats that they stand for.
 //
-// A format says how many weights and bytes a block has, and unpacks a block's weights LANES at a time: `Scale` is what the
-// 32 weights of a piece share, part() the floats. Each float is rounded as gguf's own dequantisation rounds it.
+// A format says how many weights and bytes a block has, and unpacks a block's weights LANES at a time: open() does what is
+// done once for a block, `Scale` is what the 32 weights of a piece share, part() gives the floats. Each float is rounded as
+// gguf's own dequantisation rounds it. Blocks of 256 weights are in stored_k.h.
 #pragma once
 
 #include "vectors.h"
@@ -109,97 +110,181 @@ struct Nibbles {
 #endif
 };
 
+// The same for five bits: thirty-two values.
+struct Fives {
+#if defined(__AVX512F__)
+  vec first, second;
+  Fives() = default;
+  Fives(float scale, float least) {
+    const vec steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    first = steps * scale + least;
+    second = (steps + 16) * scale + least;
+  }
+  vec of(ivec x) const { return (vec)_mm512_permutex2var_ps((__m512)first, (__m512i)x, (__m512)second); }
+#else
+  float scale, least;
+  Fives() = default;
+  Fives(float scale, float least) : scale(scale), least(least) {}
+  vec of(ivec x) const { return floats(x) * scale + least; }
+#endif
+};
+
+// What nibbles stand for in formats that list the values: each with a number added that makes it a byte.
+struct OfIQ4 {
+  static constexpr int ZERO = 128, MOST = 241;
+  static constexpr byte LIST[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+};
+struct OfMXFP4 {  // twice the values
+  static constexpr int ZERO = 12, MOST = 24;
+  static constexpr byte LIST[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+};
+
+// Each byte of x, 15 at most, replaced by what stands at its place in a table of sixteen.
+static inline ivec looked_up(const byte *table, ivec x) {
+#if defined(__AVX512BW__)
+  const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
+  return (ivec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(found), (__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
+  return (ivec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(found), (__m256i)x);
+#elif defined(__SSSE3__) && !defined(__AVX__)
+  return (ivec)_mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)), (__m128i)x);
+#elif defined(__aarch64__)
+  return (ivec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)x);
+#else
+  byte bytes[4 * LANES];
+  std::memcpy(bytes, &x, sizeof bytes);
+  for (byte &b : bytes) b = table[b];
+  std::memcpy(&x, bytes, sizeof bytes);
+  return x;
+#endif
+}
+
+// The floats for nibbles whose values are listed: scale * value.
+template <typename Of>
+struct Listed {
+#if defined(__AVX512F__)
+  vec values;
+  Listed() = default;
+  explicit Listed(float scale) { values = floats(unsigned_bytes(Of::LIST) - Of::ZERO) * scale; }
+  vec low(ivec x) const { return (vec)_mm512_permutexvar_ps((__m512i)x, (__m512)values); }
+  vec high(ivec x) const { return low(x >> 4); }
+#else
+  float scale;
+  Listed() = default;
+  explicit Listed(float scale) : scale(scale) {}
+  vec of(ivec x) const { return floats((looked_up(Of::LIST, x) & 255) - Of::ZERO) * scale; }
+  vec low(ivec x) const { return of(x & 15); }
+  vec high(ivec x) const { return of(x >> 4); }
+#endif
+};
+
 // The low nibbles of 16 bytes, then the high ones.
-static inline vec nibbles(const byte *p, int part, const Nibbles &s) {
+template <typename Values>
+static inline vec nibbles(const byte *p, int part, const Values &s) {
   constexpr int HALF = PARTS / 2;
   return part < HALF ? s.low(unsigned_bytes(p + part * LANES)) : s.high(unsigned_bytes(p + (part - HALF) * LANES));
 }
 
-struct Q4_0 {
+// A bit for each lane, from the lowest on.
+static inline ivec lane_bits() {
+#if defined(__AVX512F__)
+  return ivec{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+#elif defined(__AVX__)
+  return ivec{1, 2, 4, 8, 16, 32, 64, 128};
+#else
+  return ivec{1, 2, 4, 8};
+#endif
+}
+
+// The same as numbers of five bits, the fifth ones being `bits`, one for each weight.
+static inline ivec fives(const byte *p, int part, std::uint32_t bits) {
+  constexpr int HALF = PARTS / 2;
+  const ivec x = part < HALF ? unsigned_bytes(p + part * LANES) & 15 : unsigned_bytes(p + (part - HALF) * LANES) >> 4;
+  const ivec own = every(static_cast<std::int32_t>(bits >> (part * LANES))) & lane_bits();
+  return x | ((own != 0) & 16);
+}
+
+// A format that needs nothing done once for a block.
+struct Plain {
+  typedef const byte *Block;
+  static void open(const byte *block, Block &to) { to = block; }
+};
+
+struct Q4_0 : Plain {
   static constexpr int WEIGHTS = 32, BYTES = 18;
   typedef Nibbles Scale;
-  static Scale scale(const byte *block, int) {
+  static Scale scale(Block block, int) {
     const float d = half(block);
     return Nibbles(d, -8 * d);
   }
-  static vec part(const byte *block, int, int part, const Scale &s) { return nibbles(block + 2, part, s); }
+  static vec part(Block block, int, int part, const Scale &s) { return nibbles(block + 2, part, s); }
 };
 
-struct Q4_1 {
+struct Q4_1 : Plain {
   static constexpr int WEIGHTS = 32, BYTES = 20;
   typedef Nibbles Scale;
-  static Scale scale(const byte *block, int) { return Nibbles(half(block), half(block + 2)); }
-  static vec part(const byte *block, int, int part, const Scale &s) { return nibbles(block + 4, part, s); }
+  static Scale scale(Block block, int) { return Nibbles(half(block), half(block + 2)); }
+  static vec part(Block block, int, int part, const Scale &s) { return nibbles(block + 4, part, s); }
 };
 
-struct Q8_0 {
+struct Q8_0 : Plain {
   static constexpr int WEIGHTS = 32, BYTES = 34;
   typedef float Scale;
-  static Scale scale(const byte *block, int) { return half(block); }
-  static vec part(const byte *block, int, int part, const Scale &s) {
+  static Scale scale(Block block, int) { return half(block); }
+  static vec part(Block block, int, int part, const Scale &s) {
     return floats(signed_bytes(block + 2 + part * LANES)) * s;
   }
 };
 
-// Scale and least value of a piece of a K block, six bits each.
-struct Sixes {
-  float scale, least;
-};
-
-static inline Sixes sixes(const byte *block, int piece) {
-  const byte *s = block + 4;
-  const int scale = piece < 4 ? s[piece] & 63 : (s[piece + 4] & 15) | (s[piece - 4] >> 6 << 4);
-  const int least = piece < 4 ? s[piece + 4] & 63 : (s[piece + 4] >> 4) | (s[piece] >> 6 << 4);
-  return {half(block) * scale, half(block + 2) * least};
+static inline std::uint32_t word(const byte *p) {
+  std::uint32_t x;
+  std::memcpy(&x, p, 4);
+  return x;
 }
 
-struct Q4_K {
-  static constexpr int WEIGHTS = 256, BYTES = 144;
-  typedef Nibbles Scale;
-  static Scale scale(const byte *block, int piece) {
-    const Sixes s = sixes(block, piece);
-    return Nibbles(s.scale, -s.least);
+struct Q5_0 : Plain {
+  static constexpr int WEIGHTS = 32, BYTES = 22;
+  typedef Fives Scale;
+  static Scale scale(Block block, int) {
+    const float d = half(block);
+    return Fives(d, -16 * d);
   }
-  static vec part(const byte *block, int piece, int part, const Scale &s) {
-    const ivec x = unsigned_bytes(block + 16 + piece / 2 * 32 + part * LANES);
-    return piece % 2 ? s.high(x) : s.low(x);
-  }
+  static vec part(Block block, int, int part, const Scale &s) { return s.of(fives(block + 6, part, word(block + 2))); }
 };
 
-struct Q5_K {
-  static constexpr int WEIGHTS = 256, BYTES = 176;
-  typedef Sixes Scale;
-  static Scale scale(const byte *block, int piece) { return sixes(block, piece); }
-  static vec part(const byte *block, int piece, int part, const Scale &s) {
-    const ivec low = unsigned_bytes(block + 48 + piece / 2 * 32 + part * LANES) >> (piece % 2 * 4);
-    const ivec high = unsigned_bytes(block + 16 + part * LANES) >> piece;
-    return floats((low & 15) | ((high & 1) << 4)) * s.scale - s.least;
-  }
+struct Q5_1 : Plain {
+  static constexpr int WEIGHTS = 32, BYTES = 24;
+  typedef Fives Scale;
+  static Scale scale(Block block, int) { return Fives(half(block), half(block + 2)); }
+  static vec part(Block block, int, int part, const Scale &s) { return s.of(fives(block + 8, part, word(block + 4))); }
 };
 
-struct Q6_K {
-  static constexpr int WEIGHTS = 256, BYTES = 210;
-  struct Scale {
-    float of[2];  // of a piece's two halves
-  };
-  static Scale scale(const byte *block, int piece) {
-    const float d = half(block + 208);
-    const auto at = [=](int i) { return d * static_cast<std::int8_t>(block[192 + 2 * piece + i]); };
-    return {{at(0), at(1)}};
-  }
-  static vec part(const byte *block, int piece, int part, const Scale &s) {
-    const int side = piece / 4, turn = piece % 4, at = part * LANES;
-    const ivec low = unsigned_bytes(block + side * 64 + turn % 2 * 32 + at) >> (turn / 2 * 4);
-    const ivec high = unsigned_bytes(block + 128 + side * 32 + at) >> (2 * turn);
-    return floats(((low & 15) | ((high & 3) << 4)) - 32) * s.of[2 * part / PARTS];
-  }
+struct IQ4_NL : Plain {
+  static constexpr int WEIGHTS = 32, BYTES = 18;
+  typedef Listed<OfIQ4> Scale;
+  static Scale scale(Block block, int) { return Scale(half(block)); }
+  static vec part(Block block, int, int part, const Scale &s) { return nibbles(block + 2, part, s); }
 };
 
-struct Bfloat16 {
+struct MXFP4 : Plain {
+  static constexpr int WEIGHTS = 32, BYTES = 17;
+  typedef Listed<OfMXFP4> Scale;
+  static Scale scale(Block block, int) {
+    // Half of 2^(e - 127), the smallest two of which are no normal floats.
+    const std::uint32_t e = *block, bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    float d;
+    std::memcpy(&d, &bits, 4);
+    return Scale(d);
+  }
+  static vec part(Block block, int, int part, const Scale &s) { return nibbles(block + 1, part, s); }
+};
+
+struct Bfloat16 : Plain {
   static constexpr int WEIGHTS = 32, BYTES = 64;
   struct Scale {};
-  static Scale scale(const byte *, int) { return {}; }
-  static vec part(const byte *block, int, int part, const Scale &) {
+  static Scale scale(Block, int) { return {}; }
+  static vec part(Block block, int, int part, const Scale &) {
     const ivec bits = shorts(block + 2 * part * LANES) << 16;
     vec x;
     std::memcpy(&x, &bits, sizeof x);
@@ -207,11 +292,11 @@ struct Bfloat16 {
   }
 };
 
-struct Float16 {
+struct Float16 : Plain {
   static constexpr int WEIGHTS = 32, BYTES = 64;
   struct Scale {};
-  static Scale scale(const byte *, int) { return {}; }
-  static vec part(const byte *block, int, int part, const Scale &) {
+  static Scale scale(Block, int) { return {}; }
+  static vec part(Block block, int, int part, const Scale &) {
     const byte *p = block + 2 * part * LANES;
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));

@@ -168,21 +168,4 @@ INLINED inline vec halves(Lines in) {
 #endif
 }
 
-// Each byte of x, 15 at most, replaced by what stands at its place in a table of sixteen.
-INLINED inline ivec looked_up(const byte *table, ivec x) {
-#if defined(__AVX512BW__)
-  return (ivec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(of_16(table)), (__m512i)x);
-#elif defined(__AVX2__)
-  return (ivec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(of_16(table)), (__m256i)x);
-#elif defined(__aarch64__)
-  return (ivec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)x);
-#else
-  byte bytes[4 * LANES];
-  std::memcpy(bytes, &x, sizeof bytes);
-  for (byte &b : bytes) b = table[b];
-  std::memcpy(&x, bytes, sizeof bytes);
-  return x;
-#endif
-}
-
 }  // namespace
