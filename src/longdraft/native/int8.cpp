@@ -78,12 +78,17 @@ inline ivec dot(ivec sum, ivec w, const std::int8_t *four) {
 #endif
 }
 
-// Products with w's bytes are sums with bytes less ZERO, once so many times x's sum is added.
+// Where sums of products with w's bytes begin, so that they end as sums with bytes less ZERO. less: of x's numbers.
 template <typename F>
-constexpr int OFF = (SIGNED<F::MOST> ? 128 : 0) - F::ZERO;
+INLINED inline ivec start(std::int32_t less) {
+  constexpr int OFF = F::ZERO - (SIGNED<F::MOST> ? 128 : 0);
+  if constexpr (OFF == 0) return ivec{};
+  if constexpr (OFF > 0 && (OFF & (OFF - 1)) == 0) return every(less) << __builtin_ctz(OFF);  // faster than the product
+  return every(less) * OFF;
+}
 
-// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. Whole numbers below 2^24
-// are floats without rounding.
+// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. Their whole
+// numbers are below 2^24, floats without rounding.
 template <typename F, int R, typename W>
 INLINED inline void meet(const W &w, const vec *scale, const vec *least, const std::int8_t *n, const Int8Rows::Block *b,
                          vec *y) {
@@ -91,16 +96,16 @@ INLINED inline void meet(const W &w, const vec *scale, const vec *least, const s
   vec found[R];
   UNROLLED for (int s = 0; s < F::SCALES; s++) {
     ivec products[R];
+    UNROLLED for (int r = 0; r < R; r++) products[r] = start<F>(F::SCALES == 1 ? b[r].less : b[r].half_less[s]);
     UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
       const ivec own = w(i);
       UNROLLED for (int r = 0; r < R; r++) {
-        products[r] = dot<F::MOST>(i == s * EACH ? ivec{} : products[r], own, n + r * PIECE + 4 * i);
+        products[r] = dot<F::MOST>(products[r], own, n + r * PIECE + 4 * i);
       }
     }
     UNROLLED for (int r = 0; r < R; r++) {
       const vec sum = every(F::SCALES == 1 ? b[r].sum : b[r].half[s]);
-      vec whole = floats(products[r]);
-      if constexpr (OFF<F> != 0) whole = fused(sum, every(static_cast<float>(OFF<F>)), whole);
+      const vec whole = floats(products[r]);
       found[r] = s == 0 ? whole * scale[s] : fused(whole, scale[s], found[r]);
       if constexpr (F::LEAST) found[r] = fused(sum, least[s], found[r]);
     }
@@ -308,7 +313,8 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
   store(first, sums<LANES>(halves_of[0]));
   store(second, sums<LANES>(halves_of[1]));
   for (int b = 0; b < std::min<int64_t>(count, LANES); b++) {
-    blocks[place(b)] = {scale_of[b], first[b] + second[b], {first[b], second[b]}};
+    const auto one = -static_cast<std::int32_t>(first[b]), two = -static_cast<std::int32_t>(second[b]);
+    blocks[place(b)] = {scale_of[b], first[b] + second[b], {first[b], second[b]}, one + two, {one, two}, 0};
   }
 }
 

@@ -11,9 +11,10 @@
 struct Int8Rows {
   static constexpr std::int64_t TOGETHER = 8;
 
-  // Of a block: its scale, and the sums of all of its numbers and of either half, which are whole.
+  // Of a block: its scale, and the sums of all of its numbers and of either half, which are whole; and what these lack to 0.
   struct Block {
     float scale, sum, half[2];
+    std::int32_t less, half_less[2], unused;
   };
 
   const std::int8_t *numbers;  // 32 a block

@@ -41,7 +41,17 @@ INLINED inline ivec joined(ivec x, ivec y, std::int32_t mask) { return (x & mask
 INLINED inline ivec nibble(const ivec *bytes, int i) { return i < 4 ? low_nibbles(bytes[i]) : high_nibbles(bytes[i - 4]); }
 
 // Bits 4i to 4i + 3 of each lane, one in each byte, as its bit 4: a fifth bit beside nibbles.
-INLINED inline ivec fifths(ivec bits, int i) { return (bits >> (4 * i) & 15) * 0x02040810 & 0x10101010; }
+INLINED inline ivec fifths(ivec bits, int i) {
+#if defined(__AVX512F__)
+  // Looked up by the lowest four bits: whole-number products are slow.
+  constexpr int ONE = 0x10, TWO = ONE << 8, FOUR = ONE << 16, EIGHT = ONE << 24;
+  const ivec spread = {0,     ONE,         TWO,         TWO | ONE,         FOUR,         FOUR | ONE,         FOUR | TWO,         FOUR | TWO | ONE,
+                       EIGHT, EIGHT | ONE, EIGHT | TWO, EIGHT | TWO | ONE, EIGHT | FOUR, EIGHT | FOUR | ONE, EIGHT | FOUR | TWO, EIGHT | FOUR | TWO | ONE};
+  return (ivec)_mm512_permutexvar_epi32((__m512i)(bits >> (4 * i)), (__m512i)spread);
+#else
+  return (bits >> (4 * i) & 15) * 0x02040810 & 0x10101010;
+#endif
+}
 
 struct Int8Q4_0 : InOrder<32, 1> {
   static constexpr int BYTES = 18, MOST = 15, ZERO = 8;
