@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
+from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.planning import choice
 from longdraft.planning.costs import CostTable
 from longdraft.verify.schedule import Schedule
+
+
+def draft_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's own drafts are tried as others are, not only where texts are so long that they must pay."""
+    monkeypatch.setattr(SelfDrafter, "own_rows", lambda self, length: None)
 
 
 def use_costs(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> None:

@@ -155,7 +155,7 @@ REFUSED = {
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     "logits": ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
     "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
-    "a new cache": (lambda m: {"past_key_values": DynamicCache(config=m.config)}, "leave past_key_values out"),
+    "a new cache": (lambda m: {"past_key_values": DynamicCache(config=m.config)}, "leave cache"),
     "other positions": ({"position_ids": torch.arange(5, 41)[None]}, "leave position_ids out"),
     "rows of logits": ({"logits_to_keep": torch.tensor([3])}, "logits_to_keep"),
     "processes in step": ({"synced_gpus": True}, "synced_gpus"),

@@ -9,7 +9,7 @@ from longdraft import Speculator
 from longdraft.planning.costs import CostTable
 from tests.exactness.cases import METHODS, Case
 from tests.exactness.workshop import DRAWN, GREEDY, PROMPTS, generate, target, tokens
-from tests.planned import use_costs
+from tests.planned import draft_without_knowing, use_costs
 
 TABLES = {
     "free": CostTable((0,), (1, 64), ((1e-2, 1.01e-2),)),  # rows cost nothing
@@ -54,8 +54,9 @@ def costs(monkeypatch):
     ids=["free, greedy", "free, drawn", "some, greedy", "some, drawn", "dear, greedy"],
 )
 @pytest.mark.parametrize("name", PLANNED)
-def test_the_output_is_plain_decodings(workshop, costs, name, table, sampling, n):
+def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, table, sampling, n):
     costs(TABLES[table])
+    draft_without_knowing(monkeypatch)
     spec = workshop.spec(PLANNED[name], plan="auto")
     assert spec.planner() is not None
     together = generate(spec, n=n, sampling=sampling)

@@ -20,7 +20,7 @@ from longdraft.engine import Result
 from longdraft.host.chat import chat_prompt
 from longdraft.methods import METHODS
 from longdraft.planning.costs import CostTable
-from tests.planned import use_costs
+from tests.planned import draft_without_knowing, use_costs
 
 pytestmark = [
     pytest.mark.model,
@@ -115,6 +115,7 @@ def test_fixed_trees(desk, method):
 @pytest.mark.parametrize("method", PLANNED)
 def test_planned_trees(desk, method, monkeypatch):
     use_costs(monkeypatch, TABLE)
+    draft_without_knowing(monkeypatch)
     results = desk.decode(method, 12, plan="auto", **GOLDEN[method].options)
     assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
     assert sum(r.drafted for r in results) > 0

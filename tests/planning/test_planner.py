@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.events import Event
-from longdraft.planning.chances import HOPE, KEEP, Chances, Hope, Worth
+from longdraft.planning.chances import HOPE, KEEP, LONGEST, Chances, Hope, Worth
 from longdraft.planning.costs import CostTable
 from longdraft.planning.planner import Plan, Planner, cautious
 from longdraft.sequence import Sequence
@@ -280,3 +281,25 @@ def test_a_round_that_the_lookup_would_have_served_says_little_of_a_draft():
     doubtful.saw(0.0, 1.0, 0.3)
     sure.saw(0.0, 0.1, 0.3)
     assert doubtful.tokens < sure.tokens < 0.3 * HOPE
+
+
+@pytest.mark.parametrize(("length", "asked"), [(100, False), (100_000, True)])
+def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, asked):
+    """A step takes 1 + length / 10,000; a draft forward reads 1,000 rows."""
+    planner = Planner(CostTable((0, 100_000), (1, 64), ((1.0, 1.5), (11.0, 16.5))))
+    drafter = SuffixDrafter()
+    drafter.share, drafter.own_rows = 0.8, lambda n: min(n, 1000)
+    planner.expect(drafter)
+    s, plan = sequence(), planner.start()
+    budget = plan.budget([s], [length])
+    assert budget.choose([s], [ROOT]) == ([s] if asked else [])
+
+
+@given(st.floats(0.05, 0.98), st.floats(0.01, 2.0))
+def test_what_is_hoped_of_a_chain_is_the_best_of_all_lengths(share, level):
+    hope = Hope(1.0)
+    hope.chain(share, level)
+    chains = [(sum(share**i for i in range(1, n + 1)), n * level) for n in range(1, LONGEST + 1)]
+    best = max((1 + tokens) / (1 + steps) for tokens, steps in chains)
+    assert (1 + hope.tokens) / (1 + hope.steps) == pytest.approx(best)
+    assert (hope.tokens > hope.steps) == (best > 1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run, trimmed
@@ -19,6 +20,10 @@ from longdraft.verify.sampling import RecentPenalty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# The name of the cache in a forward's keywords and output; transformers 5.24 changed it.
+_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
 
 class Clock(BaseStreamer):
@@ -82,12 +87,12 @@ class Generate:
     def _run(self, job: Job) -> Run:
         known: dict[str, Any] = {}
         if self._prompt_kv is not None:
-            known["past_key_values"] = cache = DynamicCache()
+            known[_CACHE] = cache = DynamicCache()
             for layer, (k, v) in enumerate(self._prompt_kv):
                 cache.update(k, v, layer)
         out, width, clock = self._generate(job, known)
         if self._prompt_kv is None and width > 1:
-            layers = out.past_key_values.layers
+            layers = out[_CACHE].layers
             self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
         tokens = _new_tokens(out, width, job)
         # One token a forward, and the prompt's forward gives the first.

@@ -33,8 +33,8 @@ class Drafter(ABC):
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""
 
-    hoped: float = 0.0
-    """Tokens that a round with it is believed to add before it was tried, where more is known than that it may pay."""
+    share: float = 0.0
+    """Chance of a drafted token to be right that is believed before one was seen; of drafters with :meth:`own_rows`."""
 
     lightness: float = 1.0
     """Time of a forward of the target's own layers on the weights that it drafts with, of one on the target's."""

@@ -48,8 +48,6 @@ ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.225, 0.85
 MANY = 2048
 # Time of a forward on lighter weights, of one on the target's; in int8 arithmetic there are no lighter ones.
 LIGHTER = 0.6
-# Tokens that a round is believed to add, at most, before one was seen.
-HOPED = 6.0
 
 
 def drafts_lightly(runner: TargetRunner) -> bool:
@@ -113,16 +111,11 @@ class SelfDrafter(TreeDrafter):
         self.refresh = Refresh(every, adaptive)
         self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
         more = log2(max(1.0, self.view.budget / BUDGET))
-        self._share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
+        self.share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
         self._agreement: dict[int, Agreement] = {}  # of each text
         self.whole: WholeLM | None = None
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
-
-    @property
-    def hoped(self) -> float:  # type: ignore[override]
-        """Tokens of a chain before the first that would be the target's by chance alone."""
-        return min(self._share / (1.0 - self._share), HOPED)
 
     @property
     def lightness(self) -> float:  # type: ignore[override]
@@ -184,7 +177,7 @@ class SelfDrafter(TreeDrafter):
 
     def agreement(self, sequence: Sequence) -> Agreement:
         """How often it chooses what the target does in a text."""
-        return self._agreement.setdefault(sequence.index, Agreement(self._share))
+        return self._agreement.setdefault(sequence.index, Agreement(self.share))
 
     @property
     def ids(self) -> torch.Tensor | None:

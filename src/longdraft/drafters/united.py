@@ -49,8 +49,8 @@ class UnitedDrafter(Drafter):
         return self.paid.forwards
 
     @property
-    def hoped(self) -> float:  # type: ignore[override]
-        return self.paid.hoped
+    def share(self) -> float:  # type: ignore[override]
+        return self.paid.share
 
     @property
     def lightness(self) -> float:  # type: ignore[override]

@@ -30,7 +30,7 @@ class Given:
 
     Attributes:
         assistant: a model to draft, of transformers' assisted decoding.
-        cache: whether the user gave ``past_key_values``; ``generate`` makes some where not.
+        cache: whether the user gave a cache; ``generate`` makes one where not.
         synced: generation in step with other processes.
     """
 
@@ -38,6 +38,12 @@ class Given:
     assistant: Any = None
     cache: bool = False
     synced: bool = False
+
+
+def given_cache(keywords: dict[str, Any]) -> Any:
+    """The cache among a forward's keywords, or None: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+    cache = keywords.get("cache")
+    return keywords.get("past_key_values") if cache is None else cache
 
 
 class HandedOver:
@@ -73,7 +79,7 @@ def _hand_over(names: dict[str, Any]) -> None:
     keywords["given"] = Given(
         streamer=names.get("streamer"),
         assistant=names.get("assistant_model"),
-        cache=keywords.get("past_key_values") is not None,
+        cache=given_cache(keywords) is not None,
         synced=bool(taken.get("synced_gpus")),
     )
 

@@ -8,7 +8,7 @@ import torch
 from transformers.generation import GenerationMode
 
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.integration.handover import Given
+from longdraft.integration.handover import Given, given_cache
 
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What asks for each other way of decoding.
@@ -24,6 +24,7 @@ _KNOWN = frozenset(
     (
         "attention_mask",
         "position_ids",
+        "cache",
         "past_key_values",
         "use_cache",
         "cache_position",
@@ -77,11 +78,11 @@ def _check_outputs(config: Any) -> None:
 def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> None:
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
-    cache = model_kwargs.get("past_key_values")
+    cache = given_cache(model_kwargs)
     if given.cache or (cache is not None and cache.get_seq_length() > 0):
         raise CapabilityError(
-            "longdraft keeps its own cache: leave past_key_values out. To read a text once for several calls, use "
-            "Speculator.generate with cache=longdraft.PromptCache()."
+            "longdraft keeps its own cache: leave cache (past_key_values) out. To read a text once for several calls, "
+            "use Speculator.generate with cache=longdraft.PromptCache()."
         )
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
         raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")

@@ -15,6 +15,8 @@ _STEP, _GRADES = 0.5, 12
 PRIOR = 4.0
 # Tokens that a draft is hoped to add for each plain step that it takes: a bad one is given up after two trials.
 HOPE = 4 / 3
+# Tokens of the longest chain that is hoped for.
+LONGEST = 8
 # What a round leaves of the evidence before it: about the last hundred rounds count.
 KEEP = 0.99
 
@@ -48,20 +50,33 @@ def _grade(log_prob: float) -> int:
 
 @dataclass
 class Hope:
-    """What to believe of a draft that has not been tried: that it pays, by a little.
+    """What to believe of a draft that has not been tried: that it pays, by a little; or what its drafter knows of it.
 
     Attributes:
         steps: plain steps that a round with the draft takes longer.
-        known: tokens that it adds at least, by what its drafter says of it.
+        known: tokens that it adds to such a round; None where nothing is known of it.
     """
 
     steps: float
-    known: float = 0.0
+    known: float | None = None
 
     @property
     def tokens(self) -> float:
         """That it adds to such a round."""
-        return max(HOPE * self.steps, self.known)
+        return HOPE * self.steps if self.known is None else self.known
+
+    def chain(self, share: float, level: float) -> None:
+        """Believes in the chain that makes the most tokens a plain step.
+
+        Args:
+            share: chance of each of its tokens to be right, behind right ones.
+            level: plain steps that drafting and verifying one more takes.
+        """
+        tokens, best = 0.0, 0.0
+        for n in range(1, LONGEST + 1):
+            tokens += share**n
+            if (rate := (1.0 + tokens) / (1.0 + n * level)) > best:
+                best, self.known, self.steps = rate, tokens, n * level
 
 
 class Worth:

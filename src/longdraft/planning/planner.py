@@ -62,7 +62,7 @@ class Planner:
 
     def expect(self, drafter: Drafter) -> None:
         """Told whose drafts it plans, before a run."""
-        self.hope.known, self.drafter = drafter.hoped, drafter
+        self.drafter = drafter
 
     def start(self) -> Plan:
         """Plans a run."""
@@ -94,22 +94,29 @@ class Plan:
         self._without: dict[int, tuple[TokenTree, float]] = {}
         self._drafting = 0.0
         # A level more: its forward, and a row more of the verification.
-        wide = self._costs.verification(1 + TYPICAL, self._lengths)
-        level = len(sequences) * planner.forward + (wide / self._plain - 1.0) / TYPICAL
+        level = len(sequences) * planner.forward + self._row()
         return Budget(round(planner.nodes) + 2, level * planner.rate, self._choose)
+
+    def _row(self) -> float:
+        """What verifying a row more takes, in plain steps."""
+        wide = self._costs.verification(1 + TYPICAL, self._lengths)
+        return (wide / self._plain - 1.0) / TYPICAL
 
     def plain(self, sequences: SequenceOf[Sequence]) -> float:
         """Seconds of a plain step on all of the texts."""
         return self._costs.verification(1, [len(s.prompt) + len(s.output) for s in sequences])
 
     def _guess(self) -> None:
-        """Before the first draft: what a forward of the target on a part of its KV takes is known."""
+        """Before the first draft: what a forward of the target on a part of its KV takes is known, and so is whether a
+        chain of them pays."""
         planner, drafter = self._planner, self._planner.drafter
         rows = [None if drafter is None else drafter.own_rows(length) for length in self._lengths]
         if drafter is not None and None not in rows:
             own = self._costs.verification(1, [max(1, round(n or 0)) for n in rows])
             planner.forward = drafter.lightness * own / self._plain
-            planner.hope.steps = max(1.0, planner.hope.known) * planner.forward
+            planner.hope.steps = planner.forward
+            if drafter.share:
+                planner.hope.chain(drafter.share, len(rows) * planner.forward + self._row())
 
     def _choose(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
         """The sequences whose drafts are worth asking, told what is proposed for nothing."""

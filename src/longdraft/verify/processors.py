@@ -166,7 +166,9 @@ def _encoder_ngrams(own: Any, row: int, rows: int) -> None:
 
 
 def _prefix(own: Any, row: int, rows: int) -> None:
-    own._prefix_allowed_tokens_fn = partial(_allowed, own._prefix_allowed_tokens_fn, row)
+    # Since transformers 5.24, rows of one prompt have one number.
+    own._prefix_allowed_tokens_fn = partial(_allowed, own._prefix_allowed_tokens_fn, row // own._num_beams)
+    own._num_beams = 1
 
 
 def _allowed(function: Callable[[int, torch.Tensor], list[int]], row: int, _: int, text: torch.Tensor) -> list[int]:
