@@ -65,6 +65,11 @@ class Hope:
         """That it adds to such a round."""
         return HOPE * self.steps if self.known is None else self.known
 
+    @property
+    def pays(self) -> bool:
+        """Whether it makes more tokens than plain decoding."""
+        return self.tokens > self.steps
+
     def chain(self, share: float, level: float) -> None:
         """Believes in the chain that makes the most tokens a plain step.
 

@@ -85,7 +85,8 @@ class Plan:
         planner = self._planner
         self._sequences = list(sequences)
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences] if lengths is None else list(lengths)
-        self._plain = self._costs.verification(1, self._lengths)
+        self._known: dict[int, float] = {}
+        self._plain = self._verification(1)
         if not planner.tried:
             self._guess()
         self._worth = {s.index: self._worth.get(s.index) or Worth(planner.worth[s.greedy]) for s in sequences}
@@ -97,9 +98,15 @@ class Plan:
         level = len(sequences) * planner.forward + self._row()
         return Budget(round(planner.nodes) + 2, level * planner.rate, self._choose)
 
+    def _verification(self, rows: int) -> float:
+        """Seconds of this round's forward with so many rows of each text."""
+        if rows not in self._known:
+            self._known[rows] = self._costs.verification(rows, self._lengths)
+        return self._known[rows]
+
     def _row(self) -> float:
         """What verifying a row more takes, in plain steps."""
-        wide = self._costs.verification(1 + TYPICAL, self._lengths)
+        wide = self._verification(1 + TYPICAL)
         return (wide / self._plain - 1.0) / TYPICAL
 
     def plain(self, sequences: SequenceOf[Sequence]) -> float:
@@ -120,7 +127,7 @@ class Plan:
 
     def _choose(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
         """The sequences whose drafts are worth asking, told what is proposed for nothing."""
-        if not sequences:
+        if not sequences or not (self._planner.tried or self._planner.hope.pays):
             return []
         n, tokens, seconds = self._best(sequences, trees, 0.0)
         trees = [tree.best(n) for tree in trees]
@@ -159,7 +166,7 @@ class Plan:
         found = (0, tokens, drafting + self._plain)
         for n in range(1, most + 1):
             tokens += gains[n]
-            seconds = drafting + self._costs.verification(n + 1, self._lengths)
+            seconds = drafting + self._verification(n + 1)
             if tokens / seconds > found[1] / found[2]:
                 found = (n, tokens, seconds)
         return found
@@ -209,7 +216,7 @@ class Plan:
         """What a round with the draft brought, and what it took."""
         planner, rows = self._planner, max(tree.size for tree in self._trees)
         planner.tried = True
-        longer = self._costs.verification(rows, self._lengths) - self._seconds
+        longer = self._verification(rows) - self._seconds
         if forwards:
             # The first forwards of all may prepare weights: no single round is believed to be as dear as it looks.
             each = min(drafting / forwards / self._plain, OUTLIER * planner.forward)
