@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # One thread a process, read when torch is imported: several processes test side by side, and on tiny tensors a second
@@ -42,11 +43,17 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def _fixed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fixed_start(monkeypatch: pytest.MonkeyPatch, _kept: Path) -> None:
     """No test depends on the one before it, nor on what the shell has set."""
     torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
+    monkeypatch.setattr("longdraft.host.gguf_kept.cache_folder", lambda: _kept)  # of hundreds of tiny models
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
     # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.
     monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")

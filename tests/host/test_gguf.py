@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import cache_folder
+from longdraft.host import gguf_kept
 from longdraft.host.chat import chat_prompt
 from longdraft.host.checkpoints import quiet
+from longdraft.host.gguf_files import File
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import StoredLinear
@@ -267,3 +269,31 @@ def test_halves_are_computed_in_float32_and_int8_is_refused_with_why(small, tmp_
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with pytest.raises(CapabilityError, match=r"no kernels for it here \(LONGDRAFT_NATIVE=0\)"):
         load(small, device="cpu", arithmetic="int8")
+
+
+def test_what_was_made_of_the_metadata_is_kept(tmp_path, monkeypatch):
+    """A second start reads it back, and gets the same; what is damaged, or of another file, is made again."""
+    monkeypatch.setattr(gguf_kept, "cache_folder", lambda: tmp_path / "cache")
+    write_gguf(tmp_path / "model.gguf", "qwen2")
+    made, say = [], []
+    monkeypatch.setattr(File, "tokenizer", lambda self, own=File.tokenizer: made.append(self.path) or own(self))
+    first = load(tmp_path / "model.gguf", device="cpu", progress=say.append)
+    second = load(tmp_path / "model.gguf", device="cpu", progress=say.append)
+    assert len(made) == 1 and sum("once" in line for line in say) == 1
+    assert second.tokenizer("a b<|im_end|>").input_ids == first.tokenizer("a b<|im_end|>").input_ids
+    assert second.model.config.to_dict() == first.model.config.to_dict()
+    (kept,) = (tmp_path / "cache" / "gguf").iterdir()
+    (kept / "tokenizer.json").write_text("{")
+    load(tmp_path / "model.gguf", device="cpu")
+    write_gguf(tmp_path / "model.gguf", "qwen2", layers=1)
+    load(tmp_path / "model.gguf", device="cpu")
+    assert len(made) == 3
+
+
+def test_of_many_files_the_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_kept, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_kept, "MOST", 2)
+    for layers in (1, 2, 3):
+        write_gguf(tmp_path / "model.gguf", layers=layers)
+        load(tmp_path / "model.gguf", device="cpu")
+    assert len(list((tmp_path / "cache" / "gguf").iterdir())) == 2

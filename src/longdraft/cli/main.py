@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -121,4 +122,8 @@ def _failed(error: Exception) -> int:
 
 def run() -> None:
     """The entry point of the command."""
-    sys.exit(main())
+    gc.freeze()  # a million objects of what was imported, that no collection needs to look at
+    try:
+        sys.exit(main())
+    finally:
+        gc.unfreeze()

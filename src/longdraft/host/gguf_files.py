@@ -7,7 +7,6 @@ read: a model is there in about a second, whatever its size.
 from __future__ import annotations
 
 import copy
-import gc
 import importlib.util
 import mmap
 import struct
@@ -21,9 +20,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from longdraft.collector import paused
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
-from longdraft.host import stored
+from longdraft.host import gguf_kept, stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
+from longdraft.host.gguf_kept import Metadata
 from longdraft.host.gguf_rope import RopeError, scaling
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
@@ -41,6 +42,7 @@ _REMEDY = (
     "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
     "Hugging Face folder."
 )
+_FACTORS = "rope_freqs.weight"
 # What only a tokenizer needs, in as many strings as it has tokens.
 _WORDS = ("tokens", "token_type", "scores", "merges")
 
@@ -101,6 +103,18 @@ class File:
             )
         return found
 
+    def metadata(self, say: Progress) -> Metadata:
+        """Configuration and tokenizer, as kept from an earlier start, or made and kept."""
+        begin = min((t.data_offset for t in self._tensors), default=0)
+        factors = [t.data.tobytes() for t in self._tensors if t.name == _FACTORS]
+        folder = gguf_kept.folder_of(memoryview(self._reader.data)[:begin], *factors)
+        found = gguf_kept.read(folder)
+        if found is None:
+            say(f"Reading the vocabulary of {self.path.name}, once")
+            found = Metadata(self.config(), self.tokenizer())
+            gguf_kept.keep(folder, found)
+        return found
+
     @property
     def tokens(self) -> list[str]:
         """The vocabulary, in the order of its ids."""
@@ -113,7 +127,7 @@ class File:
             field = self._reader.get_field(f"{self.architecture}.rope.{name}")
             return None if field is None else field.contents()
 
-        factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == "rope_freqs.weight"), None)
+        factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == _FACTORS), None)
         try:
             return scaling(value, factors, config)
         except RopeError as error:
@@ -233,17 +247,16 @@ def read_gguf(
         with quiet():
             file = File(path)
             why = file.unserved()
-            config = file.config()
+            unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
+            made = None if unpacked else file.metadata(say)
+            config = file.config() if made is None else made.config
             if weights == "stored" and why:
                 raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
             if rope_factor is not None:
                 stretch_rope(config.get_text_config(), rope_factor)
             config._name_or_path = str(path)
             vars(config).pop("_model_name_or_path", None)  # what it was called before it was a file
-            if dtype != torch.float32 or file.architecture not in ARCHITECTURES:
-                loaded = None
-            else:
-                loaded = LoadedModel(file.model(config), file.tokenizer())
+            loaded = None if made is None else LoadedModel(file.model(config), made.tokenizer)
     except (LongdraftError, MemoryError):
         raise
     except Exception as error:  # whatever a bad file sets off: no list of types would be complete
@@ -331,10 +344,5 @@ def reader_of(path: Path) -> GGUFReader:
                 return super()._get_field_parts(orig_offs, raw_type)
             return at - orig_offs, parts, list(range(count)), [gguf.GGUFValueType.ARRAY, *[of] * bool(count)]
 
-    collected = gc.isenabled()
-    gc.disable()  # a hundred thousand strings would set it off again and again, for nothing
-    try:
+    with paused():
         return Reader(path, "c")
-    finally:
-        if collected:
-            gc.enable()

@@ -12,6 +12,7 @@ import torch
 
 from longdraft import native
 from longdraft.arguments import answering
+from longdraft.collector import paused
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
 from longdraft.host import stored
 from longdraft.host.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
@@ -67,12 +68,13 @@ def load(
     if arithmetic is not None and not (place.type == "cpu" and wanted == torch.float32):
         raise CapabilityError(f"arithmetic is for float32 on a CPU, not {wanted} on {place}: leave it out.")
     read = _Reader(wanted, rope_factor, weights, arithmetic, say)
-    if model is None:
-        loaded = read.gguf(packaged_file())
-        # A draft records its target by name, and a path in somebody's folder names nothing.
-        loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
-    else:
-        loaded = read.named(os.fspath(model))
+    with paused():
+        if model is None:
+            loaded = read.gguf(packaged_file())
+            # A draft records its target by name, and a path in somebody's folder names nothing.
+            loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
+        else:
+            loaded = read.named(os.fspath(model))
     network = loaded.model.to(place).eval().requires_grad_(False)
     return LoadedModel(network, loaded.tokenizer)
 
