@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import longdraft
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError, NumericalError
 from longdraft.folders import cache_folder
 from longdraft.host import gguf_kept
 from longdraft.host.chat import chat_prompt
@@ -297,3 +297,17 @@ def test_of_many_files_the_last_are_kept(tmp_path, monkeypatch):
         write_gguf(tmp_path / "model.gguf", layers=layers)
         load(tmp_path / "model.gguf", device="cpu")
     assert len(list((tmp_path / "cache" / "gguf").iterdir())) == 2
+
+
+def test_a_scale_that_is_no_number_is_an_error(tmp_path):
+    """In int8 arithmetic too, which is the default of such a file."""
+    import gguf
+
+    write_gguf(tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf", "r+")
+    data = next(t.data for t in reader.tensors if t.name == "blk.0.attn_v.weight")
+    data[0, :2] = (0, 0x7E)
+    reader.data.flush()
+    loaded = load(tmp_path / "model.gguf", device="cpu")
+    with pytest.raises(NumericalError, match="damaged"):
+        longdraft.Speculator("ar", target=loaded.model).generate([[1, 2, 3]], max_new_tokens=2)
