@@ -333,7 +333,7 @@ def test_a_body_that_is_too_large_or_never_ends_is_refused(serving):
 
 
 def test_a_request_that_takes_too_long_ends(serving):
-    running = serving(timeout=0.3)
+    running = serving(timeout=0.05)
     with pytest.raises(openai.APIStatusError) as late:
         chat(running, max_tokens=500, extra_body={"ignore_eos": True, "method": "ar"}, n=3)
     assert late.value.status_code == 504
