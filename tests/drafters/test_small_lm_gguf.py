@@ -11,6 +11,7 @@ from longdraft import Speculator
 from longdraft.bench.settings import Settings
 from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.host import stored
 from longdraft.host.loading import load
 from longdraft.host.runner import TargetRunner
 from longdraft.host.stored import StoredEmbedding, StoredLinear
@@ -50,6 +51,13 @@ def alone(model, tokens):
     return forward(runner, [tokens], runner.new_store(1, 64), [0]).logits[0]
 
 
+def in_float32(model, tokens):
+    """Logits by the model's own code, in float32 arithmetic from now on."""
+    stored.use_int8(model, False)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
 def test_it_is_read_as_it_is_stored(files):
     target, small = files
     draft = SmallLMDraft.load(small)
@@ -63,6 +71,7 @@ def test_it_is_read_as_it_is_stored(files):
     assert bound.ids is None and bound.trained_length == 512
     assert type(model.model.layers[0].self_attn.q_proj) is type(expected.model.layers[0].self_attn.q_proj)
     torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), alone(expected, [5, 60, 7, 1]))
+    torch.testing.assert_close(in_float32(model, [5, 60, 7, 1]), in_float32(expected, [5, 60, 7, 1]))
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS_WITH, ids=str)
@@ -112,7 +121,7 @@ def test_embeddings_that_are_padded_to_other_sizes(files, tmp_path, size, tie, w
     if dtype != "auto":
         pytest.importorskip("accelerate")
     small = tmp_path / "small.gguf"
-    write_gguf(small, words=words, layers=1, vocab=size, tie=tie, seed=5)
+    written = write_gguf(small, words=words, layers=1, vocab=size, tie=tie, seed=5)
     model = load(files[0], device="cpu", dtype=dtype).model
     bound = SmallLMDraft.load(small).bound(TargetRunner(model))
     own = bound.runner.model
@@ -125,7 +134,10 @@ def test_embeddings_that_are_padded_to_other_sizes(files, tmp_path, size, tie, w
     assert logits(bound, [63, 3]).isfinite().all()  # an id that one of the small models never had
     results = Speculator("small-lm", target=model, draft=small).generate(PROMPTS, max_new_tokens=12)
     expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
-    assert dtype != "auto" or [r.token_ids for r in results] == [r.token_ids for r in expected]
+    if dtype == "auto":
+        assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+        true = in_float32(written, [3, 4, 5, 40])[:, :64]
+        torch.testing.assert_close(in_float32(own, [3, 4, 5, 40]), true, rtol=1e-3, atol=1e-3)
 
 
 def test_other_tokens_are_refused_with_both_names_and_the_difference(files, tmp_path):

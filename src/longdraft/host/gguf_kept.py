@@ -1,4 +1,4 @@
-"""What transformers makes of a GGUF file's metadata, kept: reading a large vocabulary anew takes it seconds.
+"""A cache of the configurations and tokenizers that transformers makes of GGUF files, which can take it seconds.
 
 In the cache folder, by a digest of the metadata: config.json and the tokenizer's files. What is read back is compared
 with what was made before anything is kept, so that a second start gets what the first one got.
@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 import transformers
-from transformers import AutoConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from longdraft.folders import cache_folder
 
@@ -32,23 +32,22 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is made of a file's metadata."""
+    """Configuration and tokenizer of a file."""
 
     config: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
 
     def facts(self) -> tuple[object, ...]:
-        """What two of them have in common if they do the same."""
+        """All that decides what they do, to compare two of them."""
         words = self.tokenizer
-        backend = getattr(words, "backend_tokenizer", None)
-        made = None if backend is None else json.loads(backend.to_str())
+        made = json.loads(words.backend_tokenizer.to_str())
         own = made, words.special_tokens_map, words.chat_template, words.padding_side, words.model_input_names
         settings = {k: v for k, v in self.config.to_dict().items() if k != "_name_or_path"}
         return type(self.config), settings, *own
 
 
 def folder_of(*parts: bytes | memoryview) -> Path:
-    """Where what is made of these bytes is kept."""
+    """The cache's folder for a file with these bytes of metadata. It need not exist."""
     digest = hashlib.sha256(f"{_FORMAT} {transformers.__version__} {tokenizers.__version__}".encode())
     for part in parts:
         digest.update(part)
@@ -56,7 +55,7 @@ def folder_of(*parts: bytes | memoryview) -> Path:
 
 
 def read(folder: Path) -> Metadata | None:
-    """What is kept in a folder; None: nothing, or nothing that can be read."""
+    """Reads a folder of the cache; None where there is none, or a damaged one, which is removed."""
     if not (folder / "config.json").is_file():
         return None
     try:

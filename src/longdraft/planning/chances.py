@@ -50,7 +50,7 @@ def _grade(log_prob: float) -> int:
 
 @dataclass
 class Hope:
-    """What to believe of a draft that has not been tried: that it pays, by a little; or what its drafter knows of it.
+    """A belief about a draft that has not been tried: that it pays, by a little; or by what its drafter knows of it.
 
     Attributes:
         steps: plain steps that a round with the draft takes longer.
@@ -67,7 +67,7 @@ class Hope:
 
     @property
     def pays(self) -> bool:
-        """Whether it makes more tokens than plain decoding."""
+        """True where it makes more tokens than plain decoding does in the same time."""
         return self.tokens > self.steps
 
     def chain(self, share: float, level: float) -> None:

@@ -105,7 +105,7 @@ class Plan:
         return self._known[rows]
 
     def _row(self) -> float:
-        """What verifying a row more takes, in plain steps."""
+        """Plain steps that verifying one more row takes."""
         wide = self._verification(1 + TYPICAL)
         return (wide / self._plain - 1.0) / TYPICAL
 
