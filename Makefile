@@ -32,7 +32,7 @@ test-arm: $(VENV)/.dev
 # Our drafters inside vLLM, in an environment of its own (4 GB, some 10 minutes).
 ENGINES := .venv-engines
 test-engines: $(ENGINES)/.vllm
-	$(ENGINES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/engines/in_vllm.py
+	$(ENGINES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/plugins/in_vllm.py
 
 $(ENGINES)/.vllm: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
@@ -46,7 +46,7 @@ $(ENGINES)/.vllm: pyproject.toml
 # LONGSPEC inside SGLang, on a CPU and with stand-ins for its compiled operators (3 GB, some 15 minutes).
 SGLANG := .venv-sglang
 test-sglang: $(SGLANG)/.sglang
-	$(SGLANG)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/engines/in_sglang.py
+	$(SGLANG)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/plugins/in_sglang.py
 
 # What SGLang's modules ask for where nothing of CUDA is wanted.
 SGLANG_NEEDS := aiohttp av cloudpickle compressed-tensors einops fastapi interegular ipython llguidance loguru msgspec \

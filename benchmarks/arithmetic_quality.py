@@ -38,8 +38,8 @@ from rich.table import Table
 import longdraft
 from longdraft.bench import machine
 from longdraft.bench.data import read
-from longdraft.host.chat import encode
-from longdraft.host.runner import TargetRunner
+from longdraft.model.chat import encode
+from longdraft.model.runner import TargetRunner
 
 WINDOW, CONTEXT = 512, 256
 # Rows of a forward with --decoded.

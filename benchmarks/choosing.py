@@ -21,8 +21,8 @@ import torch
 
 import longdraft
 from longdraft.drafters.self_views import self_view
-from longdraft.host.runner import TargetRunner
-from longdraft.verify.specpv import partial_view
+from longdraft.engine.partial import partial_view
+from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
 
 VIEWS = ("streaming", "chunks", "minmax", "quest", "tokens", "attention", "snapkv")

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 
 import longdraft
 from longdraft.attention import dispatch
-from longdraft.host import graphs
-from longdraft.host.checkpoints import LoadedModel
+from longdraft.model import graphs
+from longdraft.model.checkpoints import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from longdraft import Speculator
 from longdraft.attention import dispatch, reference
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
+from longdraft.engine.schedule import verify_trees
 from longdraft.errors import LongdraftError
-from longdraft.host import graphs
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
-from longdraft.verify.schedule import verify_trees
+from longdraft.model import graphs
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.runner import TargetRunner
 
 # Largest error of an attention whose outputs are of unit size.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -15,8 +15,8 @@ from gpu_results import Rows, Skipped, Stage
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.errors import CapabilityError
-from longdraft.host import graphs
-from longdraft.kv import memory
+from longdraft.memory import sizes
+from longdraft.model import graphs
 
 
 class Peak(NamedTuple):
@@ -44,7 +44,7 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
     gpus = machine.hardware()["gpus"]
     versions = machine.versions() | {"cuda": torch.version.cuda}
     return {
-        "device": f"{gpus[0]['name']}, {memory.human(gpus[0]['memory_bytes'])}" if gpus else "CPU",
+        "device": f"{gpus[0]['name']}, {sizes.human(gpus[0]['memory_bytes'])}" if gpus else "CPU",
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "processor": f"{machine.hardware()['cpu']}, {machine.hardware()['cores']} cores",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
@@ -100,8 +100,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found |= {
             "GPU": properties.name,
-            "GPU memory": memory.human(properties.total_memory),
-            "GPU memory free": memory.human(hardware["gpus"][0]["memory_available_bytes"]),
+            "GPU memory": sizes.human(properties.total_memory),
+            "GPU memory free": sizes.human(hardware["gpus"][0]["memory_available_bytes"]),
             "compute capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
         }

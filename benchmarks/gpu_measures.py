@@ -34,13 +34,13 @@ from gpu_machine import peak
 from gpu_results import Rows, Skipped, Stage
 
 from longdraft.attention.block import Block
+from longdraft.engine.partial import partial_view
+from longdraft.engine.schedule import verify_trees
 from longdraft.errors import MemoryBudgetError
-from longdraft.host import graphs
-from longdraft.host.runner import Taps, TargetRunner
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
+from longdraft.model import graphs
+from longdraft.model.runner import Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.schedule import verify_trees
-from longdraft.verify.specpv import partial_view
 from longdraft.views.cache import TrueCache
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block, float]

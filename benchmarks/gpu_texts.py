@@ -24,16 +24,16 @@ from gpu_common import (
 from gpu_results import Rows, Skipped, Stage, failed_units
 from transformers import PreTrainedModel
 
-from longdraft import drafts
 from longdraft.bench import report, tasks
 from longdraft.bench.data import fitted
 from longdraft.bench.prompts import Group, Prompt, prepare
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
+from longdraft.drafts import shipped
 from longdraft.errors import CheckpointError, LongdraftError
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
 from longdraft.methods import METHODS
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.runner import TargetRunner
 
 # Decoded in batches: plainly, with a lookup, two trained drafts, a method made for batches, an approximate one.
 IN_BATCHES = ("ar", "prompt-lookup", "longspec", "eagle3", "magicdec", "specpv")
@@ -43,7 +43,7 @@ def usable(model: PreTrainedModel) -> tuple[str, ...]:
     """Methods that have all they need for this model."""
     known = TargetRunner(model).parts.description
     return tuple(
-        m.name for m in METHODS.values() if not m.needs_draft or drafts.shipped(known, m.draft_kind) is not None
+        m.name for m in METHODS.values() if not m.needs_draft or shipped.fitting(known, m.draft_kind) is not None
     )
 
 

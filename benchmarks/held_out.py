@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafters.kinds import kind_of
+from longdraft.drafts.kinds import kind_of
 from longdraft.training.config import DEPTH
 from longdraft.training.measure import by_step, simulate
 from longdraft.training.session import Session

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 import longdraft
-from longdraft.drafters import draft_folder
 from longdraft.drafters.longspec_block import LongSpecBlock
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.host.parts import SharedParts, shared_parts
-from longdraft.host.runner import TargetRunner
+from longdraft.drafts import draft_folder
+from longdraft.model.parts import SharedParts, shared_parts
+from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.longspec import LongSpecTrainee

@@ -26,7 +26,7 @@ from typing import Any
 import longdraft
 from longdraft.bench.data import fitted, read
 from longdraft.drafters import longspec
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 
 
 class Clock:

@@ -19,10 +19,10 @@ from typing import Any
 
 import longdraft
 from longdraft.bench.data import fitted, read
-from longdraft.kv.disk_store import DiskStore
-from longdraft.kv.host_store import HostStore
-from longdraft.kv.memory import human
-from longdraft.kv.store import KVStore
+from longdraft.memory.disk_store import DiskStore
+from longdraft.memory.host_store import HostStore
+from longdraft.memory.sizes import human
+from longdraft.memory.store import KVStore
 
 
 def file_pages() -> int:

@@ -25,9 +25,9 @@ from rich.table import Table
 
 import longdraft
 from longdraft.bench import machine
-from longdraft.host.runner import Taps, TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.verify.specpv import partial_view
+from longdraft.engine.partial import partial_view
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import Taps, TargetRunner
 from longdraft.views.cache import TrueCache
 
 MARGIN = 20

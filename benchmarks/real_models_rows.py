@@ -23,12 +23,12 @@ from longdraft import LoadedModel, PromptCache, Sampling, Speculator
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run
 from longdraft.bench.data import read
 from longdraft.bench.hf import Generate
-from longdraft.engine import PREFILL_CHUNK
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
+from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.engine.schedule import verify_trees
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.planning.load import Others
 from longdraft.trees.builders import chain
-from longdraft.verify.schedule import verify_trees
 
 Cell = dict[str, Any]
 Cells = Iterator[tuple[str, Callable[[], Cell]]]

@@ -32,14 +32,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.events import Event
+from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
 from longdraft.planning.costs import Costs, CostTable
 from longdraft.planning.planner import Planner
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 # Seconds of a round beside the draft's forwards and the target's: lookup, tree, acceptance, commit.
@@ -86,25 +86,25 @@ class Replayed(Drafter):
     def __init__(self, recordings: list[Recording]) -> None:
         self._recordings = recordings
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
-        found = [self._within(s, budget) for s in sequences]
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        found = [self._within(s, limit) for s in sequences]
         # A batch goes level by level; a tree of d levels takes d forwards, one that stops there is not asked again.
         self.forwards += max((levels for _, levels in found), default=0)
         return [tree for tree, _ in found]
 
-    def _within(self, s: Sequence, budget: Budget | None) -> tuple[TokenTree, int]:
+    def _within(self, s: Sequence, limit: NodeLimit | None) -> tuple[TokenTree, int]:
         whole = self._recordings[s.index].trees[len(s.output) - 1]
-        if budget is None or not whole.drafted:
+        if limit is None or not whole.drafted:
             return whole, max(whole.depths)
         expected, levels = 0.0, 0
         scores, depths = whole.path_log_probs, whole.depths
         for levels in range(1, max(depths) + 1):
             chances = sorted((exp(x) for x, d in zip(scores[1:], depths[1:], strict=True) if d <= levels), reverse=True)
-            length = sum(chances[: budget.nodes])
-            if length - expected <= budget.price:
+            length = sum(chances[: limit.nodes])
+            if length - expected <= limit.price:
                 break
             expected = length
-        return whole.limited(levels).best(max(1, budget.nodes)), levels
+        return whole.limited(levels).best(max(1, limit.nodes)), levels
 
 
 @dataclass
@@ -158,7 +158,7 @@ def replay(texts: list[Recording], drafter: Drafter, planner: Planner | None, ma
 
 def proposed(drafter: Drafter, plan: Any, sequences: list[Sequence]) -> list[TokenTree]:
     """What is verified of a round, as the engine asks for it."""
-    budget = None if plan is None else plan.budget(sequences)
+    budget = None if plan is None else plan.node_limit(sequences)
     roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in sequences}
     asked = sequences if budget is None or drafter.free else budget.choose(sequences, list(roots.values()))
     grown = dict(zip((s.index for s in asked), drafter.propose(asked, budget) if asked else [], strict=True))
@@ -186,7 +186,7 @@ def hindsight(text: Recording, machine: Machine, draft: bool = True) -> float:
     lookup.observe(Event(s, TokenTree((0,), (-1,)), emitted=(text.output[0],), mode="prefill"))
     right: list[tuple[int, int]] = []  # at each position, tokens that the lookup has right, and the draft
     for at, tree in enumerate(text.trees, 1):
-        (found,) = lookup.propose([s], Budget(1, 0.0))
+        (found,) = lookup.propose([s], NodeLimit(1, 0.0))
         right.append((found.follows(text.output[at:]), tree.follows(text.output[at:]) if draft else 0))
         lookup.observe(advanced(s, TokenTree((0,), (-1,)), text.output[: at + 1]))
     last = len(text.output)

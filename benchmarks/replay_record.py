@@ -23,12 +23,12 @@ import longdraft
 from longdraft import Sampling, Speculator
 from longdraft.bench.data import fitted, read
 from longdraft.cli.options import method_options
-from longdraft.drafters.base import Drafter
-from longdraft.drafters.kinds import KINDS
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.drafts.kinds import KINDS
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.planning.costs import table_for
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 
@@ -40,15 +40,15 @@ class Notes:
 
     def __init__(self, draft: Any, **options: Any) -> None:
         super().__init__(draft, **options)  # type: ignore[call-arg]
-        self.follow_budget()  # type: ignore[attr-defined]
+        self.follow_plan()  # type: ignore[attr-defined]
         Notes.last = self
         self.trees: list[TokenTree] = []
         self.seconds: list[float] = []
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         start, drafter = time.perf_counter(), cast(Drafter, self)
         before = drafter.forwards
-        self.trees += super().propose(sequences, budget)  # type: ignore[misc]
+        self.trees += super().propose(sequences, limit)  # type: ignore[misc]
         if drafter.forwards > before:
             self.seconds.append((time.perf_counter() - start) / (drafter.forwards - before))
         return [TokenTree((s.output[-1],), (-1,)) for s in sequences]

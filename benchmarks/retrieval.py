@@ -34,10 +34,10 @@ from longdraft.bench import machine
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.events import Event
-from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 
 Retrieving = Eagle3Drafter | LongSpecDrafter | SmallLMDrafter

@@ -21,7 +21,7 @@ from statistics import median
 import longdraft
 from longdraft.bench.data import fitted, read
 from longdraft.cli.options import method_options
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 
 
 class Watched:

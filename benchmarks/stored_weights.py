@@ -40,7 +40,7 @@ from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import REFERENCE, Settings
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.planning.costs import measure
 
 WEIGHTS = STORED, FLOAT32 = ("stored", "float32")

@@ -26,7 +26,7 @@ from torch import nn
 import longdraft
 from longdraft import native
 from longdraft.bench import machine
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.native.library import SWITCH
 from longdraft.planning.costs import CostTable, measure
 

@@ -19,7 +19,7 @@ import torch
 
 import longdraft
 from longdraft.drafters.self_views import self_view
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
 from longdraft.views.view import DTYPES
 

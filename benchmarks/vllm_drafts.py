@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-OURS = "longdraft.engines.vllm"
+OURS = "longdraft.plugins.vllm"
 
 
 def contenders(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -25,15 +25,15 @@ import torch
 from torch import nn
 
 import longdraft
-from longdraft.drafters.base import Drafter
-from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.kinds import Kind, Training
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence as Text
+from longdraft.drafts.draft import TrainedDraft
+from longdraft.drafts.kinds import Kind, Training
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.sequence import Sequence as Text
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.training.losses import soft_cross_entropy
 from longdraft.training.trainee import StepOutput, Trainee
-from longdraft.trees.budget import Budget
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 NAME, LEVELS = "recurrent", 4
@@ -93,14 +93,14 @@ class RecurrentDrafter(Drafter):
         self._bound, self._store = self.draft.bound(runner), store
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Text], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Text], limit: NodeLimit | None = None) -> list[TokenTree]:
         bound, features = self._bound, self._store.features
         assert features is not None
         # The root has no state yet: the row before it says it.
         state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
         tokens, scores = [last], [torch.zeros(len(sequences), device=state.device)]
-        for _ in range(self.max_nodes if budget is None else min(self.max_nodes, budget.nodes)):
+        for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.nodes)):
             self.forwards += 1
             state = bound.cell.step(bound.embedding(last), state)
             logits = bound.cell.norm(state) @ bound.head.T
@@ -184,7 +184,7 @@ QUESTIONS = ("Why is the sky blue?", "How do I boil an egg?", "What is a prime n
 
 def main() -> None:
     """Learns four answers by heart and drafts them: a demonstration. A draft to use takes more text."""
-    from longdraft.host.chat import chat_prompt
+    from longdraft.model.chat import chat_prompt
     from longdraft.training.config import RunConfig
 
     model, tokenizer = longdraft.load()

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle_block import EagleBlock, EagleShape
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
-from longdraft.host.parts import describe
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import DraftFolder
+from longdraft.model.parts import describe
 from tests.tiny import Family, tiny_model
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 
 
 def forward(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.planning import choice
+from longdraft.engine.schedule import Schedule
+from longdraft.planning import mode
 from longdraft.planning.costs import CostTable
-from longdraft.verify.schedule import Schedule
 
 
 def draft_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def use_costs(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> None:
     Args:
         table: of one length of text; None: nothing could be measured, so nothing is planned.
     """
-    monkeypatch.setattr(choice, "table_for", lambda runner, progress=None, seconds=None: table)
+    monkeypatch.setattr(mode, "table_for", lambda runner, progress=None, seconds=None: table)
     if table is None:
         return
     now, forward = [0.0], Schedule.forward

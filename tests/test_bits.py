@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longdraft import native
-from longdraft.host.loading import load
-from longdraft.host.runner import TargetRunner
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
 from longdraft.native import library
 from tests.forwards import forward
 from tests.gguf_files import write_gguf

@@ -15,9 +15,9 @@ from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
+from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
-from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
 from longdraft.views.view import View
 from tests.drafts import small_lm
 from tests.tiny import tiny_model

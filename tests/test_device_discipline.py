@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.host import graphs
-from longdraft.host.graphs import Graphs
+from longdraft.model import graphs
+from longdraft.model.graphs import Graphs
 from tests.exact_methods import EXACT, Specs
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 

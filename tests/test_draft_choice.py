@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import longdraft
-from longdraft import Speculator, drafts
-from longdraft.drafters.draft_folder import kind
+from longdraft import Speculator
 from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafts import shipped as coming_along
+from longdraft.drafts.draft_folder import kind
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
-from longdraft.host.parts import describe
 from longdraft.methods import METHODS
+from longdraft.model.parts import describe
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model
 
@@ -27,7 +28,7 @@ def model():
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     """An empty place for shipped drafts."""
-    monkeypatch.setattr(drafts, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(coming_along, "FOLDER", tmp_path / "shipped")
     return tmp_path / "shipped"
 
 
@@ -94,7 +95,7 @@ def test_shipped_drafts_of_several_kinds(shipped):
     for name, folder in (("eagle3", "a-eagle3"), ("longspec", "b-longspec")):
         assert Speculator(name, target=model).generate([[1, 2]], max_new_tokens=3)[0].method == name
         assert listed(name)["available"] is True
-        assert drafts.shipped(describe(model), name) == shipped / folder
+        assert coming_along.fitting(describe(model), name) == shipped / folder
 
 
 def test_options_narrow_the_default(model, shipped):
@@ -127,19 +128,19 @@ def test_longspec_without_a_draft_says_what_to_do(model, shipped):
 def test_the_shipped_draft_of_these_weights_comes_first(model, shipped):
     random_draft(shipped / "a", tiny_model(vocab=11, seed=1))
     own = describe(model)
-    assert drafts.shipped(own) == shipped / "a"  # of another fine-tune: it fits all the same
+    assert coming_along.fitting(own) == shipped / "a"  # of another fine-tune: it fits all the same
     random_draft(shipped / "b", model)
     random_draft(shipped / "c", tiny_model(vocab=11, seed=2))
-    assert drafts.shipped(own) == shipped / "b"
-    assert drafts.shipped(own | {"rope_theta": 5e5}) is None
-    assert drafts.shipped(own | {"vocab_size": 12}) is None
+    assert coming_along.fitting(own) == shipped / "b"
+    assert coming_along.fitting(own | {"rope_theta": 5e5}) is None
+    assert coming_along.fitting(own | {"vocab_size": 12}) is None
 
 
 def test_a_damaged_shipped_draft_is_named(model, shipped):
     folder = random_draft(shipped / "a", model)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="install longdraft again"):
-        drafts.shipped(describe(model))
+        coming_along.fitting(describe(model))
 
 
 def test_what_is_neither_a_method_nor_a_folder(tmp_path):

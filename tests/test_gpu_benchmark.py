@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.host.checkpoints import LoadedModel
+from longdraft.model.checkpoints import LoadedModel
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -23,18 +23,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from longdraft.drafters import eagle3, longspec
-from longdraft.drafters.base import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.engine import Engine
-from longdraft.host.runner import TargetRunner
-from longdraft.sequence import Sequence
-from longdraft.verify.draws import OwnDraws
-from longdraft.verify.sampling import Sampler, Sampling
-from longdraft.verify.schedule import Schedule
-from longdraft.verify.specpv import SpecPV, partial_view
+from longdraft.engine.drafter import NoDrafter
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.partial import SpecPV, partial_view
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.schedule import Schedule
+from longdraft.engine.sequence import Sequence
+from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
 from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from longdraft import drafts, native
+from longdraft import native
+from longdraft.drafts import shipped as coming_along
 from longdraft.native import build
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +91,7 @@ class Installed:
         doctor = "longdraft doctor --json" if _embedded() else "longdraft doctor --json || true"
         found = json.loads(self.shell(doctor, **env).splitlines()[-1])
         shipped = {d["name"] for d in found["drafts"]}
-        assert shipped == {folder.name for folder in drafts.folders()}
+        assert shipped == {folder.name for folder in coming_along.folders()}
         if _embedded():
             answer = self.shell("longdraft generate -p 'Say hello.' -n 8 --json", **env)
             said = json.loads(answer.splitlines()[-1])

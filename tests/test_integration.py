@@ -26,8 +26,8 @@ from transformers import (
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.host.runner import TargetRunner
 from longdraft.integration import Given, requests
+from longdraft.model.runner import TargetRunner
 from tests.tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 6])

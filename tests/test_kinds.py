@@ -13,13 +13,13 @@ from accelerate.state import AcceleratorState, GradientState
 
 from longdraft import Speculator, compose, register
 from longdraft.cli.main import main
-from longdraft.drafters.kinds import KINDS, Kind
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
+from longdraft.drafts.kinds import KINDS, Kind
 from longdraft.errors import CheckpointError
-from longdraft.host.loading import load
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
+from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
 from tests.drafts import random_heads
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Speculator
+from longdraft.engine.partial import partial_view
 from longdraft.planning.costs import CostTable
 from longdraft.planning.planner import Plan
-from longdraft.verify.specpv import partial_view
 from tests.drafts import random_draft
 from tests.planned import use_costs
 from tests.tiny import tiny_model
@@ -95,13 +95,13 @@ def test_trees_are_planned_by_what_the_partial_cache_holds(model, monkeypatch):
     """Never by the text's length, once there is a partial cache."""
     use_costs(monkeypatch, CostTable((64,), (1, 64), ((1e-3, 1.1e-3),)))
     read: list[int] = []
-    budget = Plan.budget
+    node_limit = Plan.node_limit
 
     def noted(self, sequences, lengths=None):
         read.extend(lengths)
-        return budget(self, sequences, lengths)
+        return node_limit(self, sequences, lengths)
 
-    monkeypatch.setattr(Plan, "budget", noted)
+    monkeypatch.setattr(Plan, "node_limit", noted)
     spec = Speculator("specpv", target=model, plan="auto", drafter="prompt-lookup", **SMALL)
     steps = list(spec.stream([PROMPTS[0]], max_new_tokens=40))
     most = partial_view(8, 4, 4, 4, 6).limit

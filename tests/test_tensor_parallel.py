@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longdraft.errors import CapabilityError
-from longdraft.host.sharded import Share, share_of
-from longdraft.kv.store import KVShape
+from longdraft.memory.store import KVShape
+from longdraft.model.sharded import Share, share_of
 from tests.tensor_parallel_cases import FAMILIES, METHODS, NEW, PROMPTS, REFUSED, cases, make, speculator
 from tests.tiny import tiny_model
 

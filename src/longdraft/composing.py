@@ -12,11 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from longdraft.drafters import kinds
-from longdraft.drafters.base import Drafter
+from longdraft.drafts import kinds
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.schedule import Schedule
 from longdraft.errors import values_checked
 from longdraft.methods import METHODS, Method, of_kind
-from longdraft.verify.schedule import Schedule
 
 _BUILT_IN = frozenset(METHODS)
 

@@ -12,19 +12,19 @@ from typing import Any
 
 from longdraft.arguments import meant
 from longdraft.drafters import eagle, heads, longspec, onepass  # noqa: F401 - they register their kinds
-from longdraft.drafters.base import Drafter, NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.kinds import KINDS, Kind, kind_of
 from longdraft.drafters.magicdec import magicdec_self, magicdec_small_lm
 from longdraft.drafters.nested import nested, triforce
 from longdraft.drafters.self_drafter import SelfDrafter, drafts_lightly
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import tokenswift
+from longdraft.drafts.kinds import KINDS, Kind, kind_of
+from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
+from longdraft.engine.schedule import Schedule
 from longdraft.errors import UnknownMethodError
-from longdraft.host.runner import TargetRunner
-from longdraft.verify.schedule import Schedule
-from longdraft.verify.specpv import ExactSpecPV, SpecPV, partial_view
+from longdraft.model.runner import TargetRunner
 from longdraft.views.view import dtype_of
 
 
@@ -43,7 +43,7 @@ class Method:
         drafters: of these, the first by default; none: of the methods in ``DRAFTING``.
         joined: suffix lookup may join its drafter, as it may join every trained draft.
         wraps: builds its drafter around that one, from options of its own; None: takes it as it is.
-        draft_kind: of :data:`longdraft.drafters.kinds.KINDS`, which drafts it takes; several methods may take the same.
+        draft_kind: of :data:`longdraft.drafts.kinds.KINDS`, which drafts it takes; several methods may take the same.
         schedule: builds what verifies, from keyword options of its own.
         pays: on which targets it is worth taking unasked, where rounds are planned.
     """

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft import drafts
 from longdraft.arguments import meant
-from longdraft.drafters.base import Drafter, NoDrafter
-from longdraft.drafters.draft import Draft
-from longdraft.drafters.kinds import KINDS, kind_of
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.suffixes import Earlier
 from longdraft.drafters.united import UnitedDrafter
+from longdraft.drafts import shipped
+from longdraft.drafts.draft import Draft
+from longdraft.drafts.kinds import KINDS, kind_of
+from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.schedule import Schedule
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
-from longdraft.host.runner import TargetRunner
 from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method, method_of
-from longdraft.verify.schedule import Schedule
+from longdraft.model.runner import TargetRunner
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _check_with_shipped(found: Method, drafting: Method, options: Mapping[str, A
         ValueError: with none of them.
     """
     wrong: ValueError | None = None
-    for folder in drafts.folders():
+    for folder in shipped.folders():
         kind = kind_of(folder)
         if kind.name == drafting.draft_kind:
             try:
@@ -268,6 +268,6 @@ def _needed(needing: Method, runner: TargetRunner) -> Path:
 def _shipped(needing: Method, runner: TargetRunner) -> Path | None:
     """The shipped draft of a method for a target; None for a target that takes none."""
     try:
-        return drafts.shipped(runner.parts.description, needing.draft_kind)
+        return shipped.fitting(runner.parts.description, needing.draft_kind)
     except UnsupportedModelError:
         return None

@@ -13,23 +13,24 @@ import torch
 
 from longdraft import integration
 from longdraft.arguments import answering, whole
-from longdraft.drafters.draft import Draft
-from longdraft.engine import PREFILL_CHUNK, Engine, Result
-from longdraft.errors import CapabilityError, RequestError, values_checked
-from longdraft.host import support
-from longdraft.host.chat import chat_prompt, encode
-from longdraft.host.checkpoints import Progress
-from longdraft.host.lock import lock_of
-from longdraft.host.runner import TargetRunner
-from longdraft.kv import offload as offloading
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.drafts.draft import Draft
+from longdraft.engine.loop import PREFILL_CHUNK, Engine
+from longdraft.engine.request import Prompt, Request, requests_of
+from longdraft.engine.sampler import Sampling
+from longdraft.engine.session import Generation, Session, batch_for
+from longdraft.engine.stats import Result
+from longdraft.engine.texts import Texts
+from longdraft.errors import RequestError, values_checked
+from longdraft.memory import offload as offloading
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import Method
-from longdraft.planning.choice import checked, planned, planner_for
+from longdraft.model import support
+from longdraft.model.checkpoints import Progress
+from longdraft.model.lock import lock_of
+from longdraft.model.runner import TargetRunner
+from longdraft.planning.mode import checked, planned, planner_for
 from longdraft.planning.planner import Planner
 from longdraft.recipes import Recipe, asked_for, recipe
-from longdraft.request import Prompt, Request, prompt_of, requests_of
-from longdraft.session import Generation, Session, batch_for
-from longdraft.verify.sampling import Sampling
 from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class Speculator:
             self._runners = runners
 
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states its drafter reads; see :class:`~longdraft.kv.prompt_cache.PromptCache`."""
+        """Layers whose hidden states its drafter reads; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
         runner = self.runner()
         return self._recipe(runner).drafter().feature_layers(runner)
 
@@ -218,20 +219,18 @@ class Speculator:
         found: Draft[Any] | None = self._recipe(self.runner()).options.get("draft")
         return found
 
+    @property
+    def texts(self) -> Texts:
+        """Encodes prompts and decodes tokens."""
+        return Texts(self.tokenizer)
+
     def decode(self, tokens: list[int]) -> str:
-        """Token ids to text, special tokens left out."""
-        if self.tokenizer is None:
-            raise CapabilityError("Text needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        """Token ids to text, without special tokens."""
+        return self.texts.decode(tokens)
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
-        """Token ids of a prompt: as they are; or text, as the user's turn of a chat if the model is instructed."""
-        prompt = prompt_of(prompt)
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise CapabilityError("A text prompt needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        return chat_prompt(self.tokenizer, prompt) if chat else encode(self.tokenizer, prompt)
+        """A prompt's token ids: as given; or a text's, as the user's turn of a chat if the model has a template."""
+        return self.texts.encode(prompt, chat)
 
     @answering
     def generate(
@@ -316,7 +315,8 @@ class Speculator:
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests))
-        return Generation(self, chosen.method, engine, requests, cancelled)
+        named = chosen.method
+        return Generation(engine, self.texts, named.name, named.exact, requests, cancelled)
 
     @answering
     def session(
@@ -341,7 +341,7 @@ class Speculator:
             RequestError: ``batch`` or ``piece`` below 1.
         """
         chosen, engine = self._engine(batch, cache, None, context, whole("piece", piece, 1))
-        return Session(self, chosen.method, engine)
+        return Session(engine, self.texts, chosen.method.name, chosen.method.exact)
 
     def _engine(
         self,

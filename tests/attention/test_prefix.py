@@ -11,7 +11,7 @@ from test_flash_packages import installed, two  # noqa: F401  (a fixture)
 
 from longdraft.attention import cpu, dispatch, prefix
 from longdraft.attention.block import Block
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from tests import torch_kernels
 from tests.tiny import tiny_model
 

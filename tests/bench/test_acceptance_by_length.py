@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import LoadedModel, Sampling, Speculator
-from longdraft import drafts as shipped
 from longdraft.bench import acceptance_report, charts
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
 from longdraft.bench.data import Sample
 from longdraft.bench.settings import Settings
+from longdraft.drafts import shipped
 from longdraft.errors import ContextError, PromptError
-from longdraft.host.checkpoints import stretch_rope
-from longdraft.host.runner import TargetRunner
+from longdraft.model.checkpoints import stretch_rope
+from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3, small_lm
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -19,7 +19,7 @@ from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.errors import ContextError, UnknownMethodError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -16,7 +16,7 @@ from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from tests.drafters.test_small_lm_draft import KEPT, trained
 from tests.drafts import small_lm
 from tests.tiny import tiny_model, tiny_tokenizer

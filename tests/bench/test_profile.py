@@ -14,7 +14,7 @@ from longdraft.bench.prompts import batches, prepare
 from longdraft.bench.results import line
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.memory.prompt_cache import PromptCache
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 

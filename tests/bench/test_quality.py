@@ -21,14 +21,14 @@ from longdraft.bench.surprise import surprise
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.engine import Engine
+from longdraft.engine.loop import Engine
+from longdraft.engine.partial import partial_view
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, ContextError, PromptError
-from longdraft.host.chat import chat_prompt
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.sequence import Sequence
-from longdraft.verify.sampling import Sampler, Sampling
-from longdraft.verify.specpv import partial_view
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.chat import chat_prompt
+from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
 from tests.tiny import tiny_model, tiny_tokenizer

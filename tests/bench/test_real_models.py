@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import longdraft
-from longdraft.host.checkpoints import LoadedModel
+from longdraft.model.checkpoints import LoadedModel
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -9,7 +9,7 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.bench.ties import compare, first_difference, near_tie
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from tests.tiny import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]

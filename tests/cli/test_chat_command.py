@@ -14,7 +14,7 @@ import time
 import pytest
 
 from longdraft import Speculator, load
-from longdraft.host.chat import conversation
+from longdraft.model.chat import conversation
 
 
 @pytest.fixture

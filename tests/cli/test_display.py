@@ -9,7 +9,7 @@ import time
 import pytest
 
 from longdraft.cli.display import PrefillBar, TextOutput
-from longdraft.streaming import Piece
+from longdraft.engine.streaming import Piece
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from longdraft import drafts
+from longdraft.drafts import shipped
 from tests.drafts import published_eagle3, random_draft, random_eagle3
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
@@ -43,7 +43,7 @@ def test_options_by_name_are_the_same(generate, draft):
 
 def test_generate_shows_the_method_that_was_chosen(generate, draft, monkeypatch):
     assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "prompt-lookup"
-    monkeypatch.setattr(drafts, "FOLDER", draft.parent)
+    monkeypatch.setattr(shipped, "FOLDER", draft.parent)
     assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "longspec"
 
 
@@ -104,7 +104,7 @@ def test_bench_refuses(bench, draft, other):
 
 
 def test_doctor_examines_drafts(shell, model_folder, draft, other, monkeypatch, tmp_path):
-    monkeypatch.setattr(drafts, "FOLDER", tmp_path / "nothing")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "nothing")
     ended = shell("doctor", "--model", model_folder, "--json")
     assert last(ended)["drafts"] == [] and "none comes with longdraft" in ended.out
     ended = shell("doctor", "--model", model_folder, "--draft", draft, "--json")
@@ -119,7 +119,7 @@ def test_doctor_examines_drafts(shell, model_folder, draft, other, monkeypatch, 
 
 
 def test_doctor_and_a_shipped_draft_for_another_model(shell, model_folder, draft, other, monkeypatch, tmp_path):
-    monkeypatch.setattr(drafts, "FOLDER", tmp_path)  # holds `other`
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)  # holds `other`
     ended = shell("doctor", "--model", model_folder, "--json")
     (found,) = last(ended)["drafts"]
     assert (ended.code, found["shipped"], found["fits"], found["reason"]) == (0, True, False, None)
@@ -160,7 +160,7 @@ def test_generate_with_an_eagle3_draft_and_any_tree(generate, draft, eagle3):
 
 
 def test_bench_gives_a_draft_to_the_method_that_reads_it(bench, eagle3, draft, monkeypatch):
-    monkeypatch.setattr(drafts, "FOLDER", draft.parent)
+    monkeypatch.setattr(shipped, "FOLDER", draft.parent)
     ended = bench("--methods", "longspec,eagle3", "--draft", eagle3, "--tree", "dynamic", "--depth", 2)
     assert ended.code == 0
     rows = last(ended)["rows"]
@@ -169,7 +169,7 @@ def test_bench_gives_a_draft_to_the_method_that_reads_it(bench, eagle3, draft, m
 
 
 def test_doctor_remarks_on_an_eagle3_draft(shell, model_folder, eagle3, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafts, "FOLDER", tmp_path / "nothing")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "nothing")
     ended = shell("doctor", "--model", model_folder, "--draft", eagle3, "--json")
     (found,) = last(ended)["drafts"]
     assert (ended.code, found["method"], found["fits"], found["vocabulary"]) == (0, "eagle3", True, 45)

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from longdraft.cli import generate as verb
-from longdraft.host.runner import TargetRunner
-from longdraft.streaming import TextStream
+from longdraft.engine.streaming import TextStream
+from longdraft.model.runner import TargetRunner
 
 KEYS = [
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",

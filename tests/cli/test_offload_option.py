@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from longdraft.kv import disk_store, offload
+from longdraft.memory import disk_store, offload
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ BEFORE = [
 
 @pytest.mark.parametrize(("arguments", "said"), BEFORE, ids=[" ".join(a) for a, _ in BEFORE])
 def test_wrong_options_are_said_before_anything_loads(generate, monkeypatch, arguments, said):
-    monkeypatch.setattr("longdraft.host.loading._Reader.named", lambda *_: pytest.fail("loads"))
+    monkeypatch.setattr("longdraft.model.loading._Reader.named", lambda *_: pytest.fail("loads"))
     ended = generate("-p", "hi", *arguments)
     assert ended.code in (1, 2) and said in ended.err
     assert ended.err.startswith("error: ") and len(ended.err.splitlines()) == 1

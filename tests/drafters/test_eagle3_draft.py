@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
-from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
+from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
-from longdraft.host.runner import TargetRunner
 from longdraft.methods import method_of
+from longdraft.model.runner import TargetRunner
 from tests.drafts import published_eagle3, random_draft, random_eagle3
 from tests.tiny import tiny_model
 

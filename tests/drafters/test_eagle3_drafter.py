@@ -14,9 +14,9 @@ from longdraft import Speculator
 from longdraft.drafters import eagle3
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.host.rotary import Rotary, yarn
-from longdraft.host.runner import TargetRunner
-from longdraft.sequence import Sequence
+from longdraft.engine.sequence import Sequence
+from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
 from longdraft.views.window import SPARE
 from tests.drafts import random_eagle3
 from tests.events import attended, begun, replaced, taken_back

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from longdraft.cli.main import main
-from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_gguf import to_gguf as eagle3_to_gguf
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.drafters.small_lm_gguf import to_gguf as small_lm_to_gguf
+from longdraft.drafts import draft_folder
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host import small_models
-from longdraft.host.loading import load
-from longdraft.host.parts import describe
-from longdraft.host.rotary import Rotary, yarn
+from longdraft.model import small_models
+from longdraft.model.loading import load
+from longdraft.model.parts import describe
+from longdraft.model.rotary import Rotary, yarn
 from tests.drafts import random_eagle3, small_lm
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model

@@ -18,12 +18,12 @@ from longdraft.drafters.heads_reuse import Phrases, ReuseDrafter
 from longdraft.drafters.heads_self import ViewStates
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.tokenswift import tokenswift
-from longdraft.engine import Engine
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host.runner import TargetRunner
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
-from longdraft.verify.sampling import Sampler, Sampling
+from longdraft.model.runner import TargetRunner
+from longdraft.trees.node_limit import NodeLimit
 from tests.drafts import random_heads
 from tests.events import begun, decoded, taken_back
 from tests.tiny import tiny_model
@@ -41,12 +41,12 @@ def draft(tmp_path, model):
     return HeadsDraft.load(random_heads(tmp_path / "draft", model))
 
 
-def proposals(model, drafter, n=12, budget=None, prompts=(PROMPT,)):
+def proposals(model, drafter, n=12, limit=None, prompts=(PROMPT,)):
     """(text up to the root, tree) of every round of a greedy run."""
     found, propose = [], drafter.propose
 
     def listening(sequences, given=None):
-        trees = propose(sequences, budget or given)
+        trees = propose(sequences, limit or given)
         found.extend((s.tokens[:], tree) for s, tree in zip(sequences, trees, strict=True))
         return trees
 
@@ -116,8 +116,8 @@ def test_sizes(model, draft, options, drafted, depth):
 
 def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     drafter = HeadsDrafter(draft)
-    drafter.follow_budget()
-    text, tree = proposals(model, drafter, budget=Budget(8, 0.9))[0]
+    drafter.follow_plan()
+    text, tree = proposals(model, drafter, limit=NodeLimit(8, 0.9))[0]
     assert tree.drafted == 8
     # The most probable paths: of a child that is in, so is every likelier sibling.
     log_probs = plain(model, draft, text)
@@ -128,8 +128,8 @@ def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     best = sorted(map(float, every), reverse=True)[:8]
     assert kept == pytest.approx(best, abs=1e-4)
     asked = HeadsDrafter(draft, widths=(2, 2))
-    asked.follow_budget()
-    assert proposals(model, asked, budget=Budget(8, 0.9))[0][1].drafted == 6
+    asked.follow_plan()
+    assert proposals(model, asked, limit=NodeLimit(8, 0.9))[0][1].drafted == 6
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 from longdraft import Speculator
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from tests.drafts import random_block, random_draft
 from tests.tiny import tiny_model
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVShape
-from longdraft.sequence import Sequence
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVShape
+from longdraft.model.runner import TargetRunner
 from longdraft.views.window import SPARE, Window
 from tests.drafts import random_draft
 from tests.events import attended, begun, replaced, taken_back

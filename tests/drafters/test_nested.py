@@ -7,18 +7,18 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters import self_drafter
-from longdraft.drafters.base import NoDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.engine import Engine
-from longdraft.host.runner import TargetRunner
-from longdraft.sequence import Sequence
-from longdraft.verify.draws import OwnDraws
-from longdraft.verify.sampling import Sampler
+from longdraft.engine.drafter import NoDrafter
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.sequence import Sequence
+from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
 from longdraft.views.cache import TrueCache
 from tests import chi_square

@@ -14,11 +14,11 @@ from longdraft import Speculator
 from longdraft.drafters import eagle3, onepass
 from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDrafter
 from longdraft.drafters.onepass_draft import OnePassDraft
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import LARGEST, Budget
+from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.views.window import SPARE
 from tests.drafters.test_eagle3_drafter import PROMPTS, recorded_rounds, rms, rope, six_layers
 from tests.drafts import random_eagle3, random_onepass
@@ -295,13 +295,13 @@ def test_no_tree_is_deeper_than_the_rows(draft):
 
 def test_a_planner_pays_for_the_forward_once(draft, monkeypatch):
     drafter = OnePassDrafter(draft)
-    drafter.follow_budget()
+    drafter.follow_plan()
     assert drafter.tree.fit(LARGEST).depth == 3
     found = []
     monkeypatch.setattr(OnePassDrafter.__mro__[1], "propose", lambda self, sequences, budget: found.append(budget))
-    drafter.propose([], Budget(5, 0.6))
+    drafter.propose([], NodeLimit(5, 0.6))
     drafter.propose([])
-    assert found[0] == Budget(5, LEVEL * 0.6) and found[1] is None
+    assert found[0] == NodeLimit(5, LEVEL * 0.6) and found[1] is None
 
 
 # --- folders ---

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from longdraft import Speculator
-from longdraft.drafters import tensor_files
 from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.kinds import kind_of
+from longdraft.drafts import tensor_files
+from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from tests.tiny import tiny_model
 
 KEPT = [1, 2, 5, 7, 9]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from longdraft import Sampling, Speculator
-from longdraft.drafters.kinds import KINDS
-from longdraft.engine import Engine
-from longdraft.host.runner import TargetRunner
-from longdraft.sequence import Sequence
+from longdraft.drafts.kinds import KINDS
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.sequence import Sequence
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.opt import Opt
-from longdraft.verify.draws import OwnDraws
-from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
 from tests.tiny import tiny_model

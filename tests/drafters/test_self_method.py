@@ -13,12 +13,12 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters import self_drafter
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.engine import Engine
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
-from longdraft.host.runner import TargetRunner
-from longdraft.kv import memory
-from longdraft.sequence import Sequence
-from longdraft.verify.sampling import Sampler
+from longdraft.memory import sizes
+from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
@@ -230,8 +230,6 @@ def test_views_that_do_not_fit_the_memory(monkeypatch):
     spec = Speculator("self", target=model, budget=400)
     run = spec.stream([PROMPTS[2]], max_new_tokens=300)
     needed = []
-    monkeypatch.setattr(
-        memory, "available_bytes", lambda device: needed.append(1) or (10**9 if len(needed) < 2 else 10)
-    )
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: needed.append(1) or (10**9 if len(needed) < 2 else 10))
     with pytest.raises(MemoryBudgetError):
         list(run)

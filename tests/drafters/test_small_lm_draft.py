@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.levels import feed_level
 from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft, TrainedLM
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.host import small_models
-from longdraft.host.loading import load
-from longdraft.host.runner import TargetRunner
+from longdraft.model import small_models
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.level import Level
 from tests.forwards import forward

@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from longdraft import Speculator
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from longdraft.host.runner import TargetRunner
-from longdraft.sequence import Sequence
+from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
 from tests.drafts import small_lm
 from tests.events import begun, taken_back

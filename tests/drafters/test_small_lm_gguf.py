@@ -11,11 +11,11 @@ from longdraft import Speculator
 from longdraft.bench.settings import Settings
 from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host import stored
-from longdraft.host.loading import load
-from longdraft.host.runner import TargetRunner
-from longdraft.host.stored import StoredEmbedding, StoredLinear
 from longdraft.methods import METHODS
+from longdraft.model import stored
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import StoredEmbedding, StoredLinear
 from tests.forwards import forward
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model

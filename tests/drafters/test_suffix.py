@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.base import NoDrafter
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.drafters.suffixes import Earlier
+from longdraft.engine.drafter import NoDrafter
+from longdraft.engine.sequence import Sequence
 from longdraft.recipes import recipe
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
 from longdraft.trees.builders import chain
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft
 from tests.events import begun, taken_back, verified
 from tests.tiny import tiny_model
 
-PLANNED = Budget(15, 0.0)
+PLANNED = NodeLimit(15, 0.0)
 small_texts = st.lists(st.integers(0, 2), max_size=40)
 found = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1).map(lambda m: sorted(m, reverse=True))
 
@@ -33,8 +33,8 @@ def sequence(prompt: list[int], output: list[int], max_new_tokens: int = 100, in
     return s
 
 
-def proposal(drafter: SuffixDrafter, s: Sequence, budget: Budget | None = PLANNED) -> TokenTree:
-    (tree,) = drafter.propose([s], budget)
+def proposal(drafter: SuffixDrafter, s: Sequence, limit: NodeLimit | None = PLANNED) -> TokenTree:
+    (tree,) = drafter.propose([s], limit)
     return tree
 
 

@@ -10,7 +10,7 @@ import torch
 from longdraft import Speculator
 from longdraft.attention import hybrid
 from longdraft.drafters.levels import Fed
-from longdraft.kv.store import KVShape
+from longdraft.memory.store import KVShape
 from longdraft.views.window import Window
 from tests import torch_kernels
 from tests.drafts import random_draft, random_eagle3

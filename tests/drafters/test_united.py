@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Sampling, Speculator
-from longdraft.engine import Engine
-from longdraft.sequence import Sequence
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.sequence import Sequence
 from longdraft.trees.builders import chain, merged, union
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.sampling import Sampler
 from tests.drafts import random_draft, random_eagle3, small_lm
 from tests.events import decoded
 from tests.tiny import tiny_model

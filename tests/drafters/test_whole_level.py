@@ -12,8 +12,8 @@ from longdraft.drafters import eagle3_draft, longspec_draft, whole_level
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.levels import Fed, Inputs
 from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVShape
+from longdraft.memory.store import KVShape
+from longdraft.model.runner import TargetRunner
 from longdraft.native import build, kernels
 from longdraft.native.library import kernels_for
 from longdraft.native.rounded import Rounded, rounded

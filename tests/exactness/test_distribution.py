@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from longdraft import Sampling, Speculator
-from longdraft.verify import residual
+from longdraft.engine import residual
 from tests import chi_square
 from tests.drafts import random_onepass
 from tests.exactness.cases import METHODS, Case

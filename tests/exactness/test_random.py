@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.planning import choice
+from longdraft.planning import mode
 from tests.exactness.cases import CASES
 from tests.exactness.test_planned import TABLES
 from tests.exactness.workshop import DRAWN, GREEDY, PENALISED, VOCABULARY, target, tokens
@@ -41,12 +41,12 @@ def test_any_of_it_is_plain_decoding(workshop, name, family, prompts, sampling, 
     if not case.draws:
         sampling = GREEDY
     given = {"max_new_tokens": n, "sampling": sampling, "seed": seed, "eos_token_ids": eos}
-    before, choice.table_for = choice.table_for, lambda runner, progress=None, seconds=None: TABLES.get(plan)
+    before, mode.table_for = mode.table_for, lambda runner, progress=None, seconds=None: TABLES.get(plan)
     try:
         spec = workshop.spec(case, model, plan="fixed" if plan == "fixed" else "auto")
         run = spec.stream(prompts, cache=PromptCache() if cached else None, **given)
         run._engine.chunk = chunk
         found = run.results()
     finally:
-        choice.table_for = before
+        mode.table_for = before
     assert tokens(found) == tokens(Speculator("ar", target=model).generate(prompts, **given))

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft import Sampling, Speculator
-from longdraft.engine import Result
+from longdraft.engine.stats import Result
 from tests.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
 from tests.exactness.cases import Case
 from tests.tiny import Family, tiny_model

@@ -16,9 +16,9 @@ import pytest
 
 import longdraft
 from longdraft import PromptCache, Speculator
-from longdraft.engine import Result
-from longdraft.host.chat import chat_prompt
+from longdraft.engine.stats import Result
 from longdraft.methods import METHODS
+from longdraft.model.chat import chat_prompt
 from longdraft.planning.costs import CostTable
 from tests.planned import draft_without_knowing, use_costs
 

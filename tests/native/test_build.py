@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from longdraft import folders, native
-from longdraft.few_rows import FewRowsModule
-from longdraft.host.runner import TargetRunner
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.runner import TargetRunner
 from longdraft.native import build, library
 from tests.forwards import forward
 from tests.tiny import tiny_model

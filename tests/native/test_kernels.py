@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longdraft import native
 from longdraft.attention.reference import partial_attention
-from longdraft.kv.store import turned_rows
+from longdraft.memory.store import turned_rows
 from longdraft.training.branches import continued
 from tests.native.levels import LEVELS, kernels_of
 

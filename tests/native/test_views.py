@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.kv.packed_store import PackedStore
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.memory.packed_store import PackedStore
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.native import kernels
 from longdraft.native.views import KINDS
 from longdraft.views import cache as caches

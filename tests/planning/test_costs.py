@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.errors import MemoryBudgetError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.planning import costs
 from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
 from longdraft.planning.load import Others

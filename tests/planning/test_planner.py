@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.events import Event
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
 from longdraft.planning.chances import HOPE, KEEP, LONGEST, Chances, Hope, Worth
 from longdraft.planning.costs import CostTable
 from longdraft.planning.planner import Plan, Planner, cautious
-from longdraft.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
 
@@ -45,7 +45,7 @@ HALF = tree(0.5)
 
 def begun(planner: Planner, sequences=None) -> Plan:
     plan = planner.start()
-    plan.budget(sequences or [sequence()])
+    plan.node_limit(sequences or [sequence()])
     return plan
 
 
@@ -66,7 +66,7 @@ def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0
     plan, sequences = planner.start(), sequences or [sequence()]
     asked, seconds = [], 0.0
     for _ in range(count):
-        budget = plan.budget(sequences)
+        budget = plan.node_limit(sequences)
         chosen = budget.choose(sequences, [free] * len(sequences))
         asked.append(len(chosen))
         verified = plan.prune([drafted if s in chosen else free for s in sequences])
@@ -135,17 +135,17 @@ def test_a_batch_shares_a_forward():
 def test_nothing_to_choose_from():
     assert begun(Planner(CHEAP)).prune([ROOT]) == [ROOT]
     plan = begun(Planner(CHEAP))
-    assert plan.budget([sequence()]).choose([], []) == []
+    assert plan.node_limit([sequence()]).choose([], []) == []
 
 
 def test_budgets_follow_what_was_worth_verifying():
     planner = Planner(CHEAP)
     for _ in range(20):
         begun(planner).prune([tree(0.9, 0.001)])
-    few = planner.start().budget([sequence()])
+    few = planner.start().node_limit([sequence()])
     for _ in range(20):
         begun(planner).prune([tree(*[0.99] * 30)])
-    many = planner.start().budget([sequence()])
+    many = planner.start().node_limit([sequence()])
     assert few.nodes <= 8 < 25 < many.nodes
 
 
@@ -166,9 +166,9 @@ def test_a_draft_that_is_wrong_costs_little(each):
 def test_a_first_round_that_takes_long_is_no_reason_to_give_up():
     planner = Planner(CHEAP)
     plan, s = planner.start(), sequence()
-    assert plan.budget([s]).choose([s], [ROOT]) == [s]
+    assert plan.node_limit([s]).choose([s], [ROOT]) == [s]
     plan.observe([event(s, plan.prune([tree(0.8, 0.8)])[0], 2)], 2, 50.0, 1.0)
-    assert plan.budget([s]).choose([s], [ROOT]) == [s]
+    assert plan.node_limit([s]).choose([s], [ROOT]) == [s]
 
 
 def test_what_was_given_up_is_tried_again():
@@ -184,9 +184,9 @@ def test_a_sure_lookup_needs_no_draft():
     planner = Planner(CHEAP)
     rounds(planner, 50, right=1, forwards=1, each=0.3)
     plan, s = planner.start(), sequence()
-    assert plan.budget([s]).choose([s], [ROOT]) == [s]
-    assert plan.budget([s]).choose([s], [tree(0.3, 0.9)]) == [s]
-    assert plan.budget([s]).choose([s], [tree(0.95, 0.95)]) == []
+    assert plan.node_limit([s]).choose([s], [ROOT]) == [s]
+    assert plan.node_limit([s]).choose([s], [tree(0.3, 0.9)]) == [s]
+    assert plan.node_limit([s]).choose([s], [tree(0.95, 0.95)]) == []
 
 
 def test_only_what_the_lookup_had_not_is_the_drafts():
@@ -200,7 +200,7 @@ def test_in_a_batch_a_text_whose_draft_is_bad_is_left_out():
     good, bad = sequence(0), sequence(1)
     plan, asked = Planner(CHEAP).start(), {0: 0, 1: 0}
     for _ in range(100):
-        chosen = plan.budget([good, bad]).choose([good, bad], [ROOT, ROOT])
+        chosen = plan.node_limit([good, bad]).choose([good, bad], [ROOT, ROOT])
         verified = plan.prune([tree(0.8, 0.8) if s in chosen else ROOT for s in (good, bad)])
         events = [event(s, t, 2 * (s is good)) for s, t in zip((good, bad), verified, strict=True)]
         plan.observe(events, 2 * bool(chosen), 0.4 * bool(chosen), 1.0)
@@ -215,7 +215,7 @@ def test_texts_come_and_go():
     plan = planner.start()
     for present in ([0], [0, 1], [1, 2, 3], [3]):
         sequences = [sequence(i, greedy=i % 2 == 0) for i in present]
-        budget = plan.budget(sequences)
+        budget = plan.node_limit(sequences)
         chosen = budget.choose(sequences, [ROOT] * len(sequences))
         verified = plan.prune([tree(0.8) if s in chosen else ROOT for s in sequences])
         plan.observe([event(s, t, 1) for s, t in zip(sequences, verified, strict=True)], 1, 0.1, 1.0)
@@ -243,7 +243,7 @@ def test_a_dear_draft_has_to_promise_more():
         planner = Planner(CHEAP)
         for _ in range(20):
             rounds(planner, 1, right=1, forwards=1, each=each)
-        prices.append(planner.start().budget([sequence()]).price)
+        prices.append(planner.start().node_limit([sequence()]).price)
     assert prices[0] < 0.1 < 0.2 < prices[1]
 
 
@@ -291,7 +291,7 @@ def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, aske
     drafter.share, drafter.own_rows = 0.8, lambda n: min(n, 1000)
     planner.expect(drafter)
     s, plan = sequence(), planner.start()
-    budget = plan.budget([s], [length])
+    budget = plan.node_limit([s], [length])
     assert budget.choose([s], [ROOT]) == ([s] if asked else [])
 
 

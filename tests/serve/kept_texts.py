@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from longdraft.kv import snapshot
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.memory import snapshot
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.serve.prefixes import DiskPrefixes
 
 SHAPE = KVShape(2, 1, 4, torch.float32)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
-from longdraft.kv import snapshot
+from longdraft.memory import snapshot
 from longdraft.serve import prefixes
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files
 

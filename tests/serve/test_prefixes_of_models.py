@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import Request, Speculator
-from longdraft.engine import Result
+from longdraft.engine.stats import Result
 from longdraft.serve.prefixes import DiskPrefixes
 from tests.drafts import random_eagle3
 from tests.tiny import tiny_model

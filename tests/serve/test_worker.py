@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 
 from longdraft import PromptCache, Request, Speculator
-from longdraft.engine import Result, Step
+from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError, NumericalError
 from longdraft.serve.worker import Again, Draining, Full, Ticket, Worker
 from tests.serve.conftest import MODEL, TOKENIZER

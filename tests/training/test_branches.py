@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from longdraft import native
 from longdraft.errors import MemoryBudgetError, NumericalError
-from longdraft.host.runner import TargetRunner
-from longdraft.kv import memory
+from longdraft.memory import sizes
+from longdraft.model.runner import TargetRunner
 from longdraft.training import branches
 from longdraft.training.branches import Branches, hidden_name, sample, top_of
 from longdraft.training.documents import Document
@@ -131,7 +131,7 @@ def test_no_room_and_no_numbers(monkeypatch):
     found.read(0, [1, 2, 3])
     with pytest.raises(NumericalError):
         found.step([0], [1])
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 1000)
     with pytest.raises(MemoryBudgetError, match="The KV of 2 answers"):
         Branches(TargetRunner(model), 1, 2, 4)
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
 from longdraft.cli.main import main
-from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.host.rotary import yarn
+from longdraft.model.rotary import yarn
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainee, default_layers, train_eagle3
 from longdraft.training.session import begin, never, silent

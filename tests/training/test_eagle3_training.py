@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
-from longdraft.host.rotary import Rotary, yarn
-from longdraft.host.runner import TargetRunner
+from longdraft.drafts import draft_folder
+from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 from longdraft.training.config import Eagle3Config
 from longdraft.training.documents import Document

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longdraft.errors import CheckpointError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, feature_cache, features
 from longdraft.training.documents import Document
 from longdraft.training.feature_cache import FeatureCache, bytes_needed

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from longdraft.errors import CheckpointError, ContextError
-from longdraft.host.chat import chat_prompt, follow_up
-from longdraft.host.runner import TargetRunner
+from longdraft.model.chat import chat_prompt, follow_up
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 from longdraft.training import generations
 from longdraft.training.generations import generate, looping

@@ -13,13 +13,13 @@ import torch
 
 from longdraft import Speculator
 from longdraft.cli.main import main
-from longdraft.drafters import draft_folder
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.heads_draft import HeadsDraft
+from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
-from longdraft.host.loading import load
-from longdraft.host.parts import final_norm
-from longdraft.host.runner import TargetRunner
+from longdraft.model.loading import load
+from longdraft.model.parts import final_norm
+from longdraft.model.runner import TargetRunner
 from longdraft.training.config import HeadsConfig
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader

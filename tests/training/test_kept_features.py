@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.drafters import draft_folder
+from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, PromptError
-from longdraft.host.loading import load
-from longdraft.host.runner import TargetRunner
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
 from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
 from longdraft.training.documents import Document, Skipped, documents, features_of
 from longdraft.training.eagle3 import train_eagle3

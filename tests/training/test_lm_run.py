@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from longdraft.cli.main import main
-from longdraft.drafters import draft_folder
 from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.host.loading import load
-from longdraft.host.runner import TargetRunner
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
 from longdraft.training.config import LmConfig
 from longdraft.training.lm import train_lm
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.host import small_models
-from longdraft.host.runner import TargetRunner
+from longdraft.model import small_models
+from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader
 from longdraft.training.lm import LmTrainee

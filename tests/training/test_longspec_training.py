@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.training import liger
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader

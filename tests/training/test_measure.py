@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import DraftFolder
-from longdraft.host.runner import TargetRunner
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import DraftFolder
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features

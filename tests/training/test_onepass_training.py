@@ -11,12 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from longdraft.cli.main import main
-from longdraft.drafters import draft_folder
 from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
 from longdraft.drafters.onepass_draft import OnePassDraft
+from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.host.rotary import Rotary, yarn
-from longdraft.host.runner import TargetRunner
+from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 from longdraft.training.config import Eagle3Config, OnePassConfig
 from longdraft.training.documents import Document

@@ -14,10 +14,10 @@ import pytest
 from longdraft.cli import console, options, progress
 from longdraft.cli.main import main
 from longdraft.cli.training_display import Counter, TrainingDisplay
-from longdraft.drafters import draft_folder
-from longdraft.drafters.kinds import KINDS
 from longdraft.drafters.longspec_block import LongSpecBlock
 from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafts import draft_folder
+from longdraft.drafts.kinds import KINDS
 from longdraft.errors import CheckpointError
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report

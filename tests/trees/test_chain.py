@@ -7,9 +7,9 @@ from math import log
 import pytest
 import torch
 
-from longdraft.trees.budget import LARGEST, Budget
 from longdraft.trees.chain import LENGTH, LONGEST, Chain
 from longdraft.trees.level import Level
+from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.trees.options import tree_kind
 
 
@@ -58,9 +58,9 @@ def test_a_planner_sizes_it_unless_it_was_asked_for():
     def drafted(kind, sure, budget):
         return kind.fit(LARGEST).fit(budget).grow([0], Sure(sure), [30])[0].drafted
 
-    assert drafted(kind, 0.9, Budget(8, 0.7)) == 4  # 0.9^4 = 0.66
-    assert drafted(kind, 0.99, Budget(8, 0.7)) == 8
-    assert drafted(tree_kind("chain", depth=6), 0.5, Budget(2, 0.9)) == 6
+    assert drafted(kind, 0.9, NodeLimit(8, 0.7)) == 4  # 0.9^4 = 0.66
+    assert drafted(kind, 0.99, NodeLimit(8, 0.7)) == 8
+    assert drafted(tree_kind("chain", depth=6), 0.5, NodeLimit(2, 0.9)) == 6
 
 
 @pytest.mark.parametrize(

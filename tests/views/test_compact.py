@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.retrieving import retrieval_of
-from longdraft.host.rotation import KeyRotation
-from longdraft.host.runner import TargetRunner
+from longdraft.model.rotation import KeyRotation
+from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
 from longdraft.views.compact import CompactCache, FullCache
 from longdraft.views.refresh import Refresh

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longdraft import Speculator
 from longdraft.drafters.retrieving import retrieval_of, retrieval_options
 from longdraft.errors import CheckpointError
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.copied import Copied
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.retrieved import RetrievedKV

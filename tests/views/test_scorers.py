@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.scorers import POOL, REDUCTIONS, SCORERS, Candidates, score
 from longdraft.views.summaries import Summaries, summarise
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.kv.disk_store import DiskStore
-from longdraft.kv.host_store import HostStore
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.memory.disk_store import DiskStore
+from longdraft.memory.host_store import HostStore
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.cache import TrueCache
 from longdraft.views.copied import gather
 from longdraft.views.scorers import SCORERS

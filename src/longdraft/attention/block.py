@@ -20,7 +20,7 @@ class Block:
     number of rows that earlier levels wrote between the prefix and this block. Every row sees the whole prefix
     ``[0, lengths[b])``; of the tree's rows, the block's own the last of them, it sees what ``mask`` allows.
 
-    :meth:`longdraft.kv.store.KVStore.block` makes one.
+    :meth:`longdraft.memory.store.KVStore.block` makes one.
 
     Host integers and device tensors of the same numbers stand side by side: paths that loop over sequences
     read the former, kernels read the latter, and neither has to synchronise.

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from longdraft.attention import choosing, flash, hybrid, triton_tuning
+from longdraft.attention import flash, hybrid, path_timing, triton_tuning
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, reason_of
 
@@ -39,7 +39,7 @@ ON_GPU = ("hybrid", "flash", "triton")
 CAPTURABLE = ON_GPU
 ENVIRONMENT = "LONGDRAFT_ATTENTION"
 
-fastest = choosing.Fastest()
+fastest = path_timing.Fastest()
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -109,11 +109,11 @@ def measured(
     for name in ("triton", "flash_attn", "flash_attn_3"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    kind = choosing.Kind(torch.cuda.get_device_name(device), head_dim, str(dtype), paths, versions)
+    kind = path_timing.Kind(torch.cuda.get_device_name(device), head_dim, str(dtype), paths, versions)
     found = fastest.known(kind)
     if found is None:
         try:
-            found = fastest.find(kind, choosing.on_gpu(device, dtype, head_dim, PATHS))
+            found = fastest.find(kind, path_timing.on_gpu(device, dtype, head_dim, PATHS))
         except RuntimeError as error:  # no room for the tensors: another time
             log.info("attention paths are not measured: %s", reason_of(error))
             return {}

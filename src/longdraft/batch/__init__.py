@@ -1,1 +1,4 @@
-"""A file of prompts to a file of answers, through the continuous engine: ``longdraft batch``."""
+"""Files of requests, decoded here or by Ray workers.
+
+May import: everything but the command line.
+"""

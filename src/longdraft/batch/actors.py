@@ -14,7 +14,7 @@ from longdraft.batch.local import Local
 from longdraft.batch.rows import Defaults, Line, Row
 from longdraft.batch.run import Answer
 from longdraft.errors import CapabilityError, LongdraftError
-from longdraft.host.checkpoints import Progress
+from longdraft.model.checkpoints import Progress
 from longdraft.serve.cluster import connected, require
 
 # Actors that a row is given to, one after another, where they die.

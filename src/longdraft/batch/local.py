@@ -10,9 +10,9 @@ from typing import Any
 
 from longdraft.batch.rows import Defaults, Line, Row
 from longdraft.batch.run import Answer
-from longdraft.engine import Result
+from longdraft.engine.stats import Result
 from longdraft.errors import CapabilityError, LongdraftError
-from longdraft.host.checkpoints import Progress
+from longdraft.model.checkpoints import Progress
 from longdraft.serve.worker import Ticket, Told, Worker
 from longdraft.speculator import Speculator
 

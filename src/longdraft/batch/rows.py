@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from longdraft.engine import Result
+from longdraft.engine.request import Prompt, Request
+from longdraft.engine.sampler import Sampling
+from longdraft.engine.stats import Result
 from longdraft.errors import CheckpointError, PromptError, RequestError
-from longdraft.host.chat import conversation
-from longdraft.request import Prompt, Request
-from longdraft.verify.sampling import Sampling
+from longdraft.model.chat import conversation
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 _SHARED = ("prompt", "messages", "max_tokens", "seed", "stop", *_SAMPLED)

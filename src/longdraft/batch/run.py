@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Line
 from longdraft.errors import CapabilityError
-from longdraft.host.checkpoints import Progress
+from longdraft.model.checkpoints import Progress
 
 # Seconds that a run waits for an answer before it looks whether it was cancelled.
 _PATIENCE = 0.2

@@ -18,21 +18,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft import drafts
 from longdraft.bench import machine
 from longdraft.bench.contenders import Job, Kept, Ours
 from longdraft.bench.data import Sample, fitted
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.settings import Settings, method_name
-from longdraft.drafters.kinds import KINDS
+from longdraft.drafts import shipped
+from longdraft.drafts.kinds import KINDS
+from longdraft.engine.sampler import Sampling
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
-from longdraft.host.checkpoints import LoadedModel, Progress
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS
+from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
-from longdraft.verify.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,7 +152,7 @@ def by_default(target: TargetRunner) -> tuple[str, ...]:
         return ()
     kinds = ((m, KINDS[m.draft_kind]) for m in METHODS.values() if m.needs_draft and m.draft_kind in KINDS)
     drafting = (m for m, kind in kinds if _bare(m.drafter) is _bare(kind.drafter))
-    return tuple(m.name for m in drafting if drafts.shipped(description, m.draft_kind) is not None)
+    return tuple(m.name for m in drafting if shipped.fitting(description, m.draft_kind) is not None)
 
 
 def _bare(drafter: object) -> object:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from longdraft import drafts
 from longdraft.drafters.small_lm_draft import KIND, SmallLMDraft
+from longdraft.drafts import shipped
 from longdraft.errors import CapabilityError
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,7 @@ def assistant(runner: TargetRunner, name: str | Path | None = None) -> tuple[Pre
         CheckpointError: it cannot be read, or has another vocabulary.
         UnsupportedModelError: it cannot be hosted, or the target shares nothing with drafts.
     """
-    folder = name if name is not None else drafts.shipped(runner.parts.description, KIND)
+    folder = name if name is not None else shipped.fitting(runner.parts.description, KIND)
     if folder is None:
         raise CapabilityError(
             "hf-assisted needs a small language model with the target's vocabulary, and none comes with longdraft for "

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from longdraft.bench import precision
-from longdraft.kv import snapshot
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.session import Generation
+from longdraft.engine.sampler import Sampling
+from longdraft.engine.session import Generation
+from longdraft.memory import snapshot
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.speculator import Speculator
-from longdraft.verify.sampling import Sampling
 
 # Tokens of a prompt that is worth a file.
 KEPT_FROM = 512

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import ContextError, PromptError
-from longdraft.host.chat import chat_prompt, encode
+from longdraft.model.chat import chat_prompt, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

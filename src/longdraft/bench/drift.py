@@ -14,14 +14,14 @@ import torch
 from torch.nn import functional
 
 from longdraft.attention.block import Block
-from longdraft.engine import PREFILL_CHUNK
-from longdraft.events import Event
-from longdraft.host.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.kv.store import KVStore
-from longdraft.verify.acceptance import Accepted
-from longdraft.verify.schedule import Verified
-from longdraft.verify.specpv import SpecPV
+from longdraft.engine.accept import Accepted
+from longdraft.engine.event import Event
+from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.engine.partial import SpecPV
+from longdraft.engine.schedule import Verified
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
 from longdraft.views.view import View
 
 

@@ -20,9 +20,9 @@ from longdraft.bench.contenders import Job, Kept, Ours, Run
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.settings import REFERENCE, Settings, method_name
 from longdraft.errors import CapabilityError
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.planning.choice import planner_for
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.planning.mode import planner_for
 from longdraft.speculator import Speculator
 
 

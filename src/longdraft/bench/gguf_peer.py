@@ -8,8 +8,8 @@ from pathlib import Path
 
 from longdraft.bench.contenders import Job, Run
 from longdraft.errors import CapabilityError
-from longdraft.host.checkpoints import check_gguf
-from longdraft.host.embedded import packaged_file
+from longdraft.model.checkpoints import check_gguf
+from longdraft.model.embedded import packaged_file
 
 
 def check(package: str, missing: str, file: Path | None) -> None:

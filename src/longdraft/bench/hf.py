@@ -15,8 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run, trimmed
-from longdraft.host.checkpoints import quiet
-from longdraft.verify.sampling import RecentPenalty
+from longdraft.engine.sampler import RecentPenalty
+from longdraft.model.checkpoints import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

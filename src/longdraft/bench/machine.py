@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from longdraft.kv import memory
+from longdraft.memory import sizes
 from longdraft.planning.machine import cpu_name
 
 PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama-cpp-python", "openvino-genai")
@@ -24,7 +24,7 @@ def hardware() -> dict[str, Any]:
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": int(psutil.virtual_memory().total),
-        "memory_available_bytes": memory.available_bytes(torch.device("cpu")),
+        "memory_available_bytes": sizes.available_bytes(torch.device("cpu")),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
     }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from longdraft.bench import data
 from longdraft.errors import ContextError, PromptError
-from longdraft.host.chat import chat_prompt, encode
+from longdraft.model.chat import chat_prompt, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

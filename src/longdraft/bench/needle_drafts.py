@@ -18,24 +18,24 @@ import torch
 
 from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
 from longdraft.bench.self_draft import Heard, SelfDrafter
-from longdraft.drafters.base import Drafter, NoDrafter
-from longdraft.drafters.draft import Draft
 from longdraft.drafters.tree_drafter import TreeDrafter
-from longdraft.engine import Engine
+from longdraft.drafts.draft import Draft
+from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.schedule import Schedule, Verified
+from longdraft.engine.sequence import FinishReason
+from longdraft.engine.sequence import Sequence as Text
 from longdraft.errors import ContextError
-from longdraft.host.chat import encode
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache, common_prefix
+from longdraft.memory.prompt_cache import PromptCache, common_prefix
 from longdraft.methods import method
+from longdraft.model.chat import encode
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, asked_for, recipe
-from longdraft.sequence import FinishReason
-from longdraft.sequence import Sequence as Text
 from longdraft.trees.level import Growth, Level, Scored
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.sampling import Sampler, Sampling
-from longdraft.verify.schedule import Schedule, Verified
 
 # The target on all of its KV: what a drafter could foresee at best. Always measured.
 TARGET = "target"

@@ -14,7 +14,7 @@ from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run, trimmed
 from longdraft.bench.gguf_peer import GGUFPeer
 from longdraft.errors import CheckpointError
-from longdraft.host import gguf_files
+from longdraft.model import gguf_files
 
 PACKAGE = "openvino_genai"
 MISSING = (

@@ -12,7 +12,7 @@ from longdraft.bench.contenders import Contender
 from longdraft.bench.hf import AssistantModel, Generate, PromptLookup
 from longdraft.bench.llama_peer import LlamaCpp
 from longdraft.bench.openvino_peer import OpenVINO, OpenVINOLookup
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from torch import nn
 
 from longdraft.attention.block import Block
 from longdraft.bench.contenders import Job
-from longdraft.engine import Engine
-from longdraft.events import Event
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.engine.accept import Accepted
+from longdraft.engine.event import Event
+from longdraft.engine.loop import Engine
+from longdraft.engine.schedule import Verified
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.speculator import Speculator
-from longdraft.verify.acceptance import Accepted
-from longdraft.verify.schedule import Verified
 
 ROUNDS = 16
 """Rounds that are profiled, after one that is not: it pays for what a run does once."""

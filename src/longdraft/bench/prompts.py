@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from longdraft.bench.data import Sample, fitted
 from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.runner import TargetRunner
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,17 @@ from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.surprise import surprise
 from longdraft.bench.ties import first_difference
-from longdraft.engine import Engine, eos_rule
+from longdraft.engine.loop import Engine
+from longdraft.engine.partial import SpecPV
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sequence import Sequence as Text
+from longdraft.engine.stopping import eos_rule
 from longdraft.errors import CapabilityError, ContextError
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, asked_for, recipe
-from longdraft.sequence import Sequence as Text
-from longdraft.verify.sampling import Sampler, Sampling
-from longdraft.verify.specpv import SpecPV
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 

@@ -17,7 +17,7 @@ from longdraft.bench.profile import PARTS
 from longdraft.bench.report_parts import Part, profiles
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import figure
-from longdraft.kv.memory import human
+from longdraft.memory.sizes import human
 
 NONE = "\N{EN DASH}"  # where there is no figure
 MEMORY = {"weights": "weights", "packed": "packed copy", "kv": "KV cache", "draft": "draft", "peak": "peak"}

@@ -12,7 +12,7 @@ from longdraft.bench.report import over
 from longdraft.bench.report_parts import Part
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import Tally, count
-from longdraft.kv.memory import human
+from longdraft.memory.sizes import human
 
 _GENERATE = "transformers' generate (hf)"
 

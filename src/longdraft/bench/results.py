@@ -18,7 +18,7 @@ from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
 from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.ties import Difference
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
 _CACHE = "LONGDRAFT_CACHE"

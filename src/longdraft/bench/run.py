@@ -21,9 +21,9 @@ from longdraft.bench.profile import profile
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.settings import REFERENCE, Settings, method_name
 from longdraft.bench.ties import Difference, compare
-from longdraft.host.checkpoints import LoadedModel, Progress
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 
 # Tokens of the very first run of each contender, not measured: it pays for what a process does only once.

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.base import Drafter
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.partial import partial_view
+from longdraft.engine.schedule import verify_trees
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import ContextError
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.schedule import verify_trees
-from longdraft.verify.specpv import partial_view
 from longdraft.views.cache import TrueCache
 
 # Logits (V,) of the next token, and (V,) the target's ids that they are of; None: the target's vocabulary.
@@ -32,7 +32,7 @@ class SelfDrafter(Drafter):
     It proposes nothing, for the verification's own answer would be as dear. :attr:`heard` is what it is for.
 
     Args:
-        budget, block, sink, recent: tokens; see :func:`~longdraft.verify.specpv.partial_view`. The budget is that of
+        budget, block, sink, recent: tokens; see :func:`~longdraft.engine.partial.partial_view`. The budget is that of
             32 chunks of 32.
         every: verifications from one retrieval to the next; 0: only after the prompt, as TriForce does.
         selector: what ranks the blocks; mean-key as in TriForce.
@@ -103,7 +103,7 @@ class SelfDrafter(Drafter):
         else:
             partial.follow(slot)
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]
         slots = [s.slot for s in sequences]
         bases = [self._store.lengths[slot] for slot in slots]

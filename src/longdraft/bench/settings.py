@@ -9,14 +9,14 @@ from typing import Any
 
 from longdraft.bench import peers
 from longdraft.bench.peers import PEERS, Sources
-from longdraft.drafters import draft_folder
+from longdraft.drafts import draft_folder
+from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
-from longdraft.kv import offload as offloading
+from longdraft.memory import offload as offloading
 from longdraft.methods import METHODS, method_of
-from longdraft.planning import choice
+from longdraft.planning import mode
 from longdraft.recipes import asked_for
-from longdraft.verify.sampling import Sampling
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
@@ -83,7 +83,7 @@ class Settings:
                 asked_for(
                     method_name(name), self.options(name), alone=True
                 )  # a wrong option, or a draft that cannot be read
-            choice.checked(self.plan_of(name))
+            mode.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
         if self.snapshots is not None and (self.cold or max(self.batches) > 1):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.engine import PREFILL_CHUNK
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.runner import TargetRunner
 
 # Rows of an answer whose logits are held at a time.
 ROWS = 128

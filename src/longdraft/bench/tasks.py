@@ -12,7 +12,7 @@ from typing import Any
 from longdraft.bench import data
 from longdraft.bench.data import Sample
 from longdraft.errors import CapabilityError, PromptError, reason_of
-from longdraft.host.checkpoints import quiet
+from longdraft.model.checkpoints import quiet
 
 # LongBench's repository holds one archive; its rows are read from there, without the script that lies beside it.
 _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"

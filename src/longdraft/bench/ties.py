@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.engine import PREFILL_CHUNK
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.verify.sampling import Sampling
+from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.engine.sampler import Sampling
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.runner import TargetRunner
 
 SPACINGS = {4: 64, 8: 64, 2: 4}
 """By bytes of the model's dtype: how many of its own spacings two logits may be apart for rounding to turn them round.

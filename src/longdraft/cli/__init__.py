@@ -1,0 +1,4 @@
+"""The command line, a file a verb.
+
+May import: everything.
+"""

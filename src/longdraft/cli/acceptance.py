@@ -18,12 +18,12 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Shares
 from longdraft.cli.wording import in_flags
+from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.embedded import EMBEDDED_ID
-from longdraft.host.runner import TargetRunner
 from longdraft.methods import method_of
-from longdraft.verify.sampling import Sampling
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.embedded import EMBEDDED_ID
+from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 # What a run costs, for the estimate: about its prompt's length, and for each new token as much as reading so many.

@@ -17,8 +17,8 @@ from longdraft.cli import console, options
 from longdraft.cli.batching import Batching
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
+from longdraft.engine.request import stops_of
 from longdraft.errors import CheckpointError
-from longdraft.request import stops_of
 from longdraft.speculator import Speculator
 
 _BAD_ROWS = 1

@@ -9,8 +9,8 @@ from typing import Any
 from longdraft.batch.local import Local
 from longdraft.batch.rows import Defaults
 from longdraft.cli import options
-from longdraft.host.checkpoints import Progress
-from longdraft.session import batch_for
+from longdraft.engine.session import batch_for
+from longdraft.model.checkpoints import Progress
 from longdraft.speculator import Speculator
 
 

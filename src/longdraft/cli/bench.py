@@ -21,9 +21,9 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
-from longdraft.host.embedded import EMBEDDED_ID
-from longdraft.host.stored import is_stored
 from longdraft.methods import method_of
+from longdraft.model.embedded import EMBEDDED_ID
+from longdraft.model.stored import is_stored
 from longdraft.planning.load import Others
 
 DRAFTED = "self:lookup=true"  # what decodes on a CPU where nobody names a method

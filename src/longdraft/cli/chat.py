@@ -18,13 +18,13 @@ from longdraft.cli import console, options, reading
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.wording import flagged
-from longdraft.engine import Result
+from longdraft.engine.sampler import Sampling
+from longdraft.engine.stats import Result
 from longdraft.errors import ContextError, LongdraftError, RequestError
-from longdraft.host.chat import conversation
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.chat import conversation
+from longdraft.model.checkpoints import LoadedModel
 from longdraft.speculator import Speculator
-from longdraft.verify.sampling import Sampling
 
 
 def chat(

@@ -12,7 +12,7 @@ from rich.text import Text
 from longdraft.bench.tables import table
 from longdraft.bench.ties import Difference
 from longdraft.cli.figures import payload
-from longdraft.engine import Result
+from longdraft.engine.stats import Result
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from longdraft.cli import console
 from longdraft.cli.progress import Bar
-from longdraft.streaming import Piece
+from longdraft.engine.streaming import Piece
 
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
 

@@ -12,18 +12,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from longdraft import drafts
 from longdraft.attention import dispatch
 from longdraft.bench import machine
 from longdraft.cli import console, options
-from longdraft.drafters.kinds import kind_of
+from longdraft.drafts import shipped
+from longdraft.drafts.kinds import kind_of
 from longdraft.errors import LongdraftError
-from longdraft.host import graphs, hosting
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.runner import TargetRunner
-from longdraft.host.serving import serving
-from longdraft.host.stored import parameters
-from longdraft.kv import memory
+from longdraft.memory import sizes
+from longdraft.model import graphs, hosting
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.kernels_said import serving
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import parameters
 
 
 def doctor(
@@ -48,7 +48,7 @@ def doctor(
                 "kernels": _kernels(None),
                 "model": {"name": loading.model, "hosted": False, "reason": str(error)},
             }
-        found["drafts"] = [_draft(folder, runner, True) for folder in drafts.folders()]
+        found["drafts"] = [_draft(folder, runner, True) for folder in shipped.folders()]
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
     _show(found, console.stdout())
@@ -60,7 +60,7 @@ def doctor(
 def _examined(loaded: LoadedModel) -> dict[str, Any]:
     model = loaded.model
     shape = hosting.kv_shape(model)
-    free = memory.available_bytes(model.device)
+    free = sizes.available_bytes(model.device)
     why_not = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
     path, kernels, reason = None, _kernels(None), None
     try:
@@ -143,8 +143,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
     row("processor", f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads in use")
     row("memory", f"{_bytes(hardware['memory_available_bytes'])} free of {_bytes(hardware['memory_bytes'])}")
     for gpu in hardware["gpus"]:
-        sizes = f"{_bytes(gpu['memory_available_bytes'])} free of {_bytes(gpu['memory_bytes'])}"
-        row("GPU", f"{gpu['name']}, {sizes}")
+        memory = f"{_bytes(gpu['memory_available_bytes'])} free of {_bytes(gpu['memory_bytes'])}"
+        row("GPU", f"{gpu['name']}, {memory}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
     row("versions", ", ".join(f"{name} {version or 'none'}" for name, version in found["versions"].items()))
@@ -166,7 +166,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("context", f"{model['context_tokens']:,} tokens")
         fits = model["kv_tokens_that_fit"]
         room = "" if fits is None else f"; {fits:,} tokens fit the free memory"
-        row("KV cache", f"{memory.human(model['kv_bytes_per_1k_tokens'])} for 1,024 tokens of context{room}")
+        row("KV cache", f"{sizes.human(model['kv_bytes_per_1k_tokens'])} for 1,024 tokens of context{room}")
     if model["hosted"]:
         row("hosted", "yes, every method runs on it exactly as the method says", "green")
     else:
@@ -187,4 +187,4 @@ def _show(found: dict[str, Any], out: Console) -> None:
 
 
 def _bytes(count: int | None) -> str:
-    return "unknown" if count is None else memory.human(count)
+    return "unknown" if count is None else sizes.human(count)

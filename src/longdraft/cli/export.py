@@ -10,12 +10,12 @@ import typer
 
 from longdraft.cli import console, options
 from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
-from longdraft.drafters.kinds import KINDS, kind_of
+from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import CapabilityError
 from longdraft.folders import is_gguf
-from longdraft.host.parts import architecture
 from longdraft.integration import model_folder
 from longdraft.methods import method_of
+from longdraft.model.parts import architecture
 from longdraft.recipes import asked_for
 
 

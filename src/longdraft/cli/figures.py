@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.engine import Result
-from longdraft.kv.memory import human
+from longdraft.engine.stats import Result
+from longdraft.memory.sizes import human
 
 DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 

@@ -15,17 +15,17 @@ from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
-from longdraft.engine import Result
+from longdraft.engine.request import stops_of
+from longdraft.engine.sampler import Sampling
+from longdraft.engine.session import Generation
+from longdraft.engine.stats import Result
 from longdraft.errors import CheckpointError
-from longdraft.host.chat import chat_prompt, encode
-from longdraft.host.checkpoints import LoadedModel
-from longdraft.host.serving import serving
-from longdraft.kv.prompt_cache import PromptCache
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.chat import chat_prompt, encode
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.kernels_said import serving
 from longdraft.planning.load import Others
-from longdraft.request import stops_of
-from longdraft.session import Generation
 from longdraft.speculator import Speculator
-from longdraft.verify.sampling import Sampling
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from longdraft.bench import needle_report
 from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
 from longdraft.cli import console, options
 from longdraft.cli.progress import Runs
-from longdraft.drafters.draft import Draft
-from longdraft.drafters.kinds import KINDS, kind_of
+from longdraft.drafts.draft import Draft
+from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.methods import METHODS
 
 # What fits a context of 8K; one that is shorter takes those that fit it.

@@ -20,12 +20,12 @@ import typer
 
 from longdraft.cli import console, panels
 from longdraft.cli.wording import flags, in_flags
+from longdraft.engine.sampler import Sampling
 from longdraft.errors import LongdraftError, values_checked
-from longdraft.host.checkpoints import LoadedModel, Progress
-from longdraft.host.loading import load
 from longdraft.methods import DEFAULTS, METHODS, wrong_kind
 from longdraft.methods import method as method_named
-from longdraft.verify.sampling import Sampling
+from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.loading import load
 
 N = TypeVar("N", int, float)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.cli import console, options
-from longdraft.cli.serving import Serving
+from longdraft.cli.serve_service import Serving
 from longdraft.errors import CapabilityError, RequestError
 
 

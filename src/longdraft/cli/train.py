@@ -16,7 +16,7 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.settings_help import with_settings
 from longdraft.cli.training_display import Counter, TrainingDisplay
-from longdraft.drafters.kinds import KINDS, Training
+from longdraft.drafts.kinds import KINDS, Training
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -211,9 +211,9 @@ def data(
     import torch
 
     from longdraft.drafters.eagle3_formats import usual_layers
-    from longdraft.host.loading import load
-    from longdraft.host.runner import TargetRunner
-    from longdraft.host.stored import weight_shape
+    from longdraft.model.loading import load
+    from longdraft.model.runner import TargetRunner
+    from longdraft.model.stored import weight_shape
     from longdraft.training import documents, generations, prompts, repeats
     from longdraft.training.kept_features import KeptFeatures
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_formats import EAGLE
 from longdraft.drafters.eagle_block import EagleBlock, EagleShape
-from longdraft.drafters.kinds import Kind, register
+from longdraft.drafts.draft_folder import shape_of
+from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import UnsupportedModelError
-from longdraft.few_rows import FewRowsModule
-from longdraft.host.parts import norm_before_head
-from longdraft.host.runner import TargetRunner
-from longdraft.host.sharded import product
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.parts import norm_before_head
+from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
 
 
 class EagleDraft(Eagle3Draft):

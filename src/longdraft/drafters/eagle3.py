@@ -20,17 +20,17 @@ from longdraft.drafters.eagle3_block import Eagle3Block
 from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
 from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.eagle3_gguf import to_gguf
-from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv import memory
-from longdraft.kv.store import KVShape, KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory import sizes
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import CompactWindow
@@ -128,7 +128,7 @@ class Eagle3Drafter(RetrievingDrafter):
         beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.limit + self.tree.depth)
         beside += SPARE if self.retrieval is None else 2 * SPARE
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
-        memory.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
+        sizes.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
             self.cache = Window(own, store.slots, rows, self.scratch, runner.device)
         else:
@@ -155,13 +155,13 @@ class Eagle3Drafter(RetrievingDrafter):
             self._rewind(event.sequence)
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         assert self._bound is not None
         for s in sequences:
             if last_row(s) - self.cache.end(s.slot) > CHUNK:
                 self._fill(s)
-        drafted = self.round_of(self._bound, sequences, self.tree.fit(budget).depth)
-        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
+        drafted = self.round_of(self._bound, sequences, self.tree.fit(limit).depth)
+        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, limit, drafted.likeliest)
 
     @property
     def scratch(self) -> int:

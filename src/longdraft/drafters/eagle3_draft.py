@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from longdraft.drafters import eagle3_formats
-from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_formats import KIND, usual_layers
 from longdraft.drafters.whole_level import WholeLevel, products_of, serves
+from longdraft.drafts.draft import TrainedDraft
+from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.few_rows import FewRowsModule
-from longdraft.host.rotary import Rotary
-from longdraft.host.runner import TargetRunner
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.rotary import Rotary
+from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft_folder import OFFSETS
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import MEMBERS
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import OFFSETS
 from longdraft.errors import CapabilityError, CheckpointError
 
 # vLLM drafts nothing past this position, so it has to cover what will be served.

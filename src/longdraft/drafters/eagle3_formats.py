@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters import draft_folder, tensor_files
-from longdraft.drafters.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafters.eagle3_block import Eagle3Shape
 from longdraft.drafters.eagle_block import EagleShape
+from longdraft.drafts import draft_folder, tensor_files
+from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
-from longdraft.host.rotary import yarn
+from longdraft.model.rotary import yarn
 
 KIND = "eagle3"
 EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2

@@ -11,7 +11,7 @@ from pathlib import Path
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import usual_layers
 from longdraft.errors import CapabilityError
-from longdraft.host.gguf_writing import Decoder, DraftFile, TargetFile
+from longdraft.model.gguf_writing import Decoder, DraftFile, TargetFile
 
 _FEATURES = 3  # layers of the target that llama.cpp hands over
 _NAMES = {"midlayer.": "layers.0.", "norm.": "output_norm.", "lm_head.": "output."}

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
-from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.tree_drafter import TreeDrafter
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import tree_kind
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
@@ -171,7 +171,7 @@ class HeadsDrafter(TreeDrafter):
         self._source.bind(runner, store)
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         assert self._bound is not None
         bound, states = self._bound, self._source.states(sequences)
         self._rounds += 1
@@ -187,8 +187,8 @@ class HeadsDrafter(TreeDrafter):
             return own.expand(-1, level.tokens.shape[1], -1)
 
         # All levels are there already: one more costs nothing.
-        budget = None if budget is None else replace(budget, price=0.0)
-        return self.grow(sequences, expand, bound.ids, said.device, budget)
+        limit = None if limit is None else replace(limit, price=0.0)
+        return self.grow(sequences, expand, bound.ids, said.device, limit)
 
     def observe(self, event: Event) -> None:
         self._source.observe(event)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.whole_level import serves
-from longdraft.host.runner import TargetRunner
-from longdraft.host.sharded import product
+from longdraft.drafts.draft import TrainedDraft
+from longdraft.drafts.draft_folder import shape_of
+from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
 from longdraft.native.rounded import Rounded, light
 from longdraft.native.stored import Stored
 

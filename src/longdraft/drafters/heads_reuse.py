@@ -11,11 +11,11 @@ from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 from math import log
 
-from longdraft.drafters.base import Drafter
-from longdraft.events import Event
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
 from longdraft.trees.builders import union
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 # TokenSwift: phrases of four tokens, twenty of them.
@@ -92,7 +92,7 @@ class ReuseDrafter(Drafter):
         if event.begins or event.taken_back:
             self._phrases[event.sequence.index] = Phrases(self.n, self.k)
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         return [self._propose(s) for s in sequences]
 
     def _propose(self, sequence: Sequence) -> TokenTree:

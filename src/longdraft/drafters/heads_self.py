@@ -12,10 +12,10 @@ import torch
 
 from longdraft.drafters.heads import States, StateSource
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
 

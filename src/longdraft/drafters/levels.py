@@ -16,10 +16,10 @@ import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.layers import SelfAttend
-from longdraft.host.graphs import Graphs
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence as Text
+from longdraft.engine.sequence import Sequence as Text
+from longdraft.memory.store import KVStore
+from longdraft.model.graphs import Graphs
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level, Likeliest
 from longdraft.trees.masks import Ancestors
 from longdraft.views.window import Placed, Window

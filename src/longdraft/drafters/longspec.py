@@ -17,18 +17,18 @@ from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
 from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
 from longdraft.drafters.whole_level import Text
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import RetrievedKV
@@ -129,10 +129,10 @@ class LongSpecDrafter(RetrievingDrafter):
         self.window.append(slot, start, k, v)
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        drafted = _Round(self, self._bound, sequences, self.tree.fit(budget).depth)
-        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, budget, drafted.likeliest)
+        drafted = _Round(self, self._bound, sequences, self.tree.fit(limit).depth)
+        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, limit, drafted.likeliest)
 
     def text(self, slots: SequenceOf[int]) -> Text:
         """Keys and values of the target's last layer that cross-attention sees, all of the text or a part."""

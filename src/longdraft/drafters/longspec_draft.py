@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.draft import TrainedDraft
-from longdraft.drafters.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.whole_level import WholeLevel, products_of, serves
+from longdraft.drafts.draft import TrainedDraft
+from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.errors import UnsupportedModelError
-from longdraft.few_rows import FewRowsModule
-from longdraft.host.parts import SharedParts
-from longdraft.host.runner import TargetRunner
-from longdraft.host.sharded import product
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.parts import SharedParts
+from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.native.stored import Stored

@@ -7,12 +7,12 @@ token would promise less than its time is worth.
 
 from __future__ import annotations
 
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.self_views import BUDGET, self_view
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.engine.drafter import Drafter
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.options import tree_kind
 from longdraft.views.compact import fresh_room

@@ -22,20 +22,20 @@ from math import exp
 import torch
 
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_views import SINK
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import common_prefix
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.engine.accept import accept, decide
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.chain import LONGEST
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.acceptance import accept, decide
 from longdraft.views.view import View
 
 # TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
@@ -122,11 +122,11 @@ class NestedDrafter(Drafter):
     def query_window(self) -> int:  # type: ignore[override]
         return max(self.inner.query_window, self.level.query_window)
 
-    def follow_budget(self) -> None:
+    def follow_plan(self) -> None:
         """The level stops where another token does not pay, unless a length was asked for."""
         if not self._asked:
             self.max_nodes = max(self.max_nodes, LONGEST)
-        self.inner.follow_budget()
+        self.inner.follow_plan()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)
@@ -147,12 +147,12 @@ class NestedDrafter(Drafter):
         self._walks = {}
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         length, price, inner = self.max_nodes, 0.0, None
-        if budget is not None:
-            inner = Budget(NODES, budget.price)
+        if limit is not None:
+            inner = NodeLimit(NODES, limit.price)
             if not self._asked:
-                length, price = max(1, min(length, budget.nodes)), budget.price
+                length, price = max(1, min(length, limit.nodes)), limit.price
         # A path of depth k emits k + 1 tokens.
         drafted = [s for s in sequences if s.remaining > 1]
         self.level.follow(drafted)
@@ -171,10 +171,10 @@ class NestedDrafter(Drafter):
         twin.sampler = s.sampler.rehearsal()
         return _Walk(twin, len(s.prompt) + len(s.output), room)
 
-    def _step(self, walks: list[_Walk], budget: Budget | None) -> None:
+    def _step(self, walks: list[_Walk], limit: NodeLimit | None) -> None:
         """The drafter proposes, the level verifies, and both go on behind what it emitted."""
         twins = [w.twin for w in walks]
-        proposed = self.inner.propose(twins, budget)
+        proposed = self.inner.propose(twins, limit)
         trees = [tree.limited(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
         judged = self.level.judge(twins, trees)
         decided = decide([(tree, logits, t.sampler) for tree, logits, t in zip(trees, judged, twins, strict=True)])

@@ -15,13 +15,13 @@ import torch
 
 from longdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Round
 from longdraft.drafters.eagle3_draft import BoundDraft
-from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import Inputs
 from longdraft.drafters.onepass_block import OnePassBlock
 from longdraft.drafters.onepass_draft import KIND, OnePassDraft
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine.sequence import Sequence
 from longdraft.trees.level import Level
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 # Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
@@ -68,9 +68,9 @@ class OnePassDrafter(Eagle3Drafter):
     def scratch(self) -> int:
         return self.draft.shape.slots - 1
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         # A planner's price is a forward's, which is taken by then whatever the depth.
-        return super().propose(sequences, None if budget is None else replace(budget, price=LEVEL * budget.price))
+        return super().propose(sequences, None if limit is None else replace(limit, price=LEVEL * limit.price))
 
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> OnePassRound:
         return OnePassRound(self, bound, sequences, depth)

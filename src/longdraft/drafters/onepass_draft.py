@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from longdraft.drafters.draft_folder import shape_of
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
+from longdraft.drafts.draft_folder import shape_of
 
 KIND = "onepass"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from longdraft.drafters.draft import Draft
 from longdraft.drafters.tree_drafter import TreeDrafter
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
+from longdraft.drafts.draft import Draft
+from longdraft.engine.event import Event
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View, check_multiples, check_sizes

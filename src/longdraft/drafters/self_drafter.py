@@ -22,16 +22,16 @@ from longdraft.drafters.levels import feed_level
 from longdraft.drafters.self_views import BUDGET, EVERYTHING, self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafters.whole_lm import WholeLM
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.engine.event import Event
+from longdraft.engine.schedule import verify_trees
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.schedule import verify_trees
 from longdraft.views.cache import TrueCache
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
@@ -165,7 +165,7 @@ class SelfDrafter(TreeDrafter):
         return max(self.tree.max_expanded, self.judged) + 1
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         self.follow(sequences)
 
         def lift(level: Level, log_probs: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class SelfDrafter(TreeDrafter):
             return torch.stack([self.agreement(s).lifted(x) for s, x in texts])
 
         drafted, device = _Round(self, sequences), self.runner.device
-        return self.grow(sequences, drafted.expand, self.ids, device, budget, drafted.likeliest, lift)
+        return self.grow(sequences, drafted.expand, self.ids, device, limit, drafted.likeliest, lift)
 
     def agreement(self, sequence: Sequence) -> Agreement:
         """How often it chooses what the target does in a text."""

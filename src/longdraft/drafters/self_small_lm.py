@@ -16,11 +16,11 @@ import torch
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import check_length
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
-from longdraft.events import Event
-from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
-from longdraft.kv.prompt_cache import common_prefix
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.views.compact import PIECE
 

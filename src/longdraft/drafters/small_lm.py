@@ -19,22 +19,22 @@ from weakref import WeakSet
 
 import torch
 
-from longdraft.drafters.draft_folder import is_language_model
-from longdraft.drafters.kinds import Kind, Training, register
 from longdraft.drafters.levels import feed_level
 from longdraft.drafters.retrieving import RetrievingDrafter, given_sizes, retrieval_of
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.drafters.small_lm_gguf import to_gguf
+from longdraft.drafts.draft_folder import is_language_model
+from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError
-from longdraft.events import Event
-from longdraft.host.parts import rotary_module
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import common_prefix
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.store import KVStore
+from longdraft.model.parts import rotary_module
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import tree_kind
 from longdraft.trees.tree import TokenTree
 from longdraft.views.compact import CompactCache, FullCache, TextCache, fresh_room
@@ -162,10 +162,10 @@ class SmallLMDrafter(RetrievingDrafter):
             self._cut(s.slot, common_prefix(self._fed[s.slot], s.tokens[:-1]))
 
     @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         assert self._bound is not None
         drafted, device = _Round(self, self._bound, sequences), self._bound.runner.device
-        return self.grow(sequences, drafted.expand, self._bound.ids, device, budget, drafted.likeliest)
+        return self.grow(sequences, drafted.expand, self._bound.ids, device, limit, drafted.likeliest)
 
     def release(self, sequence: Sequence) -> None:
         self._cut(sequence.slot, 0)

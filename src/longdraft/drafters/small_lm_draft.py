@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.drafters import draft_folder
-from longdraft.drafters.draft import Draft, TrainedDraft
-from longdraft.drafters.draft_folder import DraftFolder
 from longdraft.drafters.whole_lm import WholeLM
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft import Draft, TrainedDraft
+from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.host import companions, small_models
-from longdraft.host.runner import TargetRunner
-from longdraft.host.stored import unpacked
+from longdraft.model import companions, small_models
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import unpacked
 from longdraft.native import Stored
 
 KIND = "small-lm"

@@ -10,8 +10,8 @@ from pathlib import Path
 from longdraft.drafters.small_lm_draft import SmallLMDraft, TrainedLM
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.host.gguf_files import ARCHITECTURES
-from longdraft.host.gguf_writing import Decoder, DraftFile, TargetFile
+from longdraft.model.gguf_files import ARCHITECTURES
+from longdraft.model.gguf_writing import Decoder, DraftFile, TargetFile
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 

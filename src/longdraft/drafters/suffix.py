@@ -12,12 +12,12 @@ from heapq import heappop, heappush
 from itertools import count
 from math import exp, log, log2
 
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.suffixes import END, Earlier, Matches, Suffixes
-from longdraft.events import Event
-from longdraft.kv.prompt_cache import common_prefix
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.prompt_cache import common_prefix
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 # Matches that the unknown counts as: greedy text repeats more of what stands before it than sampled text.
@@ -201,8 +201,8 @@ class SuffixDrafter(Drafter):
                 found[-1].append(token)
         return found
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
-        return [self._propose(s, LEAST if budget is None else LEAST_PLANNED) for s in sequences]
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        return [self._propose(s, LEAST if limit is None else LEAST_PLANNED) for s in sequences]
 
     def _propose(self, s: Sequence, least: float) -> TokenTree:
         """The likeliest paths first, until there are as many nodes as may be, or none is likely enough."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from longdraft.drafters.base import Drafter
 from longdraft.drafters.heads import HeadsDrafter
 from longdraft.drafters.heads_draft import HeadsDraft
 from longdraft.drafters.heads_reuse import PHRASE, PHRASES, ReuseDrafter
 from longdraft.drafters.heads_self import ViewStates
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.united import UnitedDrafter
+from longdraft.engine.drafter import Drafter
 
 # In place of a view: no forward of the target drafts.
 NO_VIEW = "none"

@@ -6,11 +6,11 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from longdraft.drafters.base import Drafter
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import LARGEST, Budget
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.sequence import Sequence
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Expand, Level, Lift, Likeliest
+from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.trees.tree import TokenTree
 
 
@@ -31,7 +31,7 @@ class TreeDrafter(Drafter):
     def samples(self) -> bool:  # type: ignore[override]
         return self.tree.samples
 
-    def follow_budget(self) -> None:
+    def follow_plan(self) -> None:
         """Grows what a planner can size, a chain or an OPT-Tree, unless another tree was asked for."""
         self.tree = self.tree.fit(LARGEST)
 
@@ -41,7 +41,7 @@ class TreeDrafter(Drafter):
         expand: Expand,
         ids: torch.Tensor | None,
         device: torch.device | str,
-        budget: Budget | None,
+        limit: NodeLimit | None,
         likeliest: Likeliest | None = None,
         lift: Lift | None = None,
     ) -> list[TokenTree]:
@@ -49,7 +49,7 @@ class TreeDrafter(Drafter):
 
         Args:
             expand, ids, device, likeliest, lift: the draft, as :meth:`TreeKind.grow` takes them.
-            budget: what the trees may be; None: as the drafter was made.
+            limit: how large the trees may be; None: the sizes that the drafter was made with.
         """
         sampled = not sequences[0].greedy
 
@@ -58,7 +58,7 @@ class TreeDrafter(Drafter):
             rows = zip(samplers, log_probs, tokens, strict=True)
             return torch.stack([sampler.foresee(level.depth, *row) for sampler, *row in rows])
 
-        return self.tree.fit(budget).grow(
+        return self.tree.fit(limit).grow(
             [s.output[-1] for s in sequences],
             expand,
             # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.

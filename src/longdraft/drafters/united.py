@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longdraft.drafters.base import Drafter
-from longdraft.events import Event
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.builders import merged
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
 
@@ -24,7 +24,7 @@ class UnitedDrafter(Drafter):
 
     Args:
         unpaid: asked in every round.
-        paid: asked too; with a budget, for those sequences that it chooses when it sees what the other proposes.
+        paid: asked too; with a limit, for those sequences that it chooses when it sees what the other proposes.
 
     Both see every token; the hidden states and queries that either reads are the paid one's.
     """
@@ -67,9 +67,9 @@ class UnitedDrafter(Drafter):
     def query_window(self) -> int:  # type: ignore[override]
         return self.paid.query_window
 
-    def follow_budget(self) -> None:
-        self.unpaid.follow_budget()
-        self.paid.follow_budget()
+    def follow_plan(self) -> None:
+        self.unpaid.follow_plan()
+        self.paid.follow_plan()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.paid.feature_layers(runner)
@@ -81,10 +81,10 @@ class UnitedDrafter(Drafter):
         self.unpaid.bind(runner, store)
         self.paid.bind(runner, store)
 
-    def propose(self, sequences: list[Sequence], budget: Budget | None = None) -> list[TokenTree]:
-        free = self.unpaid.propose(sequences, budget)
-        chosen = sequences if budget is None else budget.choose(sequences, free)
-        paid = dict(zip((s.index for s in chosen), self.paid.propose(chosen, budget) if chosen else [], strict=True))
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        free = self.unpaid.propose(sequences, limit)
+        chosen = sequences if limit is None else limit.choose(sequences, free)
+        paid = dict(zip((s.index for s in chosen), self.paid.propose(chosen, limit) if chosen else [], strict=True))
         trees = []
         for s, tree in zip(sequences, free, strict=True):
             other = paid.get(s.index) or TokenTree(tree.tokens[:1], (-1,))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.levels import Fed, Inputs
-from longdraft.host.runner import TargetRunner
+from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT

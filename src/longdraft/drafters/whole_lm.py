@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 
-from longdraft.few_rows import MOST
-from longdraft.host.fused import in_place
-from longdraft.host.parts import rotary_module
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
+from longdraft.model.few_rows import MOST
+from longdraft.model.fused import in_place
+from longdraft.model.parts import rotary_module
+from longdraft.model.runner import TargetRunner
 from longdraft.native import DecoderStack, Rows, kernels
 
 # Positions that are computed beyond those that are asked for.

@@ -1,7 +1,5 @@
-"""The engine: the loop that every method is, what it counts, and when sequences end."""
+"""The algorithm: the loop, what goes in (requests, sequences) and out (events, results), acceptance, the sampler,
+the schedules, and the contracts of a drafter and a planner.
 
-from longdraft.engine.loop import PREFILL_CHUNK, Engine
-from longdraft.engine.stats import Result, Stats, Step
-from longdraft.engine.stopping import eos_rule, stop_string_rule
-
-__all__ = ["PREFILL_CHUNK", "Engine", "Result", "Stats", "Step", "eos_rule", "stop_string_rule"]
+May import: trees, views, model, memory, attention.
+"""

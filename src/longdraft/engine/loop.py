@@ -15,17 +15,17 @@ from functools import partial
 
 import torch
 
-from longdraft.drafters.base import Drafter
+from longdraft.engine.accept import accept, decide
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.planner import Plan, Planner
+from longdraft.engine.schedule import Schedule
+from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
-from longdraft.events import Event
-from longdraft.host.runner import NO_TAPS, Taps, TargetRunner
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.planning.planner import Plan, Planner
-from longdraft.sequence import Sequence
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.acceptance import accept, decide
-from longdraft.verify.schedule import Schedule
 
 logger = logging.getLogger("longdraft")
 
@@ -82,7 +82,7 @@ class Engine:
         self._opened = -1
         self._read_last = False
         if planner is not None:
-            self.drafter.follow_budget()
+            self.drafter.follow_plan()
             self.schedule.follow_clock()
             planner.expect(self.drafter)
 
@@ -284,7 +284,7 @@ class Engine:
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """A tree for each sequence: a root alone where it is over as far as its drafter can see, or nothing pays."""
-        budget = None if self._plan is None else self._plan.budget(batch, [self.schedule.length(s) for s in batch])
+        budget = None if self._plan is None else self._plan.node_limit(batch, [self.schedule.length(s) for s in batch])
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         going = [s for s in batch if s.finish_reason is None]
         if budget is not None and not self.drafter.free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from longdraft.streaming import Piece
+from longdraft.engine.streaming import Piece
 
 # Legible on white and on black.
 _DRAFTED = "color: #2e9e4f"

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from longdraft.engine import notebook
-from longdraft.events import Event, Mode
-from longdraft.sequence import FinishReason, Sequence
-from longdraft.streaming import Piece
+from longdraft.engine.event import Event, Mode
+from longdraft.engine.sequence import FinishReason, Sequence
+from longdraft.engine.streaming import Piece
 from longdraft.trees.tree import TokenTree
 
 # Characters of a text that its repr shows.

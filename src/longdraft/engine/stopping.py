@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from longdraft.sequence import FinishReason, Sequence, StopRule
+from longdraft.engine.sequence import FinishReason, Sequence, StopRule
 
 
 def eos_rule(eos: frozenset[int]) -> StopRule:

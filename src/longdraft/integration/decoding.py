@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from longdraft.drafters.base import Drafter
-from longdraft.engine import Engine
-from longdraft.host import support
-from longdraft.host.runner import TargetRunner
+from longdraft.engine import processors
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.draws import StepDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.planner import Planner
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.schedule import Schedule
+from longdraft.engine.sequence import Sequence
 from longdraft.integration import requests
 from longdraft.integration.endings import Endings
 from longdraft.integration.handover import Given
-from longdraft.planning.planner import Planner
-from longdraft.sequence import Sequence
-from longdraft.verify import processors
-from longdraft.verify.draws import StepDraws
-from longdraft.verify.sampling import Sampler
-from longdraft.verify.schedule import Schedule
+from longdraft.model import support
+from longdraft.model.runner import TargetRunner
 
 
 def decode(

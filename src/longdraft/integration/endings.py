@@ -18,8 +18,8 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.errors import CapabilityError
-from longdraft.sequence import FinishReason, Sequence
 
 _OF_A_ROW = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError, reason_of
-from longdraft.host.checkpoints import check_folder, quiet
+from longdraft.model.checkpoints import check_folder, quiet
 
 CODE, DRAFT = "custom_generate", "draft"
 # Of a target's folder, what a model and its tokenizer are read from; weights are linked, the rest is copied.

@@ -1,8 +1,6 @@
-"""Kernels for CPUs in C++, carried by wheels or compiled where they run: few rows times large matrices, or on long KV.
+"""C++ kernels for CPUs: compiled at first use or with the wheel, loaded by ctypes.
 
-torch's own products are made for square work. What a verification does, a handful of rows against everything that is
-in memory, they do at a fraction of what reading that memory takes. Everything has a torch path beside it, which is
-taken where no compiler is found.
+May import: folders, errors.
 """
 
 from longdraft.native.library import Kernels, fits, kernels, missing

@@ -21,16 +21,16 @@ from pathlib import Path
 import torch
 
 from longdraft import native
+from longdraft.engine.schedule import verify_trees
 from longdraft.errors import MemoryBudgetError
 from longdraft.folders import cache_folder
-from longdraft.host.checkpoints import Progress
-from longdraft.host.runner import TargetRunner
-from longdraft.host.stored import is_stored
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
+from longdraft.model.checkpoints import Progress
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import is_stored
 from longdraft.planning.load import Others
 from longdraft.planning.machine import device_name
 from longdraft.trees.tree import TokenTree
-from longdraft.verify.schedule import verify_trees
 
 logger = logging.getLogger(__name__)
 

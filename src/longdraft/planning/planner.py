@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from longdraft.drafters.base import Drafter
-from longdraft.events import Event
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
 from longdraft.planning.chances import Chances, Hope, Worth
 from longdraft.planning.costs import OUTLIER, Costs, CostTable
-from longdraft.sequence import Sequence
-from longdraft.trees.budget import Budget
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 # A draft forward, in plain steps, before one was seen.
@@ -70,13 +70,13 @@ class Planner:
 
 
 class Plan:
-    """Plans the rounds of one run: each asks for a budget, then what is worth verifying, and says how it went."""
+    """Plans the rounds of one run: each asks for a node limit, then what is worth verifying, and says how it went."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._costs = planner, planner.costs
         self._worth: dict[int, Worth] = {}  # of each text
 
-    def budget(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int] | None = None) -> Budget:
+    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int] | None = None) -> NodeLimit:
         """What this round's trees may be.
 
         Args:
@@ -96,7 +96,7 @@ class Plan:
         self._drafting = 0.0
         # A level more: its forward, and a row more of the verification.
         level = len(sequences) * planner.forward + self._row()
-        return Budget(round(planner.nodes) + 2, level * planner.rate, self._choose)
+        return NodeLimit(round(planner.nodes) + 2, level * planner.rate, self._choose)
 
     def _verification(self, rows: int) -> float:
         """Seconds of this round's forward with so many rows of each text."""

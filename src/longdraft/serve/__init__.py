@@ -1,1 +1,4 @@
-"""``longdraft serve``: the OpenAI API in front of the engine."""
+"""A server that speaks OpenAI's API.
+
+May import: everything but the command line.
+"""

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from longdraft.engine import Result, Step
-from longdraft.request import Request
+from longdraft.engine.request import Request
+from longdraft.engine.stats import Result, Step
+from longdraft.engine.streaming import Detokenizer
 from longdraft.serve.processors import LogProbs, Processor
 from longdraft.serve.worker import Again, Ticket, Told, Worker
-from longdraft.streaming import Detokenizer
 
 Decode = Callable[[list[int]], str]
 # Why an answer ended, as OpenAI says it.

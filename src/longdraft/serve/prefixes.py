@@ -1,6 +1,6 @@
-"""Prompts that survive a restart: what slots hold, written to disk while nobody is decoded, and read where it helps.
+"""Prompts that survive a restart: slots are written to disk while the server is idle, and read where they help.
 
-A file is a snapshot (:mod:`longdraft.kv.snapshot`), written under another name and renamed, so that a process that is
+A file is a snapshot (:mod:`longdraft.memory.snapshot`), written under another name and renamed, so that a process
 killed at any moment leaves no half of one. Which tokens each file holds is read at the start; its keys and values when
 a prompt begins like it.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
-from longdraft.kv import snapshot
-from longdraft.kv.prompt_cache import PromptCache, common_prefix, packed
+from longdraft.memory import snapshot
+from longdraft.memory.prompt_cache import PromptCache, common_prefix, packed
 
 logger = logging.getLogger("longdraft")
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from longdraft.host.chat import conversation, encode
-from longdraft.kv.prompt_cache import PromptCache
-from longdraft.request import Request
+from longdraft.engine.request import Request
+from longdraft.engine.sampler import Sampling
+from longdraft.engine.session import Session
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.chat import conversation, encode
 from longdraft.serve import schema
 from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError
@@ -19,9 +21,7 @@ from longdraft.serve.metrics import Metrics
 from longdraft.serve.processors import Bias, Penalties, Processor
 from longdraft.serve.settings import Settings
 from longdraft.serve.worker import Worker
-from longdraft.session import Session
 from longdraft.speculator import Speculator
-from longdraft.verify.sampling import Sampling
 
 
 class Service:

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from longdraft.engine import Result, Step
+from longdraft.engine.request import Request
+from longdraft.engine.session import Session
+from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError
-from longdraft.request import Request
-from longdraft.session import Session
 
 logger = logging.getLogger("longdraft")
 

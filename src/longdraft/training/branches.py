@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from longdraft import native
 from longdraft.attention.block import Block
-from longdraft.host.hosting import Hosted
-from longdraft.host.runner import TargetRunner, not_a_number
-from longdraft.kv import memory
-from longdraft.kv.store import KVShape, turned_rows
+from longdraft.memory import sizes
+from longdraft.memory.store import KVShape, turned_rows
+from longdraft.model.hosting import Hosted
+from longdraft.model.runner import TargetRunner, not_a_number
 
 # Tokens of a passage that go through the head at a time, for what the target would have said in their place.
 CHUNK = 512
@@ -65,7 +65,7 @@ class BranchStore:
     def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
         self.shape, self.per_passage = shape, per_passage
         rows = passages * per_passage
-        memory.require(shape.bytes_per_token * rows * capacity, device, f"The KV of {rows} answers")
+        sizes.require(shape.bytes_per_token * rows * capacity, device, f"The KV of {rows} answers")
         size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
         self.keys = turned_rows(size, shape.dtype, device)
         # Zeros: torch multiplies rows that are not there yet by 0 (see continued), which a NaN would outlive.

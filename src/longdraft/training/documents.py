@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from longdraft.errors import CheckpointError, LongdraftError, PromptError
-from longdraft.host.chat import encode
+from longdraft.model.chat import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,10 +21,10 @@ import torch
 from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import KIND, THETA, stretched, usual_layers
-from longdraft.drafters.kinds import kind_of
+from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.host.parts import SharedParts
-from longdraft.host.rotary import Rotary, yarn
+from longdraft.model.parts import SharedParts
+from longdraft.model.rotary import Rotary, yarn
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import common_prefix
-from longdraft.kv.store import KVStore
+from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 
 CHUNK = 1024

@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import CheckpointError, ContextError
-from longdraft.host.chat import chat_prompt, follow_up
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.prompt_cache import common_prefix
+from longdraft.memory.prompt_cache import common_prefix
+from longdraft.model.chat import chat_prompt, follow_up
+from longdraft.model.runner import TargetRunner
 from longdraft.training.branches import Branches, Said, sample
 from longdraft.training.kept_features import KeptFeatures
 from longdraft.training.prompts import Ask

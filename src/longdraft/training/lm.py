@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from longdraft.drafters.small_lm_draft import KIND, TrainedLM
-from longdraft.host import small_models
-from longdraft.host.parts import SharedParts
+from longdraft.model import small_models
+from longdraft.model.parts import SharedParts
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import by_text
@@ -31,7 +31,7 @@ class LmTrainee(Trainee):
     """The decoder with what it borrows from the target. The decoder alone has parameters.
 
     Args:
-        decoder: as :func:`longdraft.host.small_models.decoder` makes it.
+        decoder: as :func:`longdraft.model.small_models.decoder` makes it.
         kept, distill, head_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them.
     """
 

@@ -9,7 +9,7 @@ import torch
 
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.longspec_draft import KIND, LongSpecDraft, check_rotary
-from longdraft.host.parts import SharedParts
+from longdraft.model.parts import SharedParts
 from longdraft.training import liger
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 
 import torch
 
-from longdraft.drafters import draft_folder
 from longdraft.drafters.eagle3_block import Eagle3Block
 from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
 from longdraft.drafters.onepass_draft import KIND, OnePassDraft
+from longdraft.drafts import draft_folder
 from longdraft.errors import ConfigError
 from longdraft.training import eagle3
 from longdraft.training.config import OnePassConfig

@@ -23,10 +23,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from longdraft.drafters import draft_folder
+from longdraft.drafts import draft_folder
 from longdraft.errors import PromptError
-from longdraft.host.loading import load
-from longdraft.host.runner import TargetRunner
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents

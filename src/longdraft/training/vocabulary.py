@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from longdraft.host.stored import unpacked
+from longdraft.model.stored import unpacked
 from longdraft.native import Stored
 from longdraft.training.documents import Document
 

@@ -1,0 +1,4 @@
+"""Token trees: one class, a file for each way to grow them, and their masks.
+
+May import: model, memory, attention.
+"""

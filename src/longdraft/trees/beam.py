@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longdraft.trees.budget import Budget
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.opt import Opt
 
 # LongSpec, section 4.1.
@@ -60,5 +60,5 @@ class Beam(TreeKind):
         sampled = self.sampled_widths and self.sampled_widths[:depth]
         return replace(self, widths=self.widths[:depth], sampled_widths=sampled)
 
-    def _fit(self, budget: Budget) -> Opt:
-        return Opt.instead_of(self, budget)
+    def _fit(self, limit: NodeLimit) -> Opt:
+        return Opt.instead_of(self, limit)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log
 
-from longdraft.trees.budget import Budget
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
+from longdraft.trees.node_limit import NodeLimit
 
 # Tokens of a chain where nobody says otherwise (MagicDec's gamma), and where a planner ends it, at most.
 LENGTH, LONGEST = 4, 12
@@ -53,6 +53,6 @@ class Chain(TreeKind):
     def limited(self, depth: int) -> Chain:
         return replace(self, depth=min(self.depth, depth))
 
-    def _fit(self, budget: Budget) -> Chain:
+    def _fit(self, limit: NodeLimit) -> Chain:
         """As long as it pays to go on."""
-        return replace(self, depth=max(1, min(LONGEST, budget.nodes)), price=budget.price)
+        return replace(self, depth=max(1, min(LONGEST, limit.nodes)), price=limit.price)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longdraft.trees.budget import Budget
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.opt import Opt
 
 # The papers' 60 nodes count the root, which ``nodes`` does not.
@@ -58,5 +58,5 @@ class Dynamic(TreeKind):
     def limited(self, depth: int) -> Dynamic:
         return replace(self, depth=min(self.depth, depth))
 
-    def _fit(self, budget: Budget) -> Opt:
-        return Opt.instead_of(self, budget)
+    def _fit(self, limit: NodeLimit) -> Opt:
+        return Opt.instead_of(self, limit)

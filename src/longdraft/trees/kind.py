@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from longdraft.trees.budget import Budget
 from longdraft.trees.draft_sampler import DraftSampler
 from longdraft.trees.level import Expand, Foresee, Growth, Lift, Likeliest, Scored, root_level, to_trees
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
 
@@ -58,11 +58,11 @@ class TreeKind(ABC):
         """The same kind with at most ``depth`` levels."""
 
     @abstractmethod
-    def _fit(self, budget: Budget) -> TreeKind: ...
+    def _fit(self, limit: NodeLimit) -> TreeKind: ...
 
-    def fit(self, budget: Budget | None) -> TreeKind:
-        """The tree to grow within a planner's budget: this one where there is none, or where the user asked for it."""
-        return self if budget is None or self.asked else self._fit(budget)
+    def fit(self, limit: NodeLimit | None) -> TreeKind:
+        """The tree to grow within a planner's limit; this one if there is none, or if the user asked for it."""
+        return self if limit is None or self.asked else self._fit(limit)
 
     def grow(
         self,

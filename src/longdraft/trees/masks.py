@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from longdraft.attention.block import Block
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
 from longdraft.trees.level import Level
 from longdraft.trees.tree import TokenTree
 

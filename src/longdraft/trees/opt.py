@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.trees.budget import Budget
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
+from longdraft.trees.node_limit import NodeLimit
 
 # SpecExtend, appendix D.
 NODES, DEPTH, THRESHOLD = 50, 10, 0.7
@@ -43,9 +43,9 @@ class Opt(TreeKind):
     top_k: int = TOP_K
 
     @classmethod
-    def instead_of(cls, tree: TreeKind, budget: Budget) -> Opt:
+    def instead_of(cls, tree: TreeKind, limit: NodeLimit) -> Opt:
         """The one that a planner grows for another tree: no deeper, and of no more nodes."""
-        return cls(depth=tree.depth, nodes=min(tree.max_nodes, NODES))._fit(budget)
+        return cls(depth=tree.depth, nodes=min(tree.max_nodes, NODES))._fit(limit)
 
     @property
     def candidates(self) -> int:
@@ -87,6 +87,6 @@ class Opt(TreeKind):
     def limited(self, depth: int) -> Opt:
         return replace(self, depth=min(self.depth, depth))
 
-    def _fit(self, budget: Budget) -> Opt:
-        """As large as the budget allows, and as deep as pays."""
-        return replace(self, nodes=max(1, min(self.nodes, budget.nodes)), threshold=budget.price)
+    def _fit(self, limit: NodeLimit) -> Opt:
+        """As large as the limit allows, and as deep as pays."""
+        return replace(self, nodes=max(1, min(self.nodes, limit.nodes)), threshold=limit.price)

@@ -1,6 +1,6 @@
 """Static tree of sampled tokens: a node's children are sampled from what the draft says follows it.
 
-The tree remembers the draft distribution, and the target may accept by it (:mod:`longdraft.verify.residual`). The shape
+The tree remembers the draft distribution, and the target may accept by it (:mod:`longdraft.engine.residual`). The shape
 depends on nothing that was sampled, or the distribution would not be the true one any more.
 """
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
-from longdraft.trees.budget import Budget
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.opt import Opt
 
 # TokenSwift, but for its first level, which is the target's own token.
@@ -49,5 +49,5 @@ class Static(TreeKind):
     def limited(self, depth: int) -> Static:
         return replace(self, widths=self.widths[:depth])
 
-    def _fit(self, budget: Budget) -> Opt:
-        return Opt.instead_of(self, budget)
+    def _fit(self, limit: NodeLimit) -> Opt:
+        return Opt.instead_of(self, limit)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
 from longdraft.native.scaled import KeptRows
 from longdraft.native.views import BY_SUMMARIES
 from longdraft.views.copied import Copied, gather

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from longdraft.host.rotation import KeyRotation
-from longdraft.host.runner import TargetRunner
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
+from longdraft.model.rotation import KeyRotation
+from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import ViewCache
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval

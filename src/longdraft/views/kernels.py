@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.kv.packed_store import PackedStore
-from longdraft.kv.store import KVStore
+from longdraft.memory.packed_store import PackedStore
+from longdraft.memory.store import KVStore
 from longdraft.native import kernels
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.views import ViewKernels

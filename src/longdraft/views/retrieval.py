@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.kv.store import KVStore
+from longdraft.memory.store import KVStore
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
 from longdraft.views.view import View

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.host.rotation import turned
-from longdraft.kv.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.rotation import turned
 from longdraft.views.cache import Queries, TrueCache
 from longdraft.views.copied import Copied, gather
 from longdraft.views.retrieval import Retrieval

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.kv.store import KVStore, turned_rows
+from longdraft.memory.store import KVStore, turned_rows
 from longdraft.views.kernels import view_kernels
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from longdraft.attention import hybrid
 from longdraft.attention.transfer import on_device
-from longdraft.kv.store import KVShape
+from longdraft.memory.store import KVShape
 
 # Rows beside the window: it moves once in so many tokens.
 SPARE = 256

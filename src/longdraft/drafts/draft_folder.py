@@ -1,0 +1,308 @@
+"""Draft folders: ``config.json`` and ``model.safetensors``, written and read, and the check of whose they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from longdraft.drafts import tensor_files
+from longdraft.drafts.tensor_files import WEIGHTS
+from longdraft.errors import CheckpointError
+from longdraft.folders import is_gguf
+
+FORMAT = 1
+CONFIG = "config.json"
+# The table of a draft's own vocabulary: target id - draft id, for each draft id.
+OFFSETS = "d2t"
+# How configurations of transformers name what ours name otherwise.
+PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+# How tensors tell the drafts that others publish, most of them with the configuration of a whole Llama: EAGLE-3 norms
+# what it joins, LongSpec attends twice, EAGLE-1 and -2 have a layer of their own before the decoder's.
+_TOLD_BY = {r"(.*\.)?hidden_norm\..*": "eagle3", r".*cross_attn.*": "longspec", r"(\w*model\.)*fc\.weight": "eagle"}
+# Names that an error spells out before it only counts.
+_SHOWN = 6
+
+logger = logging.getLogger("longdraft")
+Shape = TypeVar("Shape")
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """What a draft folder holds.
+
+    Attributes:
+        kind: the drafter that reads it, e.g. "longspec".
+        config: sizes and settings, JSON.
+        tensors: name -> tensor, on the CPU.
+        target: what the draft was made for, as :func:`longdraft.model.parts.describe` gives it; empty if unknown.
+    """
+
+    kind: str
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    target: dict[str, Any] = field(default_factory=dict)
+
+
+def trained(
+    kind: str,
+    config: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    kept: torch.Tensor | None,
+    target: Mapping[str, Any],
+) -> DraftFolder:
+    """A draft that has just been trained, as its folder holds it: in bfloat16, with the table of its vocabulary.
+
+    Args:
+        kept: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
+        target: its description.
+    """
+    tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
+    if kept is not None:
+        tensors[OFFSETS] = kept - torch.arange(len(kept))
+    described = {"draft_vocab_size": None if kept is None else len(kept), **config}
+    return DraftFolder(kind, described, tensors, dict(target))
+
+
+def save(folder: Path | str, draft: DraftFolder) -> None:
+    """Writes a draft folder; each file appears whole or not at all.
+
+    Raises:
+        CheckpointError: when it cannot be written (no space, no permission).
+    """
+    config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
+    write(folder, config, draft.tensors)
+
+
+def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes config.json and model.safetensors, in whatever layout; each file appears whole or not at all.
+
+    Raises:
+        CheckpointError: when they cannot be written (no space, no permission).
+    """
+    folder = Path(folder)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{WEIGHTS}.part"
+        save_file(tensors, part, metadata={"format": "pt"})
+        weights = part
+        part = folder / f".{CONFIG}.part"
+        part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # safetensors lets the owner alone read what it writes; a draft is as readable as any file of the folder.
+        weights.chmod(part.stat().st_mode)
+        weights.replace(folder / WEIGHTS)
+        part.replace(folder / CONFIG)
+    except (OSError, SafetensorError) as error:
+        for name in (WEIGHTS, CONFIG):
+            (folder / f".{name}.part").unlink(missing_ok=True)
+        raise CheckpointError(f"Could not write the draft to {folder}: {error}") from error
+
+
+def is_draft_folder(path: Path | str) -> bool:
+    """Whether a folder with a config.json is there."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def kind(folder: Path | str) -> str:
+    """Which drafter reads a folder; empty where neither config.json nor the tensors say it, as for language models.
+
+    Raises:
+        CheckpointError: no such folder, no or broken config.json; missing or truncated weights where they have to tell.
+    """
+    return "" if is_gguf(folder) else _kind(read_config(folder), folder)
+
+
+def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
+    """Folders that others publish are told by what was written into config.json, or by their tensors."""
+    if "drafter" in config or config.get("speculators_model_type"):
+        return str(config.get("drafter") or config["speculators_model_type"])
+    if "longdraft_format" in config:
+        return ""
+    if "eagle3" in str(config.get("architectures")).lower():
+        return "eagle3"
+    names = list(tensor_files.names(folder))
+    return next((kind for told, kind in _TOLD_BY.items() if any(re.fullmatch(told, name) for name in names)), "")
+
+
+def is_language_model(folder: Path | str) -> bool:
+    """Whether a folder that names no kind is a model of transformers, which drafts as it is; a GGUF file always is.
+
+    Raises:
+        CheckpointError: no such folder, no or broken config.json.
+    """
+    if is_gguf(folder):
+        return True
+    config = read_config(folder)
+    return "longdraft_format" not in config and bool(config.get("model_type") or config.get("architectures"))
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """A folder's config.json.
+
+    Raises:
+        CheckpointError: no such folder, no or broken config.json.
+    """
+    folder = Path(folder)
+    if is_gguf(folder) and folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a GGUF file: a language model of its own, which drafts with small-lm and the methods that "
+            "take such drafts (`longdraft methods`)."
+        )
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: a draft is the folder that it lies in, {folder.parent}.")
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no draft folder {folder}.")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {CONFIG}: {_of_a_run(folder) or 'is it a draft folder?'}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}. Copy the draft again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} holds no JSON object: is it a draft folder?")
+    return config
+
+
+def _of_a_run(folder: Path) -> str:
+    """Where the draft lies of a training run whose folder, or whose checkpoint, was named; empty: it is of none."""
+    for run in (folder, *folder.absolute().parents[:2]):
+        if (run / "checkpoints").is_dir():
+            found = [run / name for name in ("best", "last") if is_draft_folder(run / name)]
+            kind = "a training run" if run == folder else "a checkpoint of a training run"
+            return (
+                f"it is {kind}, whose draft is in {found[0]}."
+                if found
+                else f"it is {kind} that has saved no draft yet."
+            )
+    return ""
+
+
+def load(folder: Path | str) -> DraftFolder:
+    """Reads a draft folder.
+
+    Raises:
+        CheckpointError: no such folder, no or broken config.json, missing or truncated weights.
+    """
+    config = read_config(folder)
+    tensors = tensor_files.read(folder)
+    found = _kind(config, folder)
+    config.pop("drafter", None)
+    return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
+
+
+def shape_of(
+    kind: type[Shape], config: Mapping[str, Any], folder: Path | str, label: str, names: Mapping[str, str] | None = None
+) -> Shape:
+    """A module's sizes, a dataclass of positive numbers and flags, from a config.json.
+
+    Args:
+        label: of the kind of draft, for messages: "LongSpec". names: how config.json calls what ours calls otherwise.
+
+    Raises:
+        CheckpointError: naming what is missing, or has no value that could be right.
+    """
+    given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
+    known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
+    if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
+        article = "an" if label[0] in "AEIaei" else "a"
+        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it {article} {label} draft?")
+    flags = {f: bool(x) for f, x in known.items() if f.type in ("bool", bool)}
+    wrong = [
+        given[f]
+        for f, x in known.items()
+        if f not in flags and (not isinstance(x, int | float) or x <= 0 or (f.type in ("int", int) and x % 1))
+    ]
+    if wrong:
+        raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
+    return kind(**{f.name: x for f, x in {**known, **flags}.items()})
+
+
+def filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A published configuration with the sizes that transformers fills in where they are left out."""
+    found, heads = dict(config), config.get("num_attention_heads")
+    if heads and not found.get("num_key_value_heads"):
+        found["num_key_value_heads"] = heads
+    if heads and not found.get("head_dim") and found.get("hidden_size"):
+        found["head_dim"] = found["hidden_size"] // heads
+    return found
+
+
+def check_tensors(
+    tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size], folder: Path | str, kind: str
+) -> None:
+    """Compares a draft's tensors with what its sizes ask for.
+
+    Args:
+        kind: of draft, for the message: "LongSpec".
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected or of a wrong shape.
+    """
+    wrong = [
+        f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(size)}"
+        for name, size in sizes.items()
+        if name in tensors and tensors[name].shape != size
+    ]
+    kinds = {
+        "missing": [name for name in sizes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in sizes],
+        "of a wrong shape": wrong,
+    }
+    found = [f"{problem}: {_named(names)}" for problem, names in kinds.items() if names]
+    if found:
+        raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. " + "; ".join(found) + ".")
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
+    """Refuses a draft that was made for another target.
+
+    A target of the same shape and vocabulary with other weights (another fine-tune, another quantisation) is
+    allowed: output stays exact whatever a draft proposes. It is logged, for acceptance may suffer.
+
+    Raises:
+        CheckpointError: saying what differs.
+    """
+    differing = [
+        f"{key} {made_for[key]} (this target: {target.get(key)})"
+        for key in made_for
+        if key != "weights" and made_for[key] != target.get(key)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"The draft in {folder} was made for another target: {', '.join(differing)}. "
+            "Load the target it was trained with, or train one for this target: longdraft train."
+        )
+    if "weights" in made_for and made_for["weights"] != target.get("weights"):
+        logger.warning(
+            "The draft in %s was trained with other weights of this architecture: output stays exact, acceptance may "
+            "be lower.",
+            folder,
+        )
+
+
+def retrieval_layer(folder: Path) -> int | None:
+    """The target's layer by whose attention chunks are best retrieved, where a draft's folder names one.
+
+    Raises:
+        CheckpointError: it names something else.
+    """
+    if not folder.is_dir():
+        return None
+    found = read_config(folder).get("retrieval_layer")
+    if found is not None and (type(found) is not int or found < 0):
+        raise CheckpointError(f"{CONFIG} of {folder}: retrieval_layer must be a layer's number from 0 on, or left out.")
+    return found

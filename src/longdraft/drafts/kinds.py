@@ -1,0 +1,100 @@
+"""The kinds of trained drafts. A kind registers itself in its own file; everything else looks it up here."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longdraft.drafts import draft_folder, shipped
+from longdraft.drafts.draft import Draft
+from longdraft.engine.drafter import Drafter
+from longdraft.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Training:
+    """How drafts of a kind are trained, for ``longdraft train``.
+
+    Training is an extra that takes seconds to load, so both parts may be given as "module:name".
+
+    Attributes:
+        settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
+        run: (settings, progress, stop) -> a report a step; see :mod:`longdraft.training.session`.
+        summary: what the command does, for its help.
+        command: its name; empty: the kind's.
+    """
+
+    settings: str | type[Any]
+    run: str | Callable[..., Iterator[Any]]
+    summary: str
+    command: str = ""
+
+    def load_settings(self) -> type[Any]:
+        """The class of the settings."""
+        return self.settings if isinstance(self.settings, type) else pkgutil.resolve_name(self.settings)
+
+    def load_run(self) -> Callable[..., Iterator[Any]]:
+        """The recipe."""
+        return pkgutil.resolve_name(self.run) if isinstance(self.run, str) else self.run
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of trained draft, and the method of its name.
+
+    Attributes:
+        name: what draft folders call it, and users the method.
+        load: reads a folder of it.
+        drafter: builds a drafter from keyword options; ``draft`` is one of them.
+        summary, paper: of the method, for the list of methods.
+        training: how one is trained; None: not by ``longdraft train``.
+        claims: whether a folder that names no kind, neither in config.json nor by its tensors, is of this one.
+        layouts: what writes a draft for other programs, by the layout's name.
+    """
+
+    name: str
+    load: Callable[[Path | str], Draft[Any]]
+    drafter: Callable[..., Drafter]
+    summary: str
+    paper: str = ""
+    training: Training | None = None
+    claims: Callable[[Path | str], bool] | None = None
+    layouts: Mapping[str, Callable[..., list[str]]] = field(default_factory=dict)
+
+    @property
+    def shipped(self) -> bool:
+        """Whether a draft of this kind comes with the package."""
+        return any(draft_folder.kind(folder) == self.name for folder in shipped.folders())
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def register(kind: Kind) -> Kind:
+    """Makes a kind known; one of the same name is replaced. With a method of its own: :func:`longdraft.register`."""
+    KINDS[kind.name] = kind
+    return kind
+
+
+def kind_of(folder: Path | str) -> Kind:
+    """The kind of draft that a folder holds.
+
+    Raises:
+        CheckpointError: not a draft folder, or one of a kind that is not known.
+    """
+    name = draft_folder.kind(folder)
+    if name:
+        found = KINDS.get(name)
+    else:
+        found = next((kind for kind in KINDS.values() if kind.claims is not None and kind.claims(folder)), None)
+    if found is None:
+        if not name:
+            raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/eagle3.md for the layouts.")
+        raise CheckpointError(
+            f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. Where a file of "
+            "yours registers it, run that first (--load FILE)."
+        )
+    return found

@@ -1,0 +1,238 @@
+"""The sampler: the one place where the target's distribution is processed and a token chosen from it.
+
+The processors are transformers' own, so a setting means here what it means in ``generate``. They are evaluated
+with the full text up to the node in question, so penalties and bans see the node's own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from longdraft.arguments import answering_class, check_number, whole
+from longdraft.engine import processors as row_processors
+from longdraft.engine.draws import Draws, OwnDraws
+from longdraft.errors import values_checked
+from longdraft.trees.draft_sampler import DraftSampler
+
+# Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Processors that look at scores alone: what they make of a draft's likeliest tokens is about what they make of all.
+_BY_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_TINY = 1e-30  # for a random number of 0
+
+
+class RecentPenalty(LogitsProcessor):
+    """transformers' repetition penalty, for the last tokens of the text alone (TokenSwift's contextual penalty).
+
+    Args:
+        penalty: above 1 makes them less likely. window: how many tokens count, those of the prompt among them.
+    """
+
+    def __init__(self, penalty: float, window: int) -> None:
+        self._penalty, self._window = RepetitionPenaltyLogitsProcessor(penalty), window
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._penalty(input_ids[:, -self._window :], scores)
+        return found
+
+
+@answering_class
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's distribution is processed.
+
+    Attributes:
+        temperature: 0 is greedy; 1 is the model's own distribution.
+        top_k: sample from so many tokens, the most probable; None and 0: from all.
+        top_p: from the fewest tokens that have this probability together, above 0 and at most 1.
+        min_p: from tokens with at least this share of the best one's probability, 0 to 1.
+        repetition_penalty: above 1 makes tokens of the text less likely, below 1 more.
+        repetition_window: the penalty is for tokens among the last so many of the text; None: for all of it.
+
+    Raises:
+        RequestError: a value of a wrong kind or outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repetition_window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if value is not None or name == "temperature":
+                check_number(name, value)
+        with values_checked():
+            self._check()
+
+    def _check(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        # transformers checks what it builds; at these values nothing would be built, so nothing would complain.
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie above 0 and be at most 1, got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
+        if self.top_k is not None:
+            whole("top_k", self.top_k, 0)
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must lie above 0, got {self.repetition_penalty}")
+        if self.repetition_window is not None:
+            whole("repetition_window", self.repetition_window, 1)
+            if self.repetition_penalty is None:
+                raise ValueError("repetition_window says where repetition_penalty counts: give that too")
+        self.processors()  # refuses bad values now rather than after the prefill
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def processors(self, first: Iterable[Processor] = ()) -> LogitsProcessorList:
+        """The processors in the order that ``generate`` applies them, behind a request's own."""
+        processors = LogitsProcessorList(first)
+        if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
+            if self.repetition_window is None:
+                processors.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+            else:
+                processors.append(RecentPenalty(self.repetition_penalty, self.repetition_window))
+        if self.greedy:
+            return processors
+        if self.temperature != 1.0:
+            processors.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            processors.append(TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1.0:
+            processors.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            processors.append(MinPLogitsWarper(self.min_p))
+        return processors
+
+
+@dataclass
+class Sampler:
+    """Decides one token from the target's logits at a node.
+
+    It is called once for every emitted token, in order. So a stateful processor sees just the calls that plain
+    decoding would make, and a seed gives the same text whatever was drafted.
+
+    Attributes:
+        greedy: take the most probable token instead of drawing.
+        processors: applied to the logits first; empty for the plain distribution.
+        draws: the random numbers; by default from torch's global generator.
+    """
+
+    greedy: bool
+    processors: LogitsProcessorList
+    draws: Draws = field(default_factory=lambda: OwnDraws(None))
+
+    @property
+    def plain_greedy(self) -> bool:
+        """True when every node's token is the argmax of its logits, whatever the path."""
+        return self.greedy and len(self.processors) == 0
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the random numbers of coming samples can be told."""
+        return not self.greedy and self.draws.ahead(0) is not None
+
+    def rehearsal(self) -> Sampler:
+        """A sampler that chooses what this one will choose wherever the logits are the same, and leaves it as it is.
+
+        Both use the same random numbers: a multinomial sample is the argmax of p / e with one exponential e a token,
+        and the e are the same. So from two similar distributions both mostly choose the same token.
+        """
+        if self.greedy:
+            return Sampler(True, row_processors.copies(self.processors))
+        return Sampler(False, row_processors.copies(self.processors), self.draws.rehearsal())
+
+    def foresee(self, count: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """How likely each of some tokens is the one that will be sampled behind the next ``count``, as a draft sees it.
+
+        The random numbers of that sample are known, so that a draft which says what the target says knows the token.
+
+        Args:
+            log_probs: (..., K), the draft's, of its likeliest tokens (..., K).
+
+        Returns:
+            (..., K) log-probabilities; those of the draft where no numbers can be told.
+        """
+        numbers = self.draws.ahead(count) if self.foresees else None
+        if numbers is None:
+            return log_probs
+        scores = log_probs.reshape(-1, log_probs.shape[-1])
+        for processor in self.processors:
+            if isinstance(processor, _BY_SCORES):
+                scores = processor(tokens.reshape_as(scores), scores)
+        return (scores.view_as(log_probs) - numbers[tokens].clamp_min(_TINY).log()).log_softmax(-1)
+
+    def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
+        """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
+
+        Its random numbers follow from the next ones of this sampler, which stay as they are: a seed fixes both.
+
+        Args:
+            text: gives the (n,) token ids so far, on the device where logits are. vocabulary: of the target.
+            number: of the sequence: several may share a generator.
+        """
+        twin = self.rehearsal()
+        generator = twin.draws.generator
+        assert generator is not None, "greedy tokens are not sampled"
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        own = torch.Generator(text().device)
+        own.manual_seed(seed + number)
+        return DraftSampler(twin.processors if len(twin.processors) else None, own, text, vocabulary)
+
+    def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+        """Args:
+        text: (n,) token ids from the prompt's first to the node.
+        logits: (vocabulary,) the target's raw logits at the node.
+        """
+        if self.greedy:
+            return int(self._scores(text, logits).argmax())
+        return self.draws.sample(self.distribution(text, logits))
+
+    def samples(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+        """What :meth:`sample` would say at each of several nodes, without waiting for the device.
+
+        Args:
+            logits: (n, vocabulary) of the nodes. depths: of each, how many tokens are sampled before its own.
+
+        Returns:
+            (n,) token ids; None where they depend on more than logits and random numbers that can be told. Who samples
+            by them says so (:meth:`Draws.took`).
+        """
+        # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
+        if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):
+            return None
+        if not self.foresees:
+            return None
+        numbers = [x for x in map(self.draws.ahead, range(max(depths) + 1)) if x is not None]
+        scores = logits.float()
+        for processor in self.processors:
+            scores = processor(None, scores)
+        return (scores.softmax(-1) / torch.stack([numbers[depth] for depth in depths])).argmax(-1)
+
+    def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """(vocabulary,) the processed probabilities; arguments as of :meth:`sample`."""
+        return torch.softmax(self._scores(text, logits), dim=-1)
+
+    def _scores(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        scores = logits[None].float()
+        if len(self.processors):
+            scores = self.processors(text[None], scores.clone())
+        return scores[0]

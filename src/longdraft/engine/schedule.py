@@ -1,0 +1,157 @@
+"""Schedules: what verifies a round's trees. The default verifies each on the whole cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+
+from longdraft.engine.accept import Accepted
+from longdraft.engine.event import Event, Mode
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.trees.masks import tree_block
+from longdraft.trees.tree import TokenTree
+from longdraft.views.view import View
+
+
+@dataclass
+class Verified:
+    """A tree with the target's word on it.
+
+    Attributes:
+        sequence: the batch's own. drafted: what was drafted for it.
+        tree: what the walk goes down. walker: the sequence that goes along, whose last token is the tree's root and
+            whose sampler decides.
+        logits: (at least tree.size, vocabulary), the target's.
+        mode: what the logits were computed on.
+        queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE; the layers that
+            :meth:`Schedule.open` was told.
+    """
+
+    sequence: Sequence
+    drafted: TokenTree
+    tree: TokenTree
+    walker: Sequence
+    logits: torch.Tensor
+    mode: Mode = "full"
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def event(self, accepted: Accepted) -> Event:
+        """What came of it where all that was accepted is final."""
+        node = accepted.path[-1]
+        return Event(
+            self.walker,
+            self.drafted,
+            accepted.from_draft,
+            accepted.path,
+            accepted.tokens,
+            accepted.from_draft,
+            self.mode,
+            {layer: q[:, node : node + 1] for layer, q in self.queries.items()},
+            came=accepted.tokens,
+        )
+
+
+class Schedule:
+    """Verifies every tree on the whole cache: exact, whatever is drafted.
+
+    Attributes:
+        exact: whether what is emitted is what the target alone would have emitted.
+    """
+
+    exact = True
+
+    views: tuple[View, ...] = ()
+    """What partial verifications see of longer texts; none: every verification sees all."""
+
+    def extra_rows(self, max_nodes: int) -> int:
+        """Rows that a slot needs behind prompt, output and tree."""
+        return 0
+
+    def open(
+        self,
+        runner: TargetRunner,
+        store: KVStore,
+        max_nodes: int,
+        query_layers: tuple[int, ...] = (),
+    ) -> None:
+        """Told before anything else, and again when the store has been replaced.
+
+        Args:
+            max_nodes: most drafted nodes of a tree.
+            query_layers: layers of the target whose queries every :class:`Verified` shall bring.
+
+        Raises:
+            MemoryBudgetError: what it needs beside the store does not fit.
+        """
+        self.runner, self.store, self.query_layers = runner, store, query_layers
+
+    def seen(self, sequence: Sequence) -> Sequence:
+        """The sequence as its drafter sees it."""
+        return sequence
+
+    def length(self, sequence: Sequence) -> int:
+        """Rows of KV that a round reads of a sequence, as a rule."""
+        return len(sequence.prompt) + len(sequence.output)
+
+    def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
+        """The target's logits for a tree of each sequence, none of them committed.
+
+        Args:
+            trees: rooted at the last token of :meth:`seen`.
+        """
+        out = self.forward(trees, sequences, Taps(queries=self.query_layers))
+        assert out.logits is not None
+        return [
+            Verified(s, tree, tree, s, out.logits[b], queries=self.queries(out, b))
+            for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
+        ]
+
+    def queries(self, out: TargetOutput, b: int, start: int = 0) -> dict[int, torch.Tensor]:
+        """The queries of sequence b that were asked for, from row ``start`` of its block on: views."""
+        return {layer: out.queries[layer][b, :, start:] for layer in self.query_layers}
+
+    def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
+        """One full forward of a batch of trees, padded to the largest."""
+        return verify_trees(self.runner, self.store, [s.slot for s in sequences], trees, taps=taps)
+
+    def commit(self, verified: Verified, accepted: Accepted) -> Event:
+        """Keeps the rows of what was accepted, and says what came of it.
+
+        Args:
+            verified: as :meth:`verify` gave it. accepted: where the walk went.
+        """
+        self.store.commit(verified.sequence.slot, accepted.path)
+        return verified.event(accepted)
+
+    def follow_clock(self) -> None:
+        """Told at first that rounds are planned, so that :meth:`took` says what each took."""
+
+    def took(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
+        """Told how long a planned round took, with drafting, and what came of it.
+
+        Args:
+            plain: seconds that one of plain decoding takes.
+        """
+
+    def close(self, sequence: Sequence) -> None:
+        """Told when a sequence has finished: its slot keeps exact rows alone."""
+
+
+def verify_trees(
+    runner: TargetRunner,
+    store: KVStore,
+    slots: list[int],
+    trees: list[TokenTree],
+    bases: list[int] | None = None,
+    taps: Taps = NO_TAPS,
+) -> TargetOutput:
+    """One forward over a tree a slot, padded to the largest. Writes KV behind the slots' rows, uncommitted.
+
+    Nobody has looked for NaN among its logits yet.
+    """
+    # Not checked: whoever walks down the trees does, and waits for the device once.
+    return runner.forward(tree_block(store, slots, trees, bases), store, taps=taps, check=False)

@@ -1,0 +1,109 @@
+"""One sequence: its tokens while decoding, how the next one is decided, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Literal
+
+import torch
+
+from longdraft.attention.transfer import on_device
+from longdraft.engine.sampler import Sampler
+from longdraft.trees.draft_sampler import DraftSampler
+
+FinishReason = Literal["eos", "stop", "length", "cancelled"]
+# Told the sequence after each emitted token: a reason to finish, or None.
+StopRule = Callable[["Sequence"], FinishReason | None]
+
+
+class Sequence:
+    """State of one sequence. Token ids live in one preallocated tensor, so processors read them without copies.
+
+    Args:
+        index: its place in the batch.
+        prompt: prompt token ids.
+        max_new_tokens: emitted at most.
+        device: where logits are, and so where processors want the ids.
+        shown: the prompt as processors and stopping criteria see it, where that is not the prompt: a padded row of
+            transformers, whose padding the model never sees.
+        greedy: its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
+        tenant: whose request it is. predicted: what its output may be: lookups may look there.
+        sampler: decides its tokens from the target's logits; None: given before the sequence is decoded. Drafters may
+            rehearse coming tokens with it, but not sample.
+        rules: asked in order after each emitted token whether the sequence is over.
+
+    Attributes:
+        draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are greedy.
+    """
+
+    sampler: Sampler
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        max_new_tokens: int,
+        device: torch.device | str = "cpu",
+        shown: list[int] | None = None,
+        greedy: bool = True,
+        sampler: Sampler | None = None,
+        rules: Iterable[StopRule] = (),
+        tenant: str | None = None,
+        predicted: SequenceOf[int] = (),
+    ) -> None:
+        self.index = index
+        self.slot = index
+        self.prompt = prompt
+        self.greedy = greedy
+        self.rules = tuple(rules)
+        self.tenant, self.predicted = tenant, predicted
+        self.output: list[int] = []
+        self.max_new_tokens = max_new_tokens
+        self.finish_reason: FinishReason | None = None
+        self.draft_sampler: DraftSampler | None = None
+        if sampler is not None:
+            self.sampler = sampler
+        seen = prompt if shown is None else shown
+        self._start = len(seen)
+        self._ids = torch.empty(len(seen) + max_new_tokens, dtype=torch.long, device=device)
+        self._ids[: len(seen)] = on_device(seen, device, torch.long)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_new_tokens - len(self.output)
+
+    def ids(self) -> torch.Tensor:
+        """(n,) ids of prompt, as it is shown, and output, a view."""
+        return self._ids[: self._start + len(self.output)]
+
+    def emit(self, token: int) -> bool:
+        """Appends a token and says whether it was the last."""
+        self.append(token)
+        reasons = (rule(self) for rule in self.rules)
+        self.finish_reason = next((r for r in reasons if r), None) or ("length" if not self.remaining else None)
+        return self.finish_reason is not None
+
+    def append(self, token: int) -> None:
+        self._ids[self._start + len(self.output)] = token
+        self.output.append(token)
+
+    def fork(self) -> Sequence:
+        """A sequence that has come as far as this one and goes on by itself, in the same slot."""
+        twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device, greedy=self.greedy)
+        twin.rules = self.rules
+        twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
+        twin.output = list(self.output)
+        twin.sampler = self.sampler
+        return twin
+
+    def follow(self, other: Sequence) -> None:
+        """Takes the output of another sequence with the same prompt for its own."""
+        self.output, self.finish_reason = list(other.output), other.finish_reason
+        self._ids.copy_(other._ids)

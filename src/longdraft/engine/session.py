@@ -1,0 +1,278 @@
+"""Requests to a Speculator: sessions, in which they come and go, and generations, which are a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.request import Prompt, Request, stops_of
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sequence import Sequence, StopRule
+from longdraft.engine.stats import Result, Step
+from longdraft.engine.stopping import eos_rule, stop_string_rule
+from longdraft.engine.streaming import Piece, TextStream
+from longdraft.engine.texts import Texts
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.memory import sizes
+from longdraft.model import support
+from longdraft.views.view import View
+
+# Sequences decoded at a time where nobody says how many: each more makes a step a little slower and its KV is memory.
+BATCH, BATCH_ON_GPU = 8, 32
+
+
+@dataclass
+class _Told:
+    """What is kept of a request beside its sequence.
+
+    Attributes:
+        text: turns its tokens into text; None without a tokenizer.
+        from_draft: of each token, whether it was drafted. pieces: of the text so far.
+        seconds: of its prefill, and of the rounds that it took part in.
+    """
+
+    sequence: Sequence
+    stops: tuple[str, ...]
+    text: TextStream | None
+    from_draft: list[bool] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def follow(self, step: Step) -> Step:
+        """The step with its text."""
+        self.from_draft += [i < step.from_draft for i in range(len(step.token_ids))]
+        if self.text is None:
+            return step
+        pieces = self.text.push(step.token_ids, step.from_draft, step.finish_reason is not None)
+        self.pieces += pieces
+        return replace(step, pieces=tuple(pieces))
+
+
+class Session:
+    """Decodes requests that come and go (continuous batching). Made by :meth:`Speculator.session`::
+
+    session = spec.session(batch=8)
+    first = session.add("Why is the sky blue?")
+    while session.busy:
+        for step in session.step():
+            ...  # step.sequence, step.text, step.token_ids, step.finish_reason
+        # others may be added at any time
+    print(session.result(first).text)
+    """
+
+    def __init__(self, engine: Engine, texts: Texts, method: str, exact: bool) -> None:
+        self._engine, self._texts, self._method, self._exact = engine, texts, method, exact
+        self._told: dict[int, _Told] = {}
+        self._next = 0
+
+    def __repr__(self) -> str:
+        ended = sum(map(self.ended, self._told))
+        return f"{type(self).__name__}({self._method}, {len(self._told)} requests, {ended} ended)"
+
+    def add(self, request: Request | Prompt) -> int:
+        """A request joins as soon as a slot is free.
+
+        Returns:
+            Its number, which its steps carry as ``sequence``.
+
+        Raises:
+            RequestError: a setting that cannot be used, such as ``max_new_tokens`` below 1.
+            PromptError: no prompt, an empty one, or a token id that the model does not have.
+            ContextError: prompt and new tokens exceed the model's context.
+            CapabilityError: a text or stop strings without a tokenizer.
+        """
+        index = self._next
+        request = (request if isinstance(request, Request) else Request(request)).checked()
+        sequence = _sequence(self._engine, self._texts, index, request)
+        self._engine.add(sequence)
+        self._next += 1
+        stops = stops_of(request.stop)
+        text = None if self._texts.tokenizer is None else TextStream(self._texts.decode, stops)
+        self._told[index] = _Told(sequence, stops, text)
+        return index
+
+    def step(self) -> list[Step]:
+        """Reads prompts for a while, or makes a round of all requests that are decoded.
+
+        Returns:
+            What came of it: a step for each request concerned.
+
+        Raises:
+            MemoryBudgetError: there is no room for even one request, before any work on it.
+            CapabilityError: another run has taken the cache.
+            NumericalError: the target's logits are NaN.
+        """
+        steps = self._engine.step()
+        decoding = sum(step.seconds for step in steps if step.mode != "prefill")
+        for step in steps:
+            seconds = self._told[step.sequence].seconds
+            if step.mode == "prefill":
+                seconds[0] += step.seconds
+            else:
+                seconds[1] += decoding
+        return [self._told[step.sequence].follow(step) for step in steps]
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """What drafts, and then partial verifications, see of longer texts; settled by the first step."""
+        return self._engine.drafter.views + self._engine.schedule.views
+
+    def abort(self, number: int) -> None:
+        """Ends a request where it is; its last step says "cancelled". One that has ended is left as it is."""
+        self._engine.abort(number)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        return self._engine.busy
+
+    def close(self) -> None:
+        """Ends all requests where they are."""
+        self._engine.close()
+
+    def result(self, number: int) -> Result:
+        """What there is of a request, marked cancelled where it has not ended.
+
+        Raises:
+            RequestError: the session has no such request, or not any more.
+        """
+        if number not in self._told:
+            raise RequestError(f"this session has no request {number}, or its result was taken")
+        return self._result(number, *self._told[number].seconds)
+
+    def ended(self, number: int) -> bool:
+        """Whether a request has ended, and no step of it will follow."""
+        return not self._engine.holds(number)
+
+    def take(self, number: int) -> Result:
+        """The result of a request that has ended; the session forgets it.
+
+        Raises:
+            RequestError: it is still decoded, or the session has no such request.
+        """
+        found = self.result(number)
+        if not self.ended(number):
+            raise RequestError(f"request {number} is still decoded: take it when its last step has come, or abort it")
+        del self._told[number], self._engine.stats[number]
+        return found
+
+    def _result(self, number: int, prefill_seconds: float, decode_seconds: float) -> Result:
+        told, stats = self._told[number], self._engine.stats[number]
+        s = told.sequence
+        return Result(
+            text=self._text(told),
+            token_ids=list(s.output),
+            prompt_tokens=len(s.prompt),
+            cached_tokens=stats.cached,
+            method=self._method,
+            exact=self._exact and not self._engine.runner.rounds,
+            finish_reason=s.finish_reason or "cancelled",
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            partial_rounds=stats.rounds_by_mode["partial"],
+            partial_tokens=stats.unconfirmed,
+            rolled_back=stats.taken_back,
+            peak_memory_bytes=sizes.peak_bytes(self._engine.runner.device),
+            from_draft=list(told.from_draft),
+            pieces=list(told.pieces),
+            arithmetic=self._engine.runner.arithmetic,
+        )
+
+    def _text(self, told: _Told) -> str:
+        if self._texts.tokenizer is None:
+            return ""
+        text: str = self._texts.decode(told.sequence.output)
+        # The earliest stop string ends the text.
+        ends = [text.find(stop) for stop in told.stops if told.sequence.finish_reason == "stop" and stop in text]
+        return text[: min(ends)] if ends else text
+
+
+class Generation(Session):
+    """A list of requests in progress: iterate over its :class:`Step` s, or ask for its results at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        texts: Texts,
+        method: str,
+        exact: bool,
+        requests: Iterable[Request],
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(engine, texts, method, exact)
+        for request in requests:
+            self.add(request)
+        self._cancelled = cancelled
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self._steps = self._run()
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Prompt length of each sequence, in tokens."""
+        return [len(told.sequence.prompt) for told in self._told.values()]
+
+    def _run(self) -> Iterator[Step]:
+        while self.busy:
+            if self._cancelled():
+                for number in self._told:
+                    self.abort(number)
+            for step in self.step():
+                if step.mode == "prefill":
+                    self.prefill_seconds += step.seconds
+                else:
+                    self.decode_seconds += step.seconds
+                yield step
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps
+
+    def results(self) -> list[Result]:
+        """Runs whatever is left and returns one result a prompt. Seconds are those of the whole list."""
+        for _ in self._steps:
+            pass
+        return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._told]
+
+
+def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Sequence:
+    """A checked request as the engine decodes it; for errors, see :meth:`Session.add`."""
+    runner, sampling = engine.runner, request.sampling or Sampling()
+    ids = texts.encode(request.prompt, request.chat)
+    support.check_tokens(runner.model, ids)
+    support.check_length(runner.model, len(ids) + request.max_new_tokens, engine.drafter.max_nodes)
+    generator = None
+    if not sampling.greedy:
+        generator = torch.Generator(runner.device)
+        generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
+        if runner.share is not None:
+            generator.set_state(runner.share.first(generator.get_state()))
+    given = request.eos_token_ids
+    eos = runner.eos_token_ids | texts.eos if given is None else frozenset([given] if isinstance(given, int) else given)
+    rules: list[StopRule] = [eos_rule(eos)] if eos else []
+    if request.stop:
+        if texts.tokenizer is None:
+            raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
+        rules.append(stop_string_rule(stops_of(request.stop), texts.decode))
+    return Sequence(
+        index,
+        ids,
+        request.max_new_tokens,
+        runner.device,
+        greedy=sampling.greedy,
+        sampler=Sampler(sampling.greedy, sampling.processors(request.processors), OwnDraws(generator)),
+        rules=rules,
+        tenant=request.tenant,
+        predicted=request.predicted,
+    )
+
+
+def batch_for(device_type: str) -> int:
+    """Sequences decoded at a time on a device."""
+    return BATCH if device_type == "cpu" else BATCH_ON_GPU

@@ -1,1 +1,0 @@
-"""Our drafters inside other engines."""

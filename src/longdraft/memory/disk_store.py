@@ -1,0 +1,165 @@
+"""A KV store in a memory-mapped file: contexts that memory does not hold, on a machine without a GPU.
+
+The file is layer after layer, so that a layer is one stretch of pages. While a layer is attended to, the system is
+asked to read the next one; pages of the layer before are given back. What is resident is one layer, and the page
+cache, which the system drops when memory is wanted for something else.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from longdraft.errors import CheckpointError, MemoryBudgetError
+from longdraft.memory import sizes
+from longdraft.memory.store import KVShape, KVStore
+
+# File systems that live in memory: a file there saves none.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+# What a file system answers that cannot reserve room; all others that fail to are full.
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+class DiskStore(KVStore):
+    """A :class:`KVStore` on the CPU whose keys and values lie in a file.
+
+    The file has no name from the start, where the platform allows it (Linux, macOS): it is gone with the store, and
+    with the process, however that ends. Features stay in memory.
+
+    Args:
+        folder: where the file is made.
+
+    Raises:
+        CheckpointError: no file can be made in the folder.
+        MemoryBudgetError: the disk has no room for it, or the memory none for two layers of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: KVShape,
+        slots: int,
+        capacity: int,
+        transposed_keys: bool = False,
+        feature_layers: tuple[int, ...] = (),
+        feature_size: int = 0,
+    ) -> None:
+        self._folder = folder
+        self._held: tuple[int, int] | None = None  # the layers whose pages are in use, as a range
+        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size)
+
+    def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, what = self.shape, f"A cache of {self.capacity} tokens"
+        half = self.bytes_for(shape, self.slots, self.capacity) // shape.layers // 2
+        # Layers begin on pages of their own: what is given back with one belongs to no other.
+        self._layer_bytes = -(-2 * half // mmap.PAGESIZE) * mmap.PAGESIZE
+        total = shape.layers * self._layer_bytes
+        resident = total if in_memory(self._folder) else min(2, shape.layers) * self._layer_bytes
+        sizes.require(resident + beside, self.device, f"{what}, offloaded to {self._folder},")
+        self._map = _mapped(self._folder, total, what)
+        rows = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.layers, -1)
+        count = half // shape.dtype.itemsize
+        size = (self.slots, shape.kv_heads, self.capacity, shape.head_dim)
+        values = rows[:, count : 2 * count].unflatten(1, size)
+        if not transposed_keys:
+            return rows[:, :count].unflatten(1, size), values
+        return rows[:, :count].unflatten(1, (*size[:2], shape.head_dim, self.capacity)).transpose(-1, -2), values
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index %= self.shape.layers
+        self._use(index, index + 1, ahead=True)
+        return super().layer(index)
+
+    def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        first, last, _ = layers.indices(self.shape.layers)
+        # Nothing is read ahead: a few rows of each layer may be all that is wanted.
+        self._use(first, last, ahead=False)
+        return super().stored(slot, layers, start)
+
+    @property
+    def portions(self) -> list[slice]:
+        return [slice(i, i + 1) for i in range(self.shape.layers)]
+
+    def _use(self, first: int, last: int, ahead: bool) -> None:
+        """Gives back the pages of other layers than these, and has the one after them read."""
+        if self._held == (first, last):
+            return
+        if self._held is not None:
+            # A shared mapping: what was written stays, in the page cache and then in the file.
+            self._advise("MADV_DONTNEED", *self._held)
+        if ahead and last - first < self.shape.layers:
+            following = last % self.shape.layers
+            self._advise("MADV_WILLNEED", following, following + 1)
+        self._held = (first, last)
+
+    def _advise(self, advice: str, first: int, last: int) -> None:
+        if hasattr(self._map, "madvise") and hasattr(mmap, advice):  # not on Windows
+            size = self._layer_bytes
+            self._map.madvise(getattr(mmap, advice), first * size, (last - first) * size)
+
+
+def default_folder() -> Path:
+    """The folder for temporary files; /var/tmp where the former lies in memory, which a file shall spare."""
+    folder, on_disk = Path(tempfile.gettempdir()), Path("/var/tmp")
+    return on_disk if in_memory(folder) and on_disk.is_dir() and not in_memory(on_disk) else folder
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether files in a folder take memory (tmpfs); False where the system does not say."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    folder = folder.resolve()
+    # The longest mount point that the folder lies under, and of several there the last.
+    kinds = [(len(point), kind) for _, point, kind, *_ in mounts if folder.is_relative_to(point)]
+    return bool(kinds) and max(reversed(kinds), key=lambda found: found[0])[1] in _IN_MEMORY
+
+
+def _mapped(folder: Path, size: int, what: str) -> mmap.mmap:
+    """A file of that size without a name, mapped.
+
+    Raises:
+        CheckpointError, MemoryBudgetError: as :class:`DiskStore`.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise _no_room(folder, size, what, free)
+        with tempfile.TemporaryFile(prefix="longdraft-kv-", dir=folder) as file:
+            _reserve(file.fileno(), size)
+            return mmap.mmap(file.fileno(), size)  # holds the file open by itself
+    except OSError as error:
+        if isinstance(error, MemoryBudgetError):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _no_room(folder, size, what, shutil.disk_usage(folder).free) from error
+        raise CheckpointError(
+            f"No file for the KV cache can be made in {folder}: {error}. Name another folder to offload to."
+        ) from error
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Takes the room now: a mapped file that finds the disk full later kills the process."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+    os.truncate(descriptor, size)
+
+
+def _no_room(folder: Path, size: int, what: str, free: int) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"{what} needs {sizes.human(size)} ({size} bytes) on the disk of {folder}, and {sizes.human(free)} "
+        f"({free} bytes) are free. Name a folder on another disk to offload to, shorten the prompt, or lower the "
+        "token budget or the batch."
+    )

@@ -1,0 +1,282 @@
+"""The KV store: preallocated keys and values, a slot per sequence, each slot with its own length.
+
+Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space; nothing
+there counts until :meth:`KVStore.commit` keeps the accepted path and moves it into place. A store may keep the hidden
+states of some layers beside the KV, row by row: what drafters of the EAGLE kind read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.attention.block import Block
+from longdraft.attention.transfer import on_device
+from longdraft.memory import sizes
+
+# Bytes of a cache line.
+_LINE = 64
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model's cache looks like, whatever its length."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVStore:
+    """Keys and values of all layers.
+
+    Args:
+        shape: layers, KV heads, head size, dtype.
+        slots: how many sequences fit.
+        capacity: rows a slot: the longest context plus the largest block.
+        device: where the tensors live.
+        feature_layers: decoder layers whose output hidden states are kept, low to high; feature_size: numbers of each.
+        transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory. Shapes stay the
+            same, only the strides differ. A CPU multiplies a few query rows with it much faster, because the
+            long dimension is contiguous (docs/benchmarks.md).
+
+    Attributes:
+        keys, values: (layers, slots, kv_heads, capacity, head_dim).
+        features: (slots, capacity, layers kept x feature_size), the layers side by side; None where none are kept.
+        lengths: committed rows of each slot.
+        unverified: rows behind them that a partial verification filled, and a full forward will overwrite. Drafters
+            may read them; nobody else does.
+
+    Raises:
+        MemoryBudgetError: when the tensors do not fit the memory that is free.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        slots: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        transposed_keys: bool = False,
+        feature_layers: tuple[int, ...] = (),
+        feature_size: int = 0,
+    ) -> None:
+        self.shape = shape
+        self.slots = slots
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.lengths = [0] * slots
+        self.unverified = [0] * slots
+        self.feature_layers = feature_layers
+        width = len(feature_layers) * feature_size
+        self.keys, self.values = self._allocate(transposed_keys, slots * capacity * width * shape.dtype.itemsize)
+        self.features: torch.Tensor | None = None
+        if feature_layers:
+            self.features = torch.empty(slots, capacity, width, dtype=shape.dtype, device=self.device)
+
+    def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, once it is clear that they and ``beside`` bytes of features fit."""
+        needed = self.bytes_for(self.shape, self.slots, self.capacity) + beside
+        sizes.require(needed, self.device, f"A cache of {self.capacity} tokens")
+        size = (self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim)
+        values = torch.empty(size, dtype=self.shape.dtype, device=self.device)
+        if not transposed_keys:
+            return torch.empty_like(values), values
+        return turned_rows(size, self.shape.dtype, self.device), values
+
+    @staticmethod
+    def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
+        """Bytes that a store of this size takes."""
+        return shape.bytes_per_token * slots * capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are kept as: that of the shape, or what they are rounded to."""
+        return self.shape.dtype
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, (slots, kv_heads, capacity, head_dim), as views."""
+        return self.keys[index], self.values[index]
+
+    def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a slot where they are kept, to copy rows in and out; :meth:`layer` is for attention.
+
+        Ask for one of :attr:`portions` at a time: that many layers are what a store off the device likes to hold.
+
+        Args:
+            start: rows from here on may be changed, through the views returned.
+
+        Returns:
+            Views (layers, kv_heads, capacity, head_dim), good until the store is next asked for anything.
+        """
+        return self.keys[layers, slot], self.values[layers, slot]
+
+    @property
+    def portions(self) -> list[slice]:
+        """All layers, in the groups in which rows of several layers are best moved."""
+        return [slice(None)]
+
+    def block(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]] | torch.Tensor,
+        *,
+        bases: Sequence[int] | None = None,
+        depths: Sequence[Sequence[int]] | None = None,
+        mask: torch.Tensor | None = None,
+        offset: int = 0,
+        prompt: bool = False,
+    ) -> Block:
+        """A block behind the committed rows of some slots, for a forward.
+
+        Args:
+            tokens: a row of token ids a slot, or a tensor (B, T), which need not come from the device. Chains may
+                differ in length: shorter ones are padded, and nobody sees the padding.
+            bases: position of each sequence's first row; None: the slot's length. They differ where a store holds a
+                selection of the text's KV (SpecPV, section 3.2).
+            depths: (B, T) depths in the tree; a node's position is its base + its depth. None: chains.
+            mask: (B, T, offset + T) bool, the tree's ancestor mask. None: chains.
+            offset: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
+                them. A tree can so be fed level by level, each node once.
+            prompt: a piece of a prompt is read. Otherwise text is decoded, and the result of no row depends on the
+                rows beside it.
+
+        Raises:
+            ValueError: it does not fit a slot.
+        """
+        size = max(map(len, tokens))
+        self.check_room(slots, offset + size)
+        lengths = [self.lengths[slot] for slot in slots]
+        if depths is None:
+            # Padding comes last, so under a causal mask nobody sees it; it has a position that is there.
+            chain = range(offset, offset + size)
+            depths = [[d if i < len(row) else 0 for i, d in enumerate(chain)] for row in tokens]
+            if not isinstance(tokens, torch.Tensor):
+                tokens = [[*row, *[row[-1]] * (size - len(row))] for row in tokens]
+        positions = [[n + d for d in row] for n, row in zip(bases or lengths, depths, strict=True)]
+        return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
+        """Writes a block's rows where they belong behind each sequence's prefix, uncommitted.
+
+        Args:
+            k, v: (B, kv_heads, T, head_dim), keys after RoPE.
+        """
+        keys, values = self.layer(layer)
+        if self.device.type == "cpu" and not block.captured:
+            for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+                own = slice(n + block.offset, n + block.width)
+                keys[slot, :, own] = k[b]
+                values[slot, :, own] = v[b]
+            return
+        # Device tensors alone, static shapes: this form can be captured in a CUDA graph.
+        rows = block.lengths_t[:, None] + torch.arange(block.offset, block.width, device=self.device)
+        slots = block.slots_t[:, None].expand_as(rows)
+        keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
+        values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)
+
+    def write_features(self, hidden: Mapping[int, torch.Tensor], block: Block) -> None:
+        """Writes a block's hidden states where its rows lie, uncommitted.
+
+        Args:
+            hidden: layer -> (B, T, feature_size), all of ``feature_layers`` among them.
+        """
+        if self.features is None:
+            return
+        rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
+        for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+            self.features[slot, n + block.offset : n + block.width] = rows[b]
+
+    def put_rows(
+        self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
+    ) -> None:
+        """Writes rows ``[start, start + n)`` of a slot, uncommitted, in all layers.
+
+        Args:
+            keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
+            features: (n, layers kept x feature_size); None leaves the slot's as they are.
+
+        Raises:
+            ValueError: when they would not fit the slot.
+        """
+        end = start + keys.shape[2]
+        if not 0 <= start <= end <= self.capacity:
+            raise ValueError(f"rows [{start}, {end}) do not lie in a slot of {self.capacity} rows")
+        for layers in self.portions:
+            own_keys, own_values = self.stored(slot, layers, start)
+            own_keys[:, :, start:end] = keys[layers]
+            own_values[:, :, start:end] = values[layers]
+        if features is not None and self.features is not None:
+            self.features[slot, start:end] = features
+
+    def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
+        """Copies committed rows ``[start, end)`` of another slot behind a slot's own ``start``, and commits them."""
+        for layers in self.portions:
+            keys, values = (x[:, :, start:end].clone() for x in self.stored(source, layers, end))
+            own_keys, own_values = self.stored(slot, layers, start)
+            own_keys[:, :, start:end], own_values[:, :, start:end] = keys, values
+        if self.features is not None:
+            self.features[slot, start:end] = self.features[source, start:end]
+        self.lengths[slot] = end
+
+    def readable(self, slot: int) -> int:
+        """Rows of a slot that a drafter may read: the committed and the unverified ones."""
+        return self.lengths[slot] + self.unverified[slot]
+
+    def check_room(self, slots: Sequence[int], size: int) -> None:
+        """Raises ValueError when a block of ``size`` rows would not fit behind a slot's prefix."""
+        for slot in slots:
+            if self.lengths[slot] + size > self.capacity:
+                raise ValueError(
+                    f"slot {slot} holds {self.lengths[slot]} rows; {size} more exceed the capacity {self.capacity}"
+                )
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        """Keeps the block rows of the accepted path, in path order, and drops the rest.
+
+        Args:
+            path: indices into the rows behind the prefix, those of one block or of several, strictly increasing (a
+                root-to-node path of a tree whose parents come before their children).
+        """
+        n = self.lengths[slot]
+        if any(b <= a for a, b in itertools.pairwise(path)) or (path and path[0] < 0):
+            raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
+        if path and n + path[-1] >= self.capacity:
+            raise ValueError(f"path row {path[-1]} lies beyond the capacity {self.capacity}")
+        # A prefix of the path that is already in place (a chain: all of it) need not move.
+        still = next((i for i, row in enumerate(path) if row != i), len(path))
+        if still < len(path):
+            source = on_device([n + row for row in path[still:]], self.device)
+            for layers in self.portions:
+                for rows in self.stored(slot, layers, n + still):
+                    rows[:, :, n + still : n + len(path)] = rows.index_select(2, source.to(rows.device))
+            if self.features is not None:
+                own = self.features[slot]
+                own[n + still : n + len(path)] = own.index_select(0, source)
+        self.lengths[slot] = n + len(path)
+        self.unverified[slot] = 0
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forgets everything after the first ``length`` rows of a slot."""
+        if not 0 <= length <= self.lengths[slot]:
+            raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
+        self.lengths[slot] = length
+        self.unverified[slot] = 0
+
+
+def turned_rows(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor (..., rows, d) that lies in memory as (..., d, rows)."""
+    *outer, rows, dim = size
+    # Whole cache lines a row: a vector that straddles two is read twice.
+    unit = _LINE // dtype.itemsize
+    turned = torch.empty((*outer, dim, -(-rows // unit) * unit), dtype=dtype, device=device)
+    return turned[..., :rows].transpose(-1, -2)

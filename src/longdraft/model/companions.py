@@ -1,0 +1,148 @@
+"""A language model that drafts for another, of transformers or a GGUF file: its configuration, and its vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from longdraft.errors import CheckpointError, LongdraftError, reason_of
+from longdraft.folders import is_gguf
+from longdraft.model import hosting, stored
+from longdraft.model.checkpoints import check_gguf, load_weights, quiet
+from longdraft.model.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.gguf_files import File, needs
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.model.small_models import linear
+
+# Of the ids that two tokenizers share: renamed special tokens do no harm.
+MOST_RENAMED = 0.01
+
+
+@dataclass(frozen=True)
+class Described:
+    """A causal language model as its configuration describes it.
+
+    Attributes:
+        vocab_size: rows of its head. parameters: numbers in its tensors.
+        trained_length: tokens of its trained context.
+    """
+
+    vocab_size: int
+    parameters: int
+    trained_length: int
+
+
+def describe(name: str) -> Described:
+    """Reads the configuration, and no weights, of a folder, a GGUF file or a hub id.
+
+    Raises:
+        CheckpointError: there is none, or it is no causal language model's.
+        CapabilityError: the file's rotary frequencies are scaled in a way that is not read.
+    """
+    path = Path(name)
+    if gguf := is_gguf(path):
+        if not path.exists():
+            raise CheckpointError(f"There is no file {name!r}: check the path.")
+        check_gguf(path)
+        needs("gguf", path)
+    with quiet():
+        try:
+            if gguf:
+                config = File(path).config()
+            else:
+                config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return Described(
+                stored.weight_shape(model.get_output_embeddings())[0],
+                sum(p.numel() for p in model.parameters()),
+                hosting.context_length(model),
+            )
+        except LongdraftError:
+            raise
+        except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+            raise CheckpointError(
+                f"{name} is not the {'file' if gguf else 'folder or hub id'} of a causal language model that "
+                f"transformers can read: {reason_of(error)}."
+            ) from error
+
+
+def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model, ready to run; a GGUF file's matrices stay as they are stored, as a target's do.
+
+    Raises:
+        CheckpointError: it cannot be read, or is incomplete.
+    """
+    if is_gguf(name):
+        return load(name, dtype=dtype, device=device).model
+    return load_weights(name, dtype, device)
+
+
+def difference(name: str, runner: TargetRunner) -> str | None:
+    """Says where a model's tokens differ from the target's; empty: nowhere. None where those of one cannot be found.
+
+    The target's are looked for in the folder or file that it was loaded from. Nothing is downloaded.
+    """
+    origin = str(getattr(runner.model, "name_or_path", "") or "")
+    mine, its = _tokens(name), _tokens(origin) if origin else None
+    if mine is None or its is None:
+        return None
+    shared = mine.keys() & its.keys()
+    renamed = sorted(i for i in shared if mine[i] != its[i])
+    if shared and len(renamed) <= MOST_RENAMED * len(shared):
+        return ""
+    found = f"its tokenizer numbers tokens otherwise than that of {origin}"
+    if renamed:
+        first = renamed[0]
+        found += (
+            f": {len(renamed):,} of {len(shared):,} ids, of which {first} is {mine[first]!r} here and {its[first]!r} "
+            "there"
+        )
+    return found
+
+
+def _tokens(name: str) -> dict[int, str] | None:
+    """Token of each id."""
+    with quiet():
+        try:
+            file = packaged_file() if name == EMBEDDED_ID else Path(name)
+            if file.is_file():
+                return dict(enumerate(File(file).tokens))
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+            return {i: token for token, i in tokenizer.get_vocab().items()}
+        except Exception:  # no tokenizer there, or none that can be read
+            return None
+
+
+def fit_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """Gives a model the target's vocabulary where the two are padded to different sizes.
+
+    Rows beyond ``size`` are cut off the head, for nothing that the target does not know may be proposed; ids that the
+    embedding lacks become zeros.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if stored.weight_shape(head)[0] > size:
+        bias = getattr(head, "bias", None)
+        bias = None if bias is None else bias[:size]
+        if isinstance(head, stored.StoredLinear):
+            head.data, head.out_features = head.data[:size], size
+            head.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        else:
+            model.set_output_embeddings(linear(head.weight[:size], bias))
+        hosting.decoder_config(model).vocab_size = size
+    if (rows := stored.weight_shape(embedding)[0]) < size:
+        if isinstance(embedding, stored.StoredEmbedding):  # whose blocks of nothing but zeros stand for zeros
+            embedding.data = _padded(embedding.data, size - rows)
+        else:
+            embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)
+        embedding.num_embeddings = size
+    return model
+
+
+def _padded(rows: torch.Tensor, more: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(more, rows.shape[1])])

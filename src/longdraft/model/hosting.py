@@ -1,0 +1,177 @@
+"""Hosting: how our attention and our KV store get inside a transformers model, with none of its code forked.
+
+transformers lets a model's attention be any registered function. Ours receives the block's queries, keys (after
+RoPE) and values of one layer, writes the keys and values into the store, and attends to what the store holds.
+The model's own cache is never used. What a forward needs travels as one keyword argument, which transformers
+hands through to the attention function untouched. All this is done to a copy of the model (``target/twin.py``).
+
+This file and its neighbours in ``target/`` are the only ones that know transformers' internals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from longdraft.attention.block import Block
+from longdraft.attention.dispatch import Attend
+from longdraft.errors import UnsupportedModelError
+from longdraft.memory.store import KVShape
+from longdraft.model import stored
+from longdraft.native import Rows
+
+IMPLEMENTATION = "longdraft"
+
+
+class Store(Protocol):
+    """What a forward asks of a store of keys and values: see :class:`~longdraft.memory.store.KVStore`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None: ...
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@dataclass
+class Hosted:
+    """What one forward carries to every layer and its attention, and brings back.
+
+    Attributes:
+        whole: layers that can be computed by our kernels in one piece are.
+        query_layers, hidden_layers: those whose queries and output hidden states are kept in ``queries``, ``hidden``.
+        rows: the block as fused layers read it, made by the first of them.
+    """
+
+    store: Store
+    block: Block
+    attend: Attend
+    query_layers: frozenset[int] = frozenset()
+    hidden_layers: frozenset[int] = frozenset()
+    whole: bool = False
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    layers_seen: int = 0
+    rows: Rows | None = None
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    longdraft_hosted: Hosted | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
+    if longdraft_hosted is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
+            "so longdraft cannot host it."
+        )
+    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(option) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} uses {option}, which longdraft does not host exactly."
+            )
+    # Doge computes a mask of its own; BERT as a causal LM looks ahead unless it is configured not to.
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask, or "
+            "looks ahead), so longdraft cannot host it exactly."
+        )
+    hosted = longdraft_hosted
+    shape = hosted.store.shape
+    if any(x.shape[1::2] != (shape.kv_heads, shape.head_dim) for x in (key, value)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has keys {tuple(key.shape)} and values {tuple(value.shape)}, not both "
+            f"{shape.kv_heads} heads of size {shape.head_dim} (latent attention?), which longdraft does not host."
+        )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    if layer in hosted.query_layers:
+        hosted.queries[layer] = query
+    hosted.store.write(layer, key, value, hosted.block)
+    hosted.layers_seen += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = hosted.attend(query, *hosted.store.layer(layer), hosted.block, scale)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+
+
+def switch_on(model: PreTrainedModel) -> None:
+    """Routes a model's attention through longdraft, for good: the model is a copy that is nobody's but ours."""
+    decoder_config(model)._attn_implementation = IMPLEMENTATION
+
+
+def decoder_config(model: PreTrainedModel) -> Any:
+    """The text decoder's configuration."""
+    return model.config.get_text_config(decoder=True)
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """The shape of the model's KV cache."""
+    config = decoder_config(model)
+    heads = config.num_attention_heads
+    return KVShape(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=model.dtype,
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The list of decoder layers: the module list as long as the model is deep."""
+    count = decoder_config(model).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers.")
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Longest sequence, in tokens, that the model takes (its trained context, YaRN's factor included)."""
+    return int(decoder_config(model).max_position_embeddings)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short name for this target: its configuration and a sample of its weights. Guards KV snapshots."""
+    config = decoder_config(model)
+    keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
+    described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    for sample in sampled(model):
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return f"{config.model_type}-{digest.hexdigest()[:16]}"
+
+
+def sampled(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Some weights of the embedding and of the last layer's first matrix, by which a model is told from others."""
+    first = next(m for m in decoder_layers(model)[-1].modules() if stored.has_weights(m))
+    return [stored.weight_sample(m) for m in (model.get_input_embeddings(), first)]
+
+
+def tap(model: PreTrainedModel, layer: int) -> None:
+    """Keeps a decoder layer's output hidden states (B, T, hidden) in every forward that asks for them, for good."""
+
+    def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
+        hosted = named.get("longdraft_hosted")
+        if isinstance(hosted, Hosted) and layer in hosted.hidden_layers:
+            hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
+
+    decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)

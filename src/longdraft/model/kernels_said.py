@@ -1,0 +1,98 @@
+"""Which kernels compute a target on this machine: what ``longdraft doctor`` and ``generate`` say in a line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from longdraft import native
+from longdraft.memory.sizes import human
+from longdraft.model.few_rows import weights_of
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import is_stored
+from longdraft.native.build import CALLED
+from longdraft.native.library import HEAD_UNIT, SLOWER
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The kernels of a target.
+
+    Attributes:
+        level: the instruction set of longdraft's own, one of :data:`native.build.LEVELS`; None: torch's serve.
+        weights: how the matrices that they read are stored, most of them first: GGUF's names of blocks, or dtypes.
+        kv: dtype of the keys and values that they attend to; None: torch attends.
+        whole: a forward of a few rows is one call.
+        arithmetic: of its products, "int8" or a dtype; None where no kernels serve.
+        reason: why longdraft's own do not serve; None where they do.
+        cost: what that costs; None where nothing is known to be lost.
+    """
+
+    level: str | None
+    weights: tuple[str, ...] = ()
+    kv: str | None = None
+    whole: bool = False
+    reason: str | None = None
+    cost: str | None = None
+    arithmetic: str | None = None
+
+    @property
+    def line(self) -> str:
+        if self.level is None:
+            return f"torch's, not longdraft's own: {self.reason}" + (f". {self.cost}" if self.cost else "")
+        name = f"longdraft's own for {CALLED[self.level]}"
+        if not self.weights:
+            return name
+        formats = f"weights in {' and '.join(self.weights)}, {self.arithmetic} arithmetic"
+        formats += f", keys and values in {self.kv}" if self.kv else "; torch does the rest"
+        calls = "a forward in one call" if self.whole else "call by call"
+        return f"{name}, {calls}: {formats}"
+
+
+def serving(runner: TargetRunner | None) -> Serving:
+    """The kernels that a target's forwards of a few rows run on; None: those of this machine's processor."""
+    if runner is not None and runner.device.type != "cpu":  # before any are compiled
+        path = runner.attention_path
+        return Serving(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
+    own = native.kernels()
+    if own is None:
+        return Serving(None, reason=native.missing(), cost=SLOWER if runner is None else _cost(runner))
+    if runner is None:
+        return Serving(own.level)
+    sizes: Counter[str] = Counter()
+    twin = runner.twin
+    for layer in twin.few_rows.layers:
+        weights = weights_of(layer)
+        if weights is not None:
+            sizes[_stored_as(weights[0])] += weights[0].shape[0] * weights[0].shape[1]
+    if not sizes:
+        return Serving(
+            None, reason=f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
+        )
+    attends = runner.can_round and runner.kv_shape.head_dim % HEAD_UNIT == 0
+    kv = _dtype(runner.kv_dtype) if attends else None
+    whole = twin.fused.stack is not None and attends and runner.offload is None
+    names = tuple(name for name, _ in sizes.most_common())
+    return Serving(own.level, names, kv, whole, arithmetic=runner.arithmetic)
+
+
+def _stored_as(weights: object) -> str:
+    if isinstance(weights, torch.Tensor):
+        return _dtype(weights.dtype)
+    return _DTYPES.get(weights.format, weights.format) if isinstance(weights, native.Stored) else "rounded"
+
+
+def _cost(runner: TargetRunner) -> str:
+    model = runner.model
+    if is_stored(model):
+        return "Decoding is several times slower, as each product unpacks its weights (--weights float32 does it once)"
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return f"{SLOWER}; weights take {human(size)}, in {_dtype(runner.kv_shape.dtype)}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,146 @@
+"""From what a user names (nothing, a folder, a GGUF file, a hub id) to a model and its tokenizer, ready to generate."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft import native
+from longdraft.arguments import answering
+from longdraft.errors import CapabilityError, CheckpointError, ContextError
+from longdraft.model import stored
+from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
+from longdraft.model.collector import paused
+from longdraft.model.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.gguf_files import Arithmetic, Weights, no_int8, read_gguf
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@answering
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    dtype: DType = "auto",
+    device: str | torch.device | None = None,
+    rope_factor: float | None = None,
+    weights: Weights | None = None,
+    arithmetic: Arithmetic | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a causal language model, ready to generate: eval mode, no gradients, on its device.
+
+    model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; else a hub id.
+    dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", a torch.dtype.
+    device: None takes CUDA where there is one, then MPS, then the CPU.
+    rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
+    weights: "stored" keeps matrices as they lie in the file (GGUF's blocks, bfloat16, float16) and computes in float32
+        what the unpacked ones would give, on a CPU; "float32" unpacks them; None stores where our kernels serve.
+    arithmetic: "int8" rounds the rows that meet stored weights of 8 bits or fewer to 8 bits, a block of 32 at a time,
+        multiplies whole numbers and keeps the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None takes
+        int8 for GGUF files in such weights on a CPU where our kernels serve, else the dtype's.
+    progress: called with one line of text before each step that takes seconds.
+
+    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights, arithmetic
+    or RoPE kind), ContextError (rope_factor not above 1).
+    """
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
+    if weights not in (None, "stored", "float32"):
+        raise CapabilityError(f"weights are stored or float32, got {weights!r}.")
+    if arithmetic not in (None, "int8", "float32"):
+        raise CapabilityError(f"arithmetic is int8 or float32, got {arithmetic!r}.")
+    number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
+    if rope_factor is not None and not (number and rope_factor > 1):
+        raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
+    place = _device(device)
+    wanted = _dtype(dtype, place)
+    say = progress or (lambda message: None)
+    if place.type == "cpu" and wanted == torch.float32:
+        native.kernels(progress)  # made now, where it can be said that it takes a moment
+    elif weights == "stored":
+        raise CapabilityError(f"Stored weights are for float32 on a CPU, not {wanted} on {place}: leave weights out.")
+    if arithmetic is not None and not (place.type == "cpu" and wanted == torch.float32):
+        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {wanted} on {place}: leave it out.")
+    read = _Reader(wanted, rope_factor, weights, arithmetic, say)
+    with paused():
+        if model is None:
+            loaded = read.gguf(packaged_file())
+            # A draft records its target by name, and a path in somebody's folder names nothing.
+            loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
+        else:
+            loaded = read.named(os.fspath(model))
+    network = loaded.model.to(place).eval().requires_grad_(False)
+    return LoadedModel(network, loaded.tokenizer)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What is wanted of a checkpoint, wherever it lies."""
+
+    dtype: DType
+    rope_factor: float | None
+    weights: Weights | None
+    arithmetic: Arithmetic | None
+    say: Progress
+
+    def named(self, name: str) -> LoadedModel:
+        if not name.strip():
+            raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
+        path = Path(name).expanduser()
+        if path.is_dir():
+            safe = check_folder(path)
+            self.say(f"Loading the weights in {path}")
+            # local_files_only: some tokenizers ask the hub about a folder's origin, and wait where it is unreachable.
+            return self._checkpoint(str(path), use_safetensors=safe, local_files_only=True)
+        if path.is_file():
+            return self.gguf(path)
+        if path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
+            raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
+        self.say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+        return self._checkpoint(
+            name,
+            failure=f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
+            remedy=f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
+            "(a gated model needs `hf auth login`), or give a local folder.",
+        )
+
+    def gguf(self, path: Path) -> LoadedModel:
+        check_gguf(path)
+        return read_gguf(path, self.dtype, self.rope_factor, self.weights, self.say, self.arithmetic)
+
+    def _checkpoint(self, name: str, **source: Any) -> LoadedModel:
+        if self.arithmetic == "int8":
+            raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
+        keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
+        # Bfloat16 weights are read as they are, and stay.
+        loaded = read_checkpoint(name, "auto" if keep else self.dtype, self.rope_factor, **source)
+        return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer) if keep else loaded
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device is None:
+        return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise CapabilityError(f"No device is called {device!r}: give cpu, cuda, cuda:N or mps.") from error
+    if (place.index or 0) >= counts.get(place.type, 1):
+        raise CapabilityError(f"This machine, or this build of torch, has no {place}: give device='cpu'.")
+    return place
+
+
+def _dtype(dtype: DType, device: torch.device) -> DType:
+    """What transformers' ``dtype=`` takes."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise CapabilityError(f"dtype {dtype!r} is not supported: give auto, {', '.join(_DTYPES)}.")
+    return chosen

@@ -1,0 +1,138 @@
+"""What drafters share with the target by reference: embedding, head, rotary embedding; and the target's description."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from longdraft.errors import UnsupportedModelError
+from longdraft.model import hosting, stored
+from longdraft.native import Stored, kernels
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """Parts of a target that a draft uses as they are.
+
+    Attributes:
+        embedding: token embedding, ids -> (..., hidden).
+        head: the output projection's weight (vocabulary, hidden), as it is stored where kernels serve. Where the model
+            scales its logits, a draft's are not scaled: the order of its proposals is the same.
+        description: sizes and RoPE of the target, and a digest of its weights; what a draft's folder remembers.
+    """
+
+    embedding: nn.Module
+    head: torch.Tensor | Stored
+    rms_norm_eps: float
+    intermediate_size: int
+    hidden_size: int
+    heads: int
+    description: dict[str, Any]
+    _rotary: nn.Module
+    _like: torch.Tensor
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,)."""
+        cos, sin = self._rotary(self._like, positions[None])
+        return cos[0], sin[0]
+
+
+def shared_parts(model: PreTrainedModel) -> SharedParts:
+    """The parts of a hosted model.
+
+    Raises:
+        UnsupportedModelError: where one of them is not as drafts need it.
+    """
+    config = hosting.decoder_config(model)
+    rotary = rotary_module(model)
+    if rotary is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding that a draft could share, so it takes no trained drafts."
+        )
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} has a head with a bias, which drafts do not share yet.")
+    return SharedParts(
+        embedding=model.get_input_embeddings(),
+        head=_weights(head),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        hidden_size=int(config.hidden_size),
+        heads=int(config.num_attention_heads),
+        description=describe(model),
+        _rotary=rotary,
+        _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
+    )
+
+
+def _weights(head: nn.Module) -> torch.Tensor | Stored:
+    if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
+        return head.matrix
+    weight = head.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
+
+
+def rotary_module(model: PreTrainedModel) -> nn.Module | None:
+    """The rotary embedding that all layers share; None for a model that has none of its own."""
+    return next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
+
+
+def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
+    """The norm between the last layer and the head; None where there is none."""
+    return next((m for name, m in reversed(list(model.get_decoder().named_children())) if "norm" in name), None)
+
+
+def final_norm(model: PreTrainedModel) -> torch.Tensor:
+    """(hidden,) float32: the weight of the norm between the last layer and the head, as an RMSNorm has it.
+
+    Raises:
+        UnsupportedModelError: no such norm.
+    """
+    size = int(hosting.decoder_config(model).hidden_size)
+    norm = norm_before_head(model)
+    ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
+    # What it makes of ones is its weight, however it stores it; a norm that takes the mean off leaves none.
+    with torch.no_grad():
+        weight = torch.zeros(size) if norm is None else norm(ones)[0].float()
+    if not bool(weight.any()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no RMSNorm before its head, so no heads can be trained for it."
+        )
+    return weight
+
+
+def describe(model: PreTrainedModel) -> dict[str, Any]:
+    """What a draft depends on: architecture, sizes, RoPE base, and a digest of some weights.
+
+    The digest is taken in bfloat16, so it does not depend on the dtype that the target was loaded in. YaRN and its
+    like are left out: a stretched target keeps its drafts.
+    """
+    config = hosting.decoder_config(model)
+    shape = hosting.kv_shape(model)
+    digest = hashlib.sha256()
+    for sample in hosting.sampled(model):
+        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "model_type": config.model_type,
+        "vocab_size": stored.weight_shape(model.get_output_embeddings())[0],
+        "hidden_size": int(config.hidden_size),
+        "layers": shape.layers,
+        "heads": int(config.num_attention_heads),
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rope_theta": rope.get("rope_theta"),
+        "weights": digest.hexdigest()[:16],
+    }
+
+
+def architecture(model_type: str) -> str | None:
+    """The class of transformers that decodes a kind of model, by the name in its configuration; None if unknown."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -1,0 +1,186 @@
+"""Small language models that are built around a target's embedding and head, to draft for it.
+
+They are Llamas of a few layers, without an embedding and a head of their own: the target's modules stand in their
+place, by reference, and are never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+
+from longdraft.errors import CheckpointError, ConfigError
+from longdraft.model import hosting
+from longdraft.model.runner import TargetRunner
+
+# q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d)
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+GIVEN = "longdraft_given"
+# No token is special to a draft.
+_NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+def _given(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    longdraft_attend: Attend,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one packed text: the caller's function decides who sees whom."""
+    q, k, v = (x[0].to(value.dtype) for x in (query, key, value))
+    return longdraft_attend(q, k, v).transpose(0, 1)[None], None
+
+
+AttentionInterface.register(GIVEN, _given)
+
+
+def sizes_for(
+    runner: TargetRunner, layers: int, intermediate_size: int | None, rope_theta: float, length: int
+) -> dict[str, Any]:
+    """The configuration of a small Llama for a target: what transformers' ``config.json`` would say.
+
+    Args:
+        layers: of the decoder. intermediate_size: of its MLP; None takes the target's.
+        rope_theta: base of its rotary embedding. length: tokens of the longest text it is trained on.
+    """
+    parts, kv = runner.parts, runner.kv_shape
+    return {
+        "model_type": "llama",
+        "vocab_size": runner.vocab_size,
+        "hidden_size": parts.hidden_size,
+        "intermediate_size": intermediate_size or parts.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": parts.heads,
+        "num_key_value_heads": kv.kv_heads,
+        "head_dim": kv.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": parts.rms_norm_eps,
+        "max_position_embeddings": length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope_theta)},
+        "tie_word_embeddings": False,
+    }
+
+
+def decoder(config: Mapping[str, Any]) -> PreTrainedModel:
+    """The decoder of such a Llama, float32 on the CPU, without an embedding: layers and final norm.
+
+    :func:`hidden_states` runs it.
+
+    Raises:
+        CheckpointError: sizes that transformers cannot build.
+    """
+    model = _built(LlamaModel, config)
+    model.embed_tokens = None
+    model.config._attn_implementation = GIVEN
+    return model
+
+
+def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """The decoder over rows that lie end to end.
+
+    Args:
+        x: (T, hidden) embeddings. positions: (T,).
+        attend: decides which rows see which.
+
+    Returns:
+        (T, hidden), behind the final norm.
+    """
+    out = decoder(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, longdraft_attend=attend)
+    hidden: torch.Tensor = out.last_hidden_state[0]
+    return hidden
+
+
+def initialise(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
+    """Fresh weights. The final norm makes logits of unit size: with the target's rows for a head and unit weights, a
+    fresh draft is as sure as the target and always wrong."""
+    config = decoder.config
+    std = config.hidden_size**-0.5
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+                continue
+            weight.normal_(0.0, std, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream
+                weight.mul_((2 * config.num_hidden_layers) ** -0.5)
+        decoder.norm.weight.fill_(1 / float(head.float().norm(dim=-1).median().clamp_min(1e-6)))
+
+
+def take_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
+    """Starts the decoder's layers from the target's of these indices, and its final norm from the target's.
+
+    Raises:
+        ConfigError: another number of layers than the decoder has, indices that the target does not have, or layers
+            of other sizes or parts.
+    """
+    theirs = hosting.decoder_layers(runner.model)
+    if len(layers) != len(decoder.layers):
+        raise ConfigError(f"start_from names {len(layers)} layers for a draft of {len(decoder.layers)}: name as many.")
+    if not all(0 <= i < len(theirs) for i in layers):
+        raise ConfigError(f"start_from {list(layers)}: the target has layers 0 to {len(theirs) - 1}.")
+    norm = getattr(runner.model.get_decoder(), "norm", None)
+    try:
+        for mine, i in zip(decoder.layers, layers, strict=True):
+            mine.load_state_dict({name: t.float().cpu() for name, t in theirs[i].state_dict().items()})
+        decoder.norm.load_state_dict({name: t.float().cpu() for name, t in (norm or nn.Module()).state_dict().items()})
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"start_from: the target's layers have other parts or sizes than the draft's ({reason[:300]}). Leave "
+            "start_from out, or intermediate_size."
+        ) from error
+
+
+def around(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], embedding: nn.Module, head: torch.Tensor
+) -> PreTrainedModel:
+    """A small Llama with a target's embedding and head, by reference; ready to be hosted.
+
+    Args:
+        weights: of :func:`decoder`, in the dtype and on the device to run with.
+        head: (draft vocabulary, hidden).
+
+    Raises:
+        CheckpointError: sizes that transformers cannot build.
+    """
+    model = _built(LlamaForCausalLM, config)
+    model.model.embed_tokens = None
+    model.model.load_state_dict(weights, assign=True)
+    model.requires_grad_(False).eval()  # before it has anything of the target's
+    model.model.embed_tokens = embedding
+    # The rotary embedding's frequencies stay float32: only the device changes.
+    model.model.rotary_emb.to(head.device)
+    model.lm_head = linear(head)
+    model.config.vocab_size = head.shape[0]
+    return model
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A frozen layer of these very tensors. weight (out, in), bias (out,)."""
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def _built(kind: type[PreTrainedModel], config: Mapping[str, Any]) -> Any:
+    """A model of random weights, with a vocabulary of one: what it stands for is put in its place."""
+    try:
+        if config.get("model_type") != "llama":
+            raise ValueError(f"model_type {config.get('model_type')!r} is not llama")
+        return kind(LlamaConfig(**{**config, "vocab_size": 1, **_NO_TOKENS}))
+    except Exception as error:  # whatever wrong sizes set off
+        raise CheckpointError(f"No small language model can be built from these sizes ({error}): {dict(config)}") from (
+            error
+        )

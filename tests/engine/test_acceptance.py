@@ -1,0 +1,202 @@
+"""Acceptance: the walk through a verified tree, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+
+from longdraft.engine.accept import Accepted, accept
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.trees.builders import chain, union
+from longdraft.trees.tree import TokenTree
+
+VOCABULARY = 5
+PREFIX = [1, 4, 4]
+
+
+def target(text: list[int]) -> torch.Tensor:
+    """Raw logits after a text: random, but the same each time; they depend on the last three tokens."""
+    seed = sum((token + 1) * 7**i for i, token in enumerate(text[-3:]))
+    return 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
+    """What one forward of the target returns; the root is the prefix's last token."""
+    rows = [target(prefix[:-1] + [tree.tokens[i] for i in tree.path(node)]) for node in range(tree.size)]
+    return torch.stack(rows)
+
+
+def sampler(sampling: Sampling | None = None, seed: int = 0) -> Sampler:
+    sampling = sampling or Sampling()
+    return Sampler(sampling.greedy, sampling.processors(), OwnDraws(torch.Generator().manual_seed(seed)))
+
+
+def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
+    """Plain rounds of propose, verify, accept, until n tokens are out."""
+    text = list(PREFIX)
+    while len(text) - len(PREFIX) < n:
+        tree = tree_for(text)
+        left = n - (len(text) - len(PREFIX))
+        said: list[int] = []
+
+        def full(token: int, said=said, left=left) -> bool:
+            said.append(token)
+            return len(said) == left
+
+        text += accept(tree, verified(tree, text), sampler, lambda text=text: torch.tensor(text), full).tokens
+    return text[len(PREFIX) :]
+
+
+def autoregressive(text: list[int]) -> TokenTree:
+    return TokenTree((text[-1],), (-1,))
+
+
+@st.composite
+def trees(draw) -> TokenTree:
+    """Random trees under the prefix's last token; siblings may be equal."""
+    size = draw(st.integers(1, 20))
+    tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=size - 1, max_size=size - 1))
+    parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
+    return TokenTree((PREFIX[-1], *tokens), tuple(parents))
+
+
+def walk(tree: TokenTree, following: list[int]) -> Accepted:
+    """By definition: from the root down to the child that carries the next token, while there is one."""
+    path = [0]
+    for count, token in enumerate(following, start=1):
+        children = [i for i in range(tree.size) if tree.parents[i] == path[-1] and tree.tokens[i] == token]
+        if not children:
+            return Accepted(tuple(path), tuple(following[:count]))
+        path.append(children[0])
+    raise AssertionError("the tree is deeper than the text")
+
+
+# --- greedy ---
+
+
+@pytest.mark.parametrize("penalty", [None, 1.8], ids=["plain", "repetition penalty"])
+def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty):
+    sampling = Sampling(repetition_penalty=penalty)
+    following = decode(autoregressive, sampler(sampling), 21)
+
+    @given(trees())
+    def check(tree):
+        got = accept(tree, verified(tree, PREFIX), sampler(sampling), lambda: torch.tensor(PREFIX))
+        assert got == walk(tree, following)
+
+    check()
+
+
+def test_the_penalty_changes_the_greedy_text():
+    """Else the test above would prove nothing about it."""
+    assert decode(autoregressive, sampler(Sampling(repetition_penalty=1.8)), 20) != decode(
+        autoregressive, sampler(), 20
+    )
+
+
+def test_a_right_chain_is_accepted_whole_with_a_bonus_token():
+    following = decode(autoregressive, sampler(), 5)
+    tree = chain(PREFIX[-1], following[:4])
+    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX))
+    assert got == Accepted((0, 1, 2, 3, 4), tuple(following))
+    assert got.from_draft == 4
+
+
+def test_a_wrong_chain_still_gives_one_token():
+    (right,) = decode(autoregressive, sampler(), 1)
+    tree = chain(PREFIX[-1], [(right + 1) % VOCABULARY, right])
+    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX))
+    assert got == Accepted((0,), (right,)) and got.from_draft == 0
+
+
+def test_rows_of_padding_behind_the_tree_are_not_read():
+    tree = chain(PREFIX[-1], [])
+    padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
+    assert accept(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).path == (0,)
+
+
+def test_plain_greedy_never_asks_for_the_text():
+    def refuse() -> torch.Tensor:
+        raise AssertionError("asked")
+
+    tree = chain(PREFIX[-1], [1, 2])
+    accept(tree, verified(tree, PREFIX), sampler(), refuse)
+
+
+# --- sampled ---
+
+
+ALL = Sampling(0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), ALL], ids=["plain", "all processors"])
+@given(seed=st.integers(0, 2**31))
+def test_a_seed_gives_the_same_text_whatever_is_drafted(sampling, seed):
+    draft = torch.Generator().manual_seed(seed + 1)
+
+    def random_tree(text: list[int]) -> TokenTree:
+        size = int(torch.randint(1, 15, (), generator=draft))
+        tokens = torch.randint(VOCABULARY, (size - 1,), generator=draft).tolist()
+        parents = [-1] + [int(torch.randint(i, (), generator=draft)) for i in range(1, size)]
+        return TokenTree((text[-1], *tokens), tuple(parents))
+
+    alone = decode(autoregressive, sampler(sampling, seed), 25)
+    assert decode(random_tree, sampler(sampling, seed), 25) == alone
+
+
+def test_another_seed_gives_another_text():
+    texts = {tuple(decode(autoregressive, sampler(Sampling(1.0), seed), 25)) for seed in range(5)}
+    assert len(texts) == 5
+
+
+# --- stopping, and who is called how often ---
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
+    following = decode(autoregressive, sampler(), 4)
+    tree = chain(PREFIX[-1], following)
+    told: list[int] = []
+
+    def stop(token: int) -> bool:
+        told.append(token)
+        return len(told) == stop_after
+
+    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX), stop)
+    assert told == following[:stop_after] == list(got.tokens)
+    assert got.path == tuple(range(stop_after))
+
+
+class Recorder:
+    """A stateful processor: it writes down every text that it is shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def __call__(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert text.shape[0] == scores.shape[0] == 1
+        self.texts.append(text[0].tolist())
+        return scores
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
+    recorder = Recorder()
+    who = Sampler(greedy, LogitsProcessorList([recorder]), OwnDraws(torch.Generator().manual_seed(3)))
+    bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
+    out = decode(lambda text: union(text[-1], bushy), who, 12)
+    assert recorder.texts == [PREFIX + out[:i] for i in range(12)]
+
+
+def test_a_processor_that_writes_in_place_does_not_spoil_the_logits():
+    def ban(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.fill_(0.0)
+
+    logits = verified(autoregressive(PREFIX), PREFIX)
+    before = logits.clone()
+    Sampler(True, LogitsProcessorList([ban])).sample(torch.tensor(PREFIX), logits[0])
+    assert torch.equal(logits, before)

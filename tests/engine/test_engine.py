@@ -1,0 +1,210 @@
+"""The engine, end to end on tiny models: exact, ragged, stopped and cancelled as it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import longdraft
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, UnknownMethodError
+from longdraft.memory import sizes
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+# A text that repeats, so that prompt lookup has something to find, and one that does not.
+REPEATING = [3, 9, 14, 7, 22, 5] * 8
+PROMPTS = [REPEATING, [1, 2, 3], list(range(40)), [17]]
+
+
+def greedy_by_transformers(model, prompt, n):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_greedy_gives_the_tokens_of_transformers(family, method):
+    model = tiny_model(family)
+    spec = Speculator(method, target=model)
+    for prompt in PROMPTS:
+        got = spec.generate([prompt], max_new_tokens=40)[0].token_ids
+        assert got == greedy_by_transformers(model, prompt, 40)
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_prompt_lookup_is_exact_as_a_chain_and_as_a_tree(branches):
+    model = tiny_model(vocab=11)  # few tokens: n-grams recur with different continuations
+    spec = Speculator("prompt-lookup", target=model, branches=branches, min_n=1)
+    result = spec.generate([[1, 2, 3, 1, 2]], max_new_tokens=80)[0]
+    assert result.token_ids == greedy_by_transformers(model, [1, 2, 3, 1, 2], 80)
+    assert result.accepted > 0 and result.rounds < 79
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=20, repetition_penalty=1.2)])
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_a_ragged_batch_equals_its_prompts_one_by_one(sampling, method):
+    spec = Speculator(method, target=tiny_model(dtype=torch.float64))
+    together = spec.generate(PROMPTS, max_new_tokens=30, sampling=sampling, seed=5)
+    for i, prompt in enumerate(PROMPTS):
+        alone = spec.generate([prompt], max_new_tokens=30, sampling=sampling, seed=5 + i)[0]
+        assert together[i].token_ids == alone.token_ids
+
+
+def test_a_ragged_batch_of_trees_equals_its_prompts_one_by_one():
+    spec = Speculator("prompt-lookup", target=tiny_model(vocab=11), branches=3, min_n=1)
+    prompts = [[t % 11 for t in p] for p in PROMPTS]
+    together = spec.generate(prompts, max_new_tokens=30)
+    assert [r.token_ids for r in together] == [spec.generate([p], max_new_tokens=30)[0].token_ids for p in prompts]
+
+
+def test_a_seed_gives_the_same_text_again_whatever_the_method():
+    model = tiny_model()
+    draw = {
+        (method, seed): Speculator(method, target=model)
+        .generate([REPEATING], max_new_tokens=50, sampling=Sampling(1.0), seed=seed)[0]
+        .token_ids
+        for method in ("ar", "prompt-lookup")
+        for seed in (1, 2)
+    }
+    assert draw["ar", 1] == draw["prompt-lookup", 1]
+    assert draw["ar", 2] == draw["prompt-lookup", 2]
+    assert draw["ar", 1] != draw["ar", 2]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16])
+def test_max_new_tokens_is_exact(n):
+    result = Speculator("prompt-lookup", target=tiny_model()).generate([REPEATING], max_new_tokens=n)[0]
+    assert result.new_tokens == n and result.finish_reason == "length"
+
+
+def test_nothing_comes_after_any_of_several_eos_tokens():
+    model = tiny_model()
+    free = Speculator("ar", target=model).generate([REPEATING], max_new_tokens=60)[0].token_ids
+    eos = {free[20], free[33]}
+    first = min(free.index(e) for e in eos)
+    for method in ("ar", "prompt-lookup"):
+        spec = Speculator(method, target=model)
+        result = spec.generate([REPEATING], max_new_tokens=60, eos_token_ids=sorted(eos))[0]
+        assert result.token_ids == free[: first + 1] and result.finish_reason == "eos"
+
+
+def test_the_models_own_eos_is_the_default():
+    model = tiny_model()
+    free = Speculator("ar", target=model).generate([[4, 5]], max_new_tokens=20)[0].token_ids
+    model.generation_config.eos_token_id = [free[5], 60]
+    result = Speculator("ar", target=model).generate([[4, 5]], max_new_tokens=20)[0]
+    assert result.finish_reason == "eos" and result.token_ids[-1] == free[5]
+
+
+def test_a_stop_string_ends_the_text_before_it():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    for method in ("ar", "prompt-lookup"):
+        spec = Speculator(method, target=model, tokenizer=tokenizer)
+        free = spec.generate("abcabcabc", max_new_tokens=40, chat=False)[0].text
+        stop = free[12:15]
+        result = spec.generate("abcabcabc", max_new_tokens=40, chat=False, stop=[stop])[0]
+        assert result.finish_reason == "stop"
+        assert result.text == free[: free.index(stop)]
+
+
+def test_steps_add_up_to_the_result():
+    spec = Speculator("prompt-lookup", target=tiny_model(vocab=11), min_n=1)
+    run = spec.stream([[1, 2, 3, 1, 2], [4] * 9], max_new_tokens=25)
+    steps = list(run)
+    for i, result in enumerate(run.results()):
+        mine = [s for s in steps if s.sequence == i]
+        assert [t for s in mine for t in s.token_ids] == result.token_ids
+        assert sum(s.mode == "full" for s in mine) == result.rounds
+        assert sum(s.accepted for s in mine) == result.accepted == sum(result.from_draft)
+        assert mine[-1].finish_reason == result.finish_reason
+        assert all(s.finish_reason is None for s in mine[:-1])
+        assert result.mean_accepted_length == (result.new_tokens - 1) / result.rounds
+
+
+def test_autoregressive_decoding_has_a_mean_accepted_length_of_one():
+    assert Speculator("ar", target=tiny_model()).generate([[1, 2]], max_new_tokens=9)[0].mean_accepted_length == 1.0
+
+
+def test_prefill_in_chunks_reports_progress_and_changes_nothing():
+    model = tiny_model(dtype=torch.float64)
+    prompt = [t % 61 for t in range(3, 400, 3)]
+    whole = Speculator("ar", target=model).generate([prompt], max_new_tokens=10)[0].token_ids
+    run = Speculator("ar", target=model).stream([prompt], max_new_tokens=10)
+    run._engine.chunk = 32
+    read = [s.prefilled for s in run if s.mode == "prefill"]
+    assert read == [32, 64, 96, 128, 133]
+    assert run.results()[0].token_ids == whole
+
+
+def test_cancelling_ends_the_run_and_keeps_what_there_is():
+    count = 0
+
+    def cancelled():
+        nonlocal count
+        count += 1
+        return count > 6
+
+    spec = Speculator("ar", target=tiny_model())
+    result = spec.generate([[1, 2, 3]], max_new_tokens=50, cancelled=cancelled)[0]
+    assert result.finish_reason == "cancelled"
+    assert result.token_ids == spec.generate([[1, 2, 3]], max_new_tokens=50)[0].token_ids[: result.new_tokens]
+    assert 0 < result.new_tokens < 50
+
+
+def test_a_kept_cache_is_read_once_and_gives_the_same_tokens():
+    spec = Speculator("prompt-lookup", target=tiny_model(dtype=torch.float64))
+    cache = PromptCache()
+    first = spec.generate([REPEATING], max_new_tokens=20, cache=cache)[0]
+    run = spec.stream([REPEATING], max_new_tokens=20, cache=cache)
+    prefill = [s for s in run if s.mode == "prefill"]
+    assert len(prefill) == 1 and run.results()[0].token_ids == first.token_ids
+    # A longer prompt with the same beginning, and a different one, in the same cache.
+    for prompt in ([*REPEATING, *first.token_ids, 4], [8, 9]):
+        kept = spec.generate([prompt], max_new_tokens=20, cache=cache)[0].token_ids
+        assert kept == spec.generate([prompt], max_new_tokens=20)[0].token_ids
+
+
+def test_a_snapshot_carries_the_prompt_to_another_run(tmp_path):
+    spec = Speculator("ar", target=tiny_model(dtype=torch.float64))
+    cache = PromptCache()
+    first = spec.generate([REPEATING], max_new_tokens=10, cache=cache)[0]
+    cache.save(tmp_path / "kv.safetensors", spec.runner().fingerprint)
+    restored = PromptCache.restored(tmp_path / "kv.safetensors", spec.runner().fingerprint)
+    run = spec.stream([REPEATING], max_new_tokens=10, cache=restored)
+    assert sum(s.mode == "prefill" for s in run) == 1
+    assert run.results()[0].token_ids == first.token_ids
+    other = Speculator("ar", target=tiny_model(seed=1, dtype=torch.float64))
+    wrong = PromptCache.restored(tmp_path / "kv.safetensors", other.runner().fingerprint)
+    with pytest.raises(longdraft.errors.CheckpointError, match="another target"):
+        other.generate([REPEATING], max_new_tokens=10, cache=wrong)
+
+
+def test_bad_requests_are_refused_before_any_work(monkeypatch):
+    model = tiny_model(context=64)
+    spec = Speculator("ar", target=model)
+    monkeypatch.setattr("longdraft.model.runner.TargetRunner.forward", lambda *a, **k: pytest.fail("work was done"))
+    with pytest.raises(PromptError, match="empty"):
+        spec.generate([[]], max_new_tokens=4)
+    with pytest.raises(ContextError, match=r"60 tokens; with 5 new ones that is 65, and the model's context holds 64"):
+        spec.generate([[1] * 60], max_new_tokens=5)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        spec.generate([[1]], max_new_tokens=0)
+    with pytest.raises(CapabilityError, match="tokenizer"):
+        spec.generate("text", max_new_tokens=4)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 1000)
+    with pytest.raises(MemoryBudgetError, match=r"\d+ bytes.*1000 bytes"):
+        spec.generate([[1] * 30], max_new_tokens=5)
+
+
+def test_an_unknown_method_or_option_names_those_there_are():
+    with pytest.raises(UnknownMethodError, match="prompt-lookup"):
+        Speculator("lookahead")
+    with pytest.raises(ValueError, match="max_draft"):
+        Speculator("prompt-lookup", breadth=3)
+
+
+def test_methods_are_listed_as_the_contract_says():
+    listed = {m["name"]: m for m in longdraft.methods()}
+    assert set(listed) >= {"ar", "prompt-lookup"}
+    assert all(set(m) == {"name", "exact", "needs_draft", "paper", "available"} for m in listed.values())

@@ -1,0 +1,264 @@
+"""Requests that come and go: each is decoded as if it were alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longdraft
+from longdraft import PromptCache, Request, Sampling, Speculator
+from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, RequestError
+from longdraft.memory import sizes
+from longdraft.model.runner import TargetRunner
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SAMPLED = Sampling(temperature=0.9, top_k=8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab=11, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def spec(model):
+    return Speculator("prompt-lookup", target=model, tokenizer=tiny_tokenizer(), min_n=1)
+
+
+def texts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(11) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+
+
+def alone(spec: Speculator, request: Request) -> list[int]:
+    return spec.generate(request)[0].token_ids
+
+
+def finished(session: longdraft.Session) -> list[longdraft.Step]:
+    return [step for _ in iter(lambda: session.busy, False) for step in session.step()]
+
+
+def test_a_long_list_of_mixed_lengths_keeps_the_batch_full(spec):
+    """200 prompts: while any wait, every round has as many sequences as there are slots, but for those being read."""
+    requests = [Request(p, max_new_tokens=1 + i % 23) for i, p in enumerate(texts(200))]
+    run = spec.stream(requests, batch=4)
+    sizes, left = [], 200
+    round_steps = 0
+    for step in run:
+        if step.mode != "prefill":
+            round_steps += 1
+            if step.seconds:
+                sizes.append(0)
+            sizes[-1] += 1
+        left -= step.finish_reason is not None
+        if left < 4:
+            break
+    assert sum(sizes) / len(sizes) > 3.8 and max(sizes) == 4
+    results = run.results()
+    assert [len(r.token_ids) for r in results] == [1 + i % 23 for i in range(200)]
+    for request, result in list(zip(requests, results, strict=True))[::9]:
+        assert result.token_ids == alone(spec, request)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
+    kinds = st.tuples(st.integers(1, 40), st.integers(1, 20), st.booleans(), st.integers(0, 5))
+    wanted = data.draw(st.lists(kinds, min_size=1, max_size=8))
+    session = spec.session(data.draw(st.integers(1, 3)), cache=PromptCache() if data.draw(st.booleans()) else None)
+    session._engine.chunk = data.draw(st.sampled_from([4, 16, 1024]))
+    waiting, numbers, aborted = [], {}, set()
+    for i, (length, new, sampled, seed) in enumerate(wanted):
+        prompt = texts(1, seed, 2)[0] * 3 + texts(1, i, 60)[0][:length]  # some begin alike
+        waiting.append(Request(prompt, new, SAMPLED if sampled else None, seed))
+    while waiting or session.busy:
+        if waiting and (not session.busy or data.draw(st.booleans())):
+            request = waiting.pop()
+            numbers[session.add(request)] = request
+        if session.busy:
+            session.step()
+        going = [number for number in numbers if not session.ended(number)]
+        if going and data.draw(st.integers(0, 9)) == 0:  # one that waits, is read, or is decoded
+            aborted.add(number := data.draw(st.sampled_from(going)))
+            session.abort(number)
+    for number, request in numbers.items():
+        result, expected = session.take(number), alone(spec, request)
+        if number in aborted and result.finish_reason == "cancelled":
+            assert result.token_ids == expected[: len(result.token_ids)]
+        else:
+            assert result.token_ids == expected and result.finish_reason == "length"
+
+
+def test_each_request_has_settings_of_its_own(spec):
+    free = alone(spec, Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[]))
+
+    def ban(ids, scores):
+        return scores.index_fill(1, torch.tensor([free[0]]), -torch.inf)
+
+    requests = [
+        Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[free[4]]),
+        Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[], processors=[ban]),
+        Request([1, 2, 3], max_new_tokens=5, eos_token_ids=[], sampling=SAMPLED, seed=4),
+        Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[], stop=[spec.decode(free[6:8])]),
+        [1, 2, 3],
+    ]
+    results = spec.generate(requests, max_new_tokens=7, eos_token_ids=[])
+    assert results[0].finish_reason == "eos" and results[0].token_ids == free[: free.index(free[4]) + 1]
+    assert free[0] not in results[1].token_ids
+    assert results[2].token_ids == alone(spec, requests[2])
+    assert results[3].finish_reason in ("stop", "length") and results[3].token_ids == free[: len(results[3].token_ids)]
+    assert results[4].token_ids == free[:7]
+
+
+def test_a_prompt_is_read_in_pieces_between_the_rounds_of_others(spec):
+    session = spec.session(2, context=400)
+    session._engine.chunk = 32
+    first = session.add(Request([1, 2, 3], max_new_tokens=40))
+    session.step()
+    second = session.add(Request(texts(1, 5, 3)[0] + [4] * 300, max_new_tokens=4))
+    modes = []
+    while not session.ended(second):
+        modes += [(step.sequence, step.mode) for step in session.step()]
+    read = [i for i, (number, mode) in enumerate(modes) if number == second and mode == "prefill"]
+    assert len(read) == 10
+    assert all(modes[i + 1] == (first, "full") for i in read[:-1])  # a round after every piece
+    finished(session)
+    assert session.result(first).token_ids == alone(spec, Request([1, 2, 3], max_new_tokens=40))
+
+
+def test_a_prefix_that_others_have_read_is_not_read_again(spec, monkeypatch):
+    shared = texts(1, 9, 60)[0][:1] * 200
+    requests = [Request([*shared, i], max_new_tokens=3) for i in range(6)]
+    expected = [alone(spec, r) for r in requests]
+    read, forward = [], TargetRunner.forward
+
+    def counted(self, block, *rest, **options):
+        if block.prompt:
+            read.append(block.size)
+        return forward(self, block, *rest, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", counted)
+    run = spec.stream(requests, batch=2, cache=PromptCache())
+    assert [r.token_ids for r in run.results()] == expected
+    assert sum(read) == 201 + 5
+    read.clear()
+    run = spec.stream(requests, batch=2)  # without a cache, whole pieces alone: a prompt's bits are always the same
+    run._engine.chunk = 64
+    assert [r.token_ids for r in run.results()] == expected
+    assert sum(read) == 201 + 5 * (201 - 192)
+
+
+def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
+    session = spec.session(2)
+    small = [session.add(Request([1, 2], max_new_tokens=9)) for _ in "ab"]
+    session.step()
+    large = session.add(Request([3] * 90, max_new_tokens=30))
+    last = session.add(Request([5], max_new_tokens=3))
+    finished(session)
+    assert [len(session.take(n).token_ids) for n in (*small, large, last)] == [9, 9, 30, 3]
+    assert not session._told and not session._engine.stats
+
+
+def test_fewer_at_a_time_where_memory_is_short(spec, monkeypatch, caplog):
+    prompts = texts(5, 3)
+    expected = [alone(spec, Request(p, max_new_tokens=8)) for p in prompts]
+    runner = spec.runner()
+    most = 2 * runner.kv_shape.bytes_per_token * 130
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: most)
+    results = spec.generate(prompts, max_new_tokens=8, batch=4)
+    assert [r.token_ids for r in results] == expected
+    assert "no memory for 4 sequences at a time" in caplog.text
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 100)
+    with pytest.raises(MemoryBudgetError):
+        spec.generate(prompts, max_new_tokens=8)
+
+
+def test_bad_requests_are_refused_and_the_others_go_on(spec):
+    session = spec.session(2)
+    good = session.add([1, 2, 3])
+    for bad, error in (
+        (Request([]), PromptError),
+        (Request([99]), PromptError),
+        (Request([1], max_new_tokens=0), RequestError),
+        (Request([1] * 10, max_new_tokens=10**6), ContextError),
+    ):
+        with pytest.raises(error):
+            session.add(bad)
+    with pytest.raises(RequestError, match="batch"):
+        spec.session(0)
+    finished(session)
+    assert session.result(good).token_ids == alone(spec, Request([1, 2, 3]))
+    assert session.step() == [] and not session.busy
+    session.abort(good)  # long over
+
+
+def test_a_waiting_request_can_be_aborted_and_a_closed_session_leaves_its_cache_usable(spec):
+    cache = PromptCache()
+    session = spec.session(1, cache=cache)
+    one, two = session.add(Request([1, 2, 3], 20)), session.add(Request([4], 20))
+    session.step()
+    session.abort(two)
+    assert [(s.sequence, s.finish_reason) for s in session.step() if s.finish_reason] == [(two, "cancelled")]
+    session.close()
+    assert not session.busy and session.result(one).finish_reason == "cancelled"
+    assert spec.generate([1, 2, 3], max_new_tokens=20, cache=cache)[0].token_ids == alone(spec, Request([1, 2, 3], 20))
+
+
+def test_a_slot_whose_prompt_was_not_begun_still_knows_what_it_holds(spec):
+    session = spec.session(3, cache=PromptCache())
+    old, new = texts(1, 0, 40)[0], texts(1, 1, 40)[0]
+    session.add(Request(new[:9], 40))
+    for _ in range(2):  # each in a slot of its own
+        session.add(Request(old, 2))
+    while not session.ended(1) or not session.ended(2):
+        session.step()
+    session.add(Request(old[:5], 9))
+    session.step()  # reads it: it is the others' turn now
+    given_up = session.add(Request(new, 4))
+    session.step()  # which gives this one a slot, and decodes
+    assert len(session._engine._active) == 3 and not session._engine._looked
+    session.abort(given_up)
+    again = session.add(Request(new, 4))
+    finished(session)
+    assert session.take(again).token_ids == alone(spec, Request(new, 4))
+
+
+def test_a_result_is_taken_once_when_its_last_step_has_come(spec):
+    session = spec.session(1)
+    one, two = session.add(Request([1, 2, 3], 9)), session.add(Request([4], 9))
+    session.step()
+    for number, error in ((one, "still decoded"), (two, "still decoded"), (7, "no request 7")):
+        with pytest.raises(RequestError, match=error):
+            session.take(number)
+    session.abort(two)  # its last step has not come yet
+    assert not session.ended(two)
+    finished(session)
+    assert session.ended(two) and session.take(two).finish_reason == "cancelled"
+    assert session.take(one).token_ids == alone(spec, Request([1, 2, 3], 9))
+    with pytest.raises(RequestError, match="was taken"):
+        session.take(one)
+    session.add(Request([1, 2], 9))
+    session.abort(2)
+    session.close()
+    assert not session.busy and session.take(2).finish_reason == "cancelled"
+
+
+def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
+    cache = PromptCache()
+    session = spec.session(1, cache=cache)
+    session.add(Request([1, 2, 3], 4))
+    finished(session)
+    spec.generate([7, 8], max_new_tokens=4, cache=cache)
+    number = session.add(Request([1, 2, 3], 4))
+    finished(session)
+    assert session.result(number).token_ids == alone(spec, Request([1, 2, 3], 4))
+    busy = session.add(Request([1, 2, 3], 4))
+    session.step()
+    spec.generate([7, 8], max_new_tokens=4, cache=cache)
+    with pytest.raises(CapabilityError, match="taken"):
+        session.step()
+    assert session.result(busy).finish_reason == "cancelled"

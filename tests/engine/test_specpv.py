@@ -1,0 +1,306 @@
+"""SpecPV as a schedule: partial verification, its correction, and the exact tier, on tiny models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft.drafters.eagle3 import Eagle3Drafter
+from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.longspec import LongSpecDrafter
+from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.schedule import Schedule
+from longdraft.engine.sequence import Sequence
+from longdraft.engine.stopping import eos_rule
+from longdraft.model.runner import Taps, TargetRunner
+from longdraft.trees.tree import TokenTree
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
+from tests.drafts import random_draft, random_eagle3
+from tests.events import begun, decoded
+from tests.forwards import forward
+from tests.tiny import tiny_model
+
+SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
+PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
+
+
+def sizes(budget: int = 8, **over) -> View:
+    return partial_view(budget, **SMALL | over)
+
+
+def run(
+    model,
+    schedule: Schedule,
+    drafter: Drafter,
+    prompts=None,
+    n=28,
+    sampling: Sampling | None = None,
+    seed=0,
+    eos=(),
+    cache=None,
+):
+    runner = TargetRunner(model)
+    sampling = sampling or Sampling()
+    sequences = [Sequence(i, list(p), n, rules=[eos_rule(frozenset(eos))]) for i, p in enumerate(prompts or PROMPTS)]
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(sequences))]
+    samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
+    for s, sampler in zip(sequences, samplers, strict=True):
+        s.sampler = sampler
+    engine = Engine(runner, drafter, schedule)
+    steps = decoded(engine, sequences)
+    return sequences, steps, engine
+
+
+def outputs(sequences) -> list[list[int]]:
+    return [s.output for s in sequences]
+
+
+def drafter(kind: str, model, folder) -> Drafter:
+    if kind == "longspec":
+        return LongSpecDrafter(LongSpecDraft.load(random_draft(folder, model)), widths=(3, 4, 2))
+    return SuffixDrafter() if kind == "ngram" else NoDrafter()
+
+
+@pytest.mark.parametrize(("family", "kind"), [("mistral", "longspec"), ("llama", "ngram"), ("qwen3", "none")])
+def test_the_exact_tier_gives_the_tokens_of_plain_decoding(tmp_path, family, kind):
+    model = tiny_model(family, vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter())
+    got, steps, _ = run(model, ExactSpecPV(sizes()), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want)
+    assert {step.mode for step in steps} == {"prefill", "full", "refresh", "partial"}
+    # Tokens are emitted by full passes alone.
+    assert all(not step.token_ids for step in steps if step.mode == "partial")
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram"])
+def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, SpecPV(sizes(200)), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want) and {s.mode for s in steps} == {"prefill", "full"}
+
+
+class Eagerly:
+    """Goes over to the partial cache at once, though the text would fit it."""
+
+    def mode(self, sequence):
+        slot = sequence.slot
+        if not self.partial.in_use(slot):
+            return "refresh"
+        return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
+
+    def _refresh(self, sequence, path, rows):
+        slot = sequence.slot
+        self.store.commit(slot, path)
+        queries = self._queries.pop(slot)
+        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+
+
+class Eager(Eagerly, SpecPV):
+    pass
+
+
+class EagerExact(Eagerly, ExactSpecPV):
+    pass
+
+
+def test_guesses_use_the_draws_to_come(tmp_path):
+    """With a partial cache that holds everything, every guess is what is drawn at T = 1."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    got, _, _ = run(model, EagerExact(sizes(200)), NoDrafter(), n=60, sampling=Sampling(1.0))
+    assert all(s.partial_rounds > 40 and s.taken_back == 0 for s in got)
+    # After the first, shorter wait, a full pass comes after eight guesses and adds a token of its own.
+    assert all(s.rounds - s.partial_rounds < 11 for s in got)
+
+
+def test_fewer_guesses_wait_after_a_wrong_one(tmp_path):
+    """Partial verification without retrieval guesses badly on a model that attends everywhere."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    schedule = ExactSpecPV(sizes(selector="streaming", margin=20))
+    schedule.close = lambda sequence: None  # its margin is looked at below
+    got, _, _ = run(model, schedule, NoDrafter(), [PROMPTS[0]], 60)
+    assert got[0].taken_back > 0 and schedule._margins[0] < 10  # it began with 10, and may have 20
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_partial_verification_on_a_cache_that_holds_everything_is_full_verification(tmp_path, kind, transposed):
+    """Catches a rejected node whose KV survives, a gap before the window and a gather from a wrong offset."""
+    model = tiny_model(vocab=11, dtype=torch.float32 if transposed else torch.float64)
+    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, Eager(sizes(200)), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want)
+    assert sum(s.mode == "partial" for s in steps) > 20
+
+
+def test_specpv_emits_from_partial_rounds_and_is_approximate(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter())
+    got, steps, _ = run(model, SpecPV(sizes()), NoDrafter())
+    assert any(s.token_ids for s in steps if s.mode == "partial")
+    assert outputs(got) != outputs(want)  # random models attend everywhere
+    assert outputs(got)[2][:8] == outputs(want)[2][:8]  # a short text is verified in full
+
+
+def test_refreshes_come_when_more_than_the_margin_waits(tmp_path):
+    model = tiny_model(vocab=11)
+    _, steps, _ = run(model, SpecPV(sizes(margin=6)), NoDrafter(), [PROMPTS[0]])
+    modes = [s.mode for s in steps if s.mode != "prefill"]
+    assert modes[:9] == ["refresh", *["partial"] * 7, "refresh"]
+
+
+def test_after_a_run_the_cache_holds_exact_rows_alone(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    for schedule in (SpecPV(sizes()), ExactSpecPV(sizes())):
+        got, _, engine = run(model, schedule, SuffixDrafter(), [PROMPTS[0]], 13)
+        store = engine.cache.store
+        n = store.lengths[0]
+        assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1
+        runner = TargetRunner(model)
+        fresh = runner.new_store(1, n)
+        forward(runner, [got[0].tokens[:n]], fresh, [0], logits="none")
+        torch.testing.assert_close(store.keys[:, :1, :, :n], fresh.keys, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(store.values[:, :1, :, :n], fresh.values, atol=1e-4, rtol=1e-3)
+
+
+def test_an_end_of_sequence_that_was_only_guessed_does_not_end_the_text(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    for eos in (0, 3, 7, 10):
+        want, _, _ = run(model, Schedule(), NoDrafter(), eos=[eos])
+        got, _, _ = run(model, ExactSpecPV(sizes()), drafter("ngram", model, tmp_path), eos=[eos])
+        assert outputs(got) == outputs(want)
+        assert [s.finish_reason for s in got] == [s.finish_reason for s in want]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_small_budgets_of_tokens(tmp_path, n):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter(), n=n)
+    got, _, _ = run(model, ExactSpecPV(sizes()), drafter("longspec", model, tmp_path), n=n)
+    assert outputs(got) == outputs(want)
+
+
+class Checked(Eagle3Drafter):
+    """After every refresh, drafts what a drafter would that has read everything anew."""
+
+    checked, fresh = 0, False
+
+    def observe(self, event):
+        super().observe(event)
+        self.fresh = self.fresh or event.replaced is not None
+
+    def propose(self, sequences, budget=None):
+        found = super().propose(sequences, budget)
+        if self.fresh:
+            twin = Eagle3Drafter(self.draft, widths=(2, 3))
+            twin.bind(self._runner, self._store)
+            for s in sequences:
+                twin.observe(begun(s))
+            again = twin.propose(sequences)
+            assert [t.tokens for t in again] == [t.tokens for t in found]
+            for own, other in zip(found, again, strict=True):
+                assert own.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+            self.checked += 1
+            self.fresh = False
+        return found
+
+
+@pytest.mark.parametrize("schedule", [SpecPV, ExactSpecPV])
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, window):
+    model = tiny_model(vocab=11, layers=6, dtype=torch.float64)
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
+    eagle = Checked(draft, widths=(2, 3))
+    got, _, engine = run(model, schedule(sizes()), eagle, [PROMPTS[0]])
+    assert eagle.checked >= 2
+    store, n = engine.cache.store, engine.cache.store.lengths[0]
+    exact = TargetRunner(model).new_store(1, n, store.feature_layers)
+    forward(TargetRunner(model), [got[0].tokens[:n]], exact, [0], logits="none")
+    torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
+    if schedule is ExactSpecPV:
+        want, _, _ = run(model, Schedule(), NoDrafter(), [PROMPTS[0]])
+        assert outputs(got) == outputs(want)
+
+
+class Listening(Drafter):
+    """Drafts the text to come on one branch, and compares the queries that it is told with a plain forward's."""
+
+    max_nodes = 4
+
+    def __init__(self, answers) -> None:
+        self.answers, self.heard = answers, 0
+
+    def query_layers(self, runner):
+        return (1, runner.kv_shape.layers - 1)
+
+    def bind(self, runner, store):
+        self.runner, self.store = runner, store
+
+    def propose(self, sequences, budget=None):
+        trees = []
+        for s in sequences:
+            right = self.answers[s.index][len(s.output) : len(s.output) + 1 + s.index]
+            parents = (-1, 0, *([0] if right else []), *range(2, 1 + len(right)))
+            trees.append(TokenTree((s.output[-1], (s.output[-1] + 1) % 11, *right), parents))
+        return trees
+
+    def observe(self, event):
+        sequence, queries = event.sequence, {layer: q[:, -1] for layer, q in event.queries.items()}
+        if self.store.unverified[sequence.slot]:
+            return  # what a partial verification asks can be compared with nothing
+        text = sequence.tokens[: self.store.readable(sequence.slot)]
+        assert len(text) == len(sequence.tokens) - 1
+        plain = self.runner.new_store(1, len(text))
+        out = forward(self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
+        assert set(queries) == set(out.queries)
+        for layer, query in queries.items():
+            torch.testing.assert_close(query, out.queries[layer][0, :, -1], atol=1e-4, rtol=1e-3)
+        self.heard += 1
+
+
+@pytest.mark.parametrize("kind", [Schedule, Eager, EagerExact, SpecPV, ExactSpecPV])
+def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
+    """In every mode: also where a chain stands before the tree, and where guesses are refuted."""
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    want, _, _ = run(model, Schedule(), NoDrafter())
+    listening, inexact = Listening(outputs(want)), kind in (SpecPV, ExactSpecPV)
+    schedule = Schedule() if kind is Schedule else kind(sizes(8 if inexact else 200))
+    got, steps, _ = run(model, schedule, listening)
+    assert outputs(got) == outputs(want) or kind is SpecPV
+    assert {s.mode for s in steps} >= ({"full"} if kind is Schedule else {"refresh", "partial"})
+    assert listening.heard > 10 and sum(s.accepted for s in steps) > 10
+    assert kind is not ExactSpecPV or sum(s.taken_back for s in got) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"budget": 4}, "budget must be at least sink"),
+        ({"budget": 30}, "budget must be a multiple of block"),
+        ({"sink": 3}, "sink must be a multiple of block"),
+        ({"window": 0}, "window must be a whole number of at least 1"),
+        ({"window": 6}, "window must be a multiple of block"),
+        ({"margin": 0}, "margin must be"),
+        ({"block": 0}, "block must be"),
+        ({"budget": -4}, "budget must be"),
+        ({"selector": "best"}, "selector must be one of minmax"),
+        ({"reduction": "sum"}, "reduction must be one of mean"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_view(options, word):
+    with pytest.raises(ValueError, match=word):
+        sizes(**options)
+
+
+@pytest.mark.parametrize("selector", list(SCORERS))
+def test_what_a_view_of_each_selector_holds(selector):
+    view = sizes(12, selector=selector)
+    assert (view.budget, view.room) == (8 if selector == "streaming" else 20, 6)

@@ -1,0 +1,180 @@
+"""The prompt cache: a run reads only what an earlier one has not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.errors import CheckpointError, MemoryBudgetError
+from longdraft.memory import sizes
+from longdraft.memory.prompt_cache import PromptCache, common_prefix
+from longdraft.memory.store import KVShape, KVStore
+
+SHAPE = KVShape(2, 1, 4, torch.float32)
+
+
+def new_store(slots: int, capacity: int) -> KVStore:
+    return KVStore(SHAPE, slots, capacity)
+
+
+def opened(cache: PromptCache, prompts: list[list[int]], capacity: int) -> KVStore:
+    """A store with room for these prompts, each slot with what is there of its own."""
+    store = cache.open(new_store, len(prompts), capacity)
+    for slot, prompt in enumerate(prompts):
+        cache.begin(slot, prompt)
+    return store
+
+
+def run(cache: PromptCache, prompts: list[list[int]], capacity: int = 20) -> KVStore:
+    """What an engine does: opens, reads what is missing, remembers. A token's KV is the token itself."""
+    store = opened(cache, prompts, capacity)
+    for slot, prompt in enumerate(prompts):
+        n = store.lengths[slot]
+        for tensor in (store.keys, store.values):
+            tensor[:, slot, :, n : len(prompt)] = torch.tensor(prompt[n:], dtype=torch.float32)[:, None]
+        store.commit(slot, range(len(prompt) - n))
+        cache.remember(slot, prompt)
+    return store
+
+
+def held(store: KVStore, slot: int) -> list[int]:
+    """The tokens whose KV a slot holds."""
+    rows = store.keys[0, slot, 0, : store.lengths[slot], 0].tolist()
+    assert rows == store.values[-1, slot, 0, : store.lengths[slot], -1].tolist()
+    return [int(x) for x in rows]
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_the_common_prefix_is_as_long_as_it_can_be(a, b):
+    n = common_prefix(a, b)
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+def test_a_new_cache_holds_nothing():
+    store = opened(PromptCache(), [[1, 2, 3], [4]], 10)
+    assert store.lengths == [0, 0] and store.capacity == 10
+
+
+def test_a_second_run_starts_where_its_prompt_first_differs():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4, 5]])
+    store = opened(cache, [[1, 2, 3, 9, 9, 9]], 20)
+    assert held(store, 0) == [1, 2, 3]
+
+
+def test_the_last_prompt_token_is_read_again():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3]])
+    assert held(opened(cache, [[1, 2, 3]], 20), 0) == [1, 2]
+
+
+def test_a_shorter_prompt_forgets_the_rest_for_good():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4]])
+    run(cache, [[1, 2]])
+    assert held(opened(cache, [[1, 2, 3, 4]], 20), 0) == [1, 2]
+
+
+def test_a_run_that_was_opened_and_never_ran_leaves_the_cache_usable():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4]])
+    opened(cache, [[1, 2, 9]], 20)
+    assert held(opened(cache, [[1, 2, 3, 4]], 20), 0) == [1, 2]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_a_slot_always_holds_its_own_prompt(prompts):
+    cache = PromptCache()
+    for prompt in prompts:
+        assert held(run(cache, [prompt]), 0) == prompt
+
+
+def test_the_store_is_kept_while_it_is_large_enough():
+    cache = PromptCache()
+    first = run(cache, [[1, 2, 3], [4, 5]])
+    assert opened(cache, [[1, 2, 3]], 15) is first
+
+
+def test_a_larger_store_takes_over_what_all_slots_hold():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3], [4, 5]])
+    store = opened(cache, [[1, 2, 3, 7], [4, 5, 8], [6]], 40)
+    assert (store.slots, store.capacity) == (3, 40)
+    assert held(store, 0) == [1, 2, 3] and held(store, 1) == [4, 5] and held(store, 2) == []
+
+
+def test_a_smaller_batch_keeps_the_slots_it_does_not_use():
+    cache = PromptCache()
+    run(cache, [[1, 2], [3, 4]])
+    run(cache, [[1, 2]], capacity=40)
+    assert held(opened(cache, [[1, 2, 0], [3, 4, 0]], 20), 1) == [3, 4]
+
+
+def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(monkeypatch):
+    cache = PromptCache()
+    store = run(cache, [[1, 2, 3]])
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 100)
+    with pytest.raises(MemoryBudgetError):
+        opened(cache, [[9]], 1000)
+    assert cache.store is store and held(store, 0) == [1, 2, 3] and list(map(list, cache.tokens)) == [[1, 2, 3]]
+
+
+def test_only_committed_rows_are_remembered():
+    cache = PromptCache()
+    store = run(cache, [[1, 2]])
+    cache.remember(0, [1, 2, 7])  # the last emitted token's KV is not computed yet
+    assert list(cache.tokens[0]) == [1, 2] and held(store, 0) == [1, 2]
+
+
+def test_a_saved_cache_serves_another_process(tmp_path):
+    cache = PromptCache()
+    run(cache, [[8], [1, 2, 3, 4]])
+    cache.save(tmp_path / "kv", "target", slot=1)
+    store = opened(PromptCache.restored(tmp_path / "kv", "target"), [[1, 2, 3, 9]], 20)
+    assert held(store, 0) == [1, 2, 3]
+
+
+def test_a_restored_cache_makes_room_for_all_of_the_snapshot(tmp_path):
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4, 5, 6]])
+    cache.save(tmp_path / "kv", "target")
+    store = opened(PromptCache.restored(tmp_path / "kv", "target"), [[1, 2]], 3)
+    assert store.capacity == 6 and held(store, 0) == [1]
+
+
+def test_a_restored_cache_is_read_once(tmp_path):
+    cache = PromptCache()
+    run(cache, [[1, 2, 3]])
+    cache.save(tmp_path / "kv", "target")
+    restored = PromptCache.restored(tmp_path / "kv", "target")
+    run(restored, [[5, 6, 7]])
+    (tmp_path / "kv").unlink()
+    assert held(opened(restored, [[5, 6, 7]], 20), 0) == [5, 6]
+
+
+def test_another_targets_cache_is_refused(tmp_path):
+    cache = PromptCache()
+    run(cache, [[1, 2, 3]])
+    cache.save(tmp_path / "kv", "the other")
+    with pytest.raises(CheckpointError, match="another target"):
+        opened(PromptCache.restored(tmp_path / "kv", "mine"), [[1, 2]], 20)
+
+
+def test_what_another_slot_has_is_copied_and_not_read_again():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3, 4, 5], [9, 8]])
+    store = cache.open(new_store, 2, 20)
+    assert cache.begin(1, [1, 2, 3, 7]) == 3
+    assert held(store, 1) == [1, 2, 3] and held(store, 0) == [1, 2, 3, 4, 5]
+    assert cache.begin(1, [1, 2, 3, 4, 7], piece=2) == 4  # its own three, and one that was copied
+    assert cache.begin(1, [1, 2, 3, 7], piece=2) == 2
+
+
+def test_a_prompt_is_given_the_slot_that_has_most_of_it():
+    cache = PromptCache()
+    run(cache, [[1, 2, 3], [1, 2], [5]])
+    assert [cache.choose(free, [1, 2, 3, 4]) for free in ([0, 1, 2], [1, 2], [2])] == [0, 1, 2]
+    assert cache.choose([0, 1, 2], [7]) == 2  # none has any: the one that holds the least

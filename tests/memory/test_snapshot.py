@@ -1,0 +1,116 @@
+"""Snapshots: a slot to disk and back, and what is said when that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from longdraft.errors import CheckpointError
+from longdraft.memory import snapshot
+from longdraft.memory.store import KVShape, KVStore
+
+TOKENS = [5, 3, 8, 8, 1]
+
+
+def store(slots: int = 3, capacity: int = 16, transposed: bool = False, dtype=torch.float32) -> KVStore:
+    """Random numbers in every row; slot 1 holds five committed rows."""
+    made = KVStore(KVShape(2, 3, 4, dtype), slots, capacity, transposed_keys=transposed)
+    for tensor in (made.keys, made.values):
+        tensor.copy_(torch.randn(tensor.shape))
+    made.lengths[1] = len(TOKENS)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True], ids=["keys by row", "keys by column"])
+def test_a_slot_comes_back_as_it_was_in_another_slot_of_another_store(tmp_path, transposed, dtype):
+    saved, loaded = store(transposed=transposed, dtype=dtype), store(2, 9, not transposed, dtype)
+    snapshot.save(saved, 1, TOKENS, "target", tmp_path / "kv")
+    other = loaded.keys[:, 1].clone()
+    assert snapshot.load(loaded, 0, "target", tmp_path / "kv") == TOKENS
+    assert loaded.lengths == [5, 5]
+    assert torch.equal(loaded.keys[:, 0, :, :5], saved.keys[:, 1, :, :5])
+    assert torch.equal(loaded.values[:, 0, :, :5], saved.values[:, 1, :, :5])
+    assert torch.equal(loaded.keys[:, 1], other)
+
+
+def test_saving_replaces_an_older_snapshot_and_makes_the_folder(tmp_path):
+    path = tmp_path / "new" / "folder" / "kv"
+    saved = store()
+    snapshot.save(saved, 1, TOKENS, "target", path)
+    saved.truncate(1, 2)
+    snapshot.save(saved, 1, TOKENS[:2], "target", path)
+    assert snapshot.token_count(path) == 2
+    assert [p.name for p in path.parent.iterdir()] == ["kv"]
+
+
+def test_tokens_that_are_not_one_a_row_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="4 tokens for 5 committed rows"):
+        snapshot.save(store(), 1, TOKENS[:4], "target", tmp_path / "kv")
+
+
+def test_another_targets_snapshot_is_refused_and_the_slot_stays_as_it_is(tmp_path):
+    snapshot.save(store(), 1, TOKENS, "the other", tmp_path / "kv")
+    loaded = store()
+    keys = loaded.keys.clone()
+    with pytest.raises(CheckpointError, match=r"another target \(the other; this one is mine\)"):
+        snapshot.load(loaded, 1, "mine", tmp_path / "kv")
+    assert loaded.lengths == [0, 5, 0] and torch.equal(loaded.keys, keys)
+
+
+def test_a_snapshot_longer_than_the_slot_is_refused(tmp_path):
+    snapshot.save(store(), 1, TOKENS, "target", tmp_path / "kv")
+    short = KVStore(KVShape(2, 3, 4, torch.float32), 1, 4)
+    with pytest.raises(CheckpointError, match="holds 5 tokens, the slot has room for 4"):
+        snapshot.load(short, 0, "target", tmp_path / "kv")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path, keep):
+    path = tmp_path / "kv"
+    snapshot.save(store(), 1, TOKENS, "target", path)
+    path.write_bytes(path.read_bytes()[:keep])
+    loaded = store()
+    with pytest.raises(CheckpointError, match="Could not read the snapshot"):
+        snapshot.load(loaded, 0, "target", path)
+    assert loaded.lengths == [0, 5, 0]
+    assert snapshot.token_count(path) == 0
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="Could not read the snapshot"):
+        snapshot.load(store(), 0, "target", tmp_path / "nowhere")
+    assert snapshot.token_count(tmp_path / "nowhere") == 0
+
+
+def test_a_safetensors_file_of_something_else_is_refused(tmp_path):
+    save_file({"weight": torch.zeros(3)}, tmp_path / "kv")
+    with pytest.raises(CheckpointError, match="is not a KV snapshot of longdraft"):
+        snapshot.load(store(), 0, "target", tmp_path / "kv")
+
+
+def test_a_full_disk_leaves_the_older_snapshot_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "kv"
+    snapshot.save(store(), 1, TOKENS, "target", path)
+    before = path.read_bytes()
+
+    def full(tensors, filename, metadata=None):
+        filename.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"Could not write .*\(1000 bytes\): .*No space left"):
+        snapshot.save(store(), 1, TOKENS, "target", path)
+    assert [p.name for p in tmp_path.iterdir()] == ["kv"] and path.read_bytes() == before
+
+
+def test_an_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupted(tensors, filename, metadata=None):
+        filename.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(snapshot, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.save(store(), 1, TOKENS, "target", tmp_path / "kv")
+    assert list(tmp_path.iterdir()) == []

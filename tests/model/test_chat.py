@@ -1,0 +1,143 @@
+"""Prompts: what the model reads, token for token."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tokenizers import Regex, normalizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from longdraft.errors import PromptError
+from longdraft.model.chat import chat_prompt, encode, follow_up
+from tests.tiny import tiny_tokenizer
+
+
+def with_first_token(chat: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer that begins every text with <unk>, as Llama's does with BOS; its template writes it too."""
+    tokenizer = tiny_tokenizer(chat=chat)
+    first = tokenizer.convert_tokens_to_ids("<unk>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", first)]
+    )
+    if chat:
+        tokenizer.chat_template = "<unk>" + tokenizer.chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("instruction", "document", "system", "text"),
+    [
+        ("sum it up.", "a report.", None, "<user>a report.\n\nsum it up.<eos><assistant>"),
+        ("hello", None, None, "<user>hello<eos><assistant>"),
+        ("hello", " \n", " ", "<user>hello<eos><assistant>"),
+        ("", "a report.", None, "<user>a report.<eos><assistant>"),
+        ("hello", None, "be brief.", "<system>be brief.<eos><user>hello<eos><assistant>"),
+    ],
+)
+def test_user_turn_is_document_blank_line_instruction(
+    instruction: str, document: str | None, system: str | None, text: str
+) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    ids = chat_prompt(tokenizer, instruction, document, system)
+    assert isinstance(ids, list) and {type(token) for token in ids} == {int}
+    assert tokenizer.decode(ids) == text
+
+
+def test_document_is_not_altered() -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    document = "  indented\n\n\nthree lines down \n"
+    assert document in tokenizer.decode(chat_prompt(tokenizer, "go.", document))
+
+
+def test_special_tokens_are_added_once_with_a_template_and_without() -> None:
+    for chat in (True, False):
+        tokenizer = with_first_token(chat)
+        first = tokenizer.convert_tokens_to_ids("<unk>")
+        ids = chat_prompt(tokenizer, "hello")
+        assert ids[0] == first and ids.count(first) == 1
+
+
+def test_without_a_template_the_parts_are_plain_text() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = chat_prompt(tokenizer, "sum it up.", "a report.", "be brief.")
+    assert ids == tokenizer("be brief.\n\na report.\n\nsum it up.")["input_ids"]
+
+
+def test_another_turn_goes_on_where_an_answer_ends() -> None:
+    for chat in (True, False):
+        tokenizer = with_first_token(chat)
+        whole = tokenizer.decode(
+            [*chat_prompt(tokenizer, "hello"), *encode(tokenizer, "yes")[1:], *follow_up(tokenizer, "so?")]
+        )
+        wanted = (
+            "<unk><user>hello<eos><assistant>yes<eos><user>so?<eos><assistant>" if chat else "<unk>helloyes\n\nso?\n\n"
+        )
+        assert whole == wanted
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["<user>{{ messages[-1]['content'] }}", "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}hello"],
+)
+def test_a_template_without_a_place_for_another_turn(template: str) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = template
+    assert chat_prompt(tokenizer, "hello") and follow_up(tokenizer, "so?") == []
+
+
+def test_encode_is_the_tokenizers_own_reading() -> None:
+    tokenizer = with_first_token(chat=True)
+    ids = encode(tokenizer, " abc ")
+    assert type(ids) is list
+    assert tokenizer.decode(ids) == "<unk> abc "  # no template, nothing stripped
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(("instruction", "document"), [("", None), (" \n\t", ""), ("", "  ")])
+def test_empty_prompt_is_refused(chat: bool, instruction: str, document: str | None) -> None:
+    with pytest.raises(PromptError, match=r"empty.*give"):
+        chat_prompt(tiny_tokenizer(chat=chat), instruction, document, system="be brief.")
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_empty_text_is_refused(text: str) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        encode(tiny_tokenizer(), text)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_text_that_is_not_unicode_is_refused(chat: bool) -> None:
+    broken = b"caf\xe9".decode("utf-8", errors="surrogateescape")
+    with pytest.raises(PromptError, match=r"character 3.*UTF-8"):
+        chat_prompt(tiny_tokenizer(chat=chat), broken)
+
+
+def test_text_without_any_token_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[^a-z]"), "")
+    with pytest.raises(PromptError, match=r"no tokens.*another model"):
+        encode(tokenizer, "ÄÖÜ")
+
+
+def test_template_that_knows_no_system_role_is_reported() -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    assert chat_prompt(tokenizer, "hello")
+    with pytest.raises(PromptError, match=r"System role not supported.*Leave the system message out"):
+        chat_prompt(tokenizer, "hello", system="be brief.")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_long_prompt_draws_no_warning_from_transformers(
+    chat: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # so that caplog sees it
+    tokenizer = tiny_tokenizer(chat=chat)
+    tokenizer.model_max_length = 4
+    assert len(chat_prompt(tokenizer, "a longer prompt")) > 4
+    assert not caplog.messages

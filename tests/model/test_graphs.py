@@ -1,0 +1,424 @@
+"""Recorded forwards, with a stand-in that records a function and runs it again on the same buffers."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft import Speculator
+from longdraft.attention import hybrid
+from longdraft.attention.block import Block
+from longdraft.attention.reference import partial_attention
+from longdraft.errors import NumericalError
+from longdraft.memory.host_store import HostStore
+from longdraft.memory.store import KVStore
+from longdraft.model import graphs
+from longdraft.model.graphs import BUCKETS, CudaRecorder, Graphs, unavailable
+from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
+from longdraft.trees.masks import padded_mask
+from longdraft.trees.tree import TokenTree
+from tests import torch_kernels
+from tests.drafts import random_draft
+from tests.forwards import forward
+from tests.nominal import StandIn
+from tests.tiny import tiny_model
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def static_attend(q, keys, values, block: Block, scale):
+    """Attention that reads the block's tensors and nothing of its numbers on the host."""
+    slots, n = block.slots_t.long(), block.lengths_t.long()[:, None, None]
+    k, v = (x[slots].nan_to_num() for x in (keys, values))
+    place = torch.arange(keys.shape[2]) - n  # among the tree's rows
+    mask = torch.ones(q.shape[2], block.width, dtype=torch.bool).tril(block.offset)[None]
+    mask = (mask if block.mask is None else block.mask).expand(len(slots), -1, -1)
+    at = place.clamp(0, block.width - 1).expand(-1, q.shape[2], -1)
+    seen = (place < 0) | ((place < block.width) & mask.gather(2, at))
+    return partial_attention(q, k, v, scale, seen[:, None])[0].to(q.dtype)
+
+
+def text(n: int, seed: int) -> list[int]:
+    return torch.randint(61, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tree_of(size: int, seed: int, chain: bool) -> TokenTree:
+    g = torch.Generator().manual_seed(seed)
+    parents = [-1] + [i - 1 if chain else int(torch.randint(i, (), generator=g)) for i in range(1, size)]
+    return TokenTree(tuple(text(size, seed)), tuple(parents))
+
+
+class Target:
+    """A runner with a store, and a twin without graphs on a store of its own."""
+
+    def __init__(self, attend=static_attend, slots: int = 3, capacity: int = 160, features=(), layers=2) -> None:
+        self.runner = TargetRunner(tiny_model(layers=layers))
+        self.recorder = StandIn()
+        if attend is not None:
+            self.runner._attend = attend
+            self.runner.graphs = Graphs(self.recorder)
+        self.plain = TargetRunner(self.runner.model)
+        self.stores = [r.new_store(slots, capacity, features) for r in (self.runner, self.plain)]
+
+    def read(self, *lengths: int) -> None:
+        for slot, n in enumerate(lengths):
+            for runner, store in zip((self.runner, self.plain), self.stores, strict=True):
+                if n:
+                    forward(runner, [text(n, slot)], store, [slot], logits="none")
+                    store.commit(slot, range(n))
+
+    def forward(self, slots: list[int], trees: list[TokenTree], taps: Taps = NO_TAPS, **options):
+        """Both runners' outputs for the same trees."""
+        size = max(tree.size for tree in trees)
+        chain = all(tree.is_chain for tree in trees)
+        tokens = [tree.tokens + (0,) * (size - tree.size) for tree in trees]
+        shape = {} if chain else {"mask": padded_mask(trees, size)}
+        if not chain:
+            shape["depths"] = [tree.depths + (0,) * (size - tree.size) for tree in trees]
+        pairs = zip((self.runner, self.plain), self.stores, strict=True)
+        return [forward(runner, tokens, store, slots, taps=taps, **shape, **options) for runner, store in pairs]
+
+    def check(self, slots: list[int], trees: list[TokenTree], taps: Taps = NO_TAPS, **options) -> None:
+        """That both give the same, the shapes too, and leave the same rows; commits a path of each tree."""
+        got, expected = self.forward(slots, trees, taps, **options)
+        torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
+        assert got.logits.dtype == torch.float32
+        for name in ("hidden", "queries"):
+            assert getattr(got, name).keys() == getattr(expected, name).keys()
+            for layer, x in getattr(expected, name).items():
+                torch.testing.assert_close(getattr(got, name)[layer], x, **CLOSE)
+        for slot, tree in zip(slots, trees, strict=True):
+            for store in self.stores:
+                store.commit(slot, tree.path(tree.size - 1))
+            n = self.stores[0].lengths[slot]
+            for tensors in zip(*((s.keys, s.values) for s in self.stores), strict=True):
+                torch.testing.assert_close(*(x[:, slot, :, :n] for x in tensors), **CLOSE)
+            if self.stores[0].features is not None:
+                torch.testing.assert_close(*(s.features[slot, :n] for s in self.stores), **CLOSE)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Sizes are recorded when they are first met."""
+    monkeypatch.setattr(graphs, "USES", 0)
+
+
+# --- what a replay gives ---
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.tuples(*[st.integers(0, 40)] * 3),
+    rounds=st.lists(
+        st.tuples(st.permutations(range(3)), st.integers(1, 3), st.lists(st.integers(1, 12), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=5,
+    ),
+    chain=st.booleans(),
+    taps=st.sampled_from([Taps(), Taps((0,), (1,)), Taps((1, 0), (0, 1))]),
+    seed=st.integers(0, 1000),
+)
+def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain, taps, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "USES", 0)
+        target = Target(features=(0, 1))
+        target.read(*lengths)
+        for number, (slots, batch, sizes) in enumerate(rounds):
+            trees = [tree_of(size, seed + 7 * number + i, chain) for i, size in enumerate(sizes[:batch])]
+            target.check(list(slots)[:batch], trees, taps)
+        # Every forward was a replay, and no size was recorded twice.
+        kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
+        assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
+
+
+@pytest.mark.parametrize("size", [*BUCKETS, 3, 5, 33, 65, 70])
+def test_every_size_is_padded_to_a_recorded_one(at_once, size):
+    target = Target(slots=1)
+    target.read(20)
+    target.check([0], [tree_of(size, 1, chain=False)])
+    assert target.recorder.replays == 1
+
+
+def test_the_triton_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is not in use")
+    from longdraft.attention import triton_backend
+
+    monkeypatch.setattr(triton_backend, "_processors", lambda device: 8)  # so that there are splits
+    monkeypatch.setattr(triton_backend, "MIN_KEYS_PER_SPLIT", 16)
+    target = Target(triton_backend.attend, layers=1)
+    target.read(50, 0, 7)
+    for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
+        target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
+    assert (target.recorder.captures, target.recorder.replays) == (1, 2)
+
+
+def test_the_hybrid_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
+    with torch_kernels.registered():
+        target = Target(hybrid.attend)
+        target.read(50, 0, 7)
+        for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
+            target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
+        assert (target.recorder.captures, target.recorder.replays) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "cpu", "reference"])
+def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(at_once, name):
+    """So the tests above would fail for one that did: the host's numbers in a recorded block are useless."""
+    import importlib
+
+    target = Target(importlib.import_module(f"longdraft.attention.{name}").attend)
+    target.read(30)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, NumericalError)):
+        target.check([0], [tree_of(5, 1, chain=False)])
+        assert target.recorder.replays  # no fallback
+
+
+def test_padded_rows_do_not_reach_the_result(at_once):
+    target = Target(slots=2)
+    target.read(20, 11)
+    trees = [tree_of(5, 3, chain=False), tree_of(4, 4, chain=False)]
+    first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
+    (recorded,) = target.runner.graphs._known[target.stores[0]].values()
+    with torch.inference_mode():
+        recorded._tokens[:, 5:] = 17
+        recorded._positions[:, 5:] = 90
+    again = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
+    assert first.logits.shape == (2, 5, 61) and first.queries[1].shape[2] == first.hidden[0].shape[1] == 5
+    assert torch.equal(first.logits, again.logits)
+    assert torch.equal(first.hidden[0], again.hidden[0]) and torch.equal(first.queries[1], again.queries[1])
+
+
+def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
+    target = Target(slots=3)
+    target.read(20, 11, 30)
+    store = target.stores[0]
+    target.forward([2, 0], [tree_of(5, 3, chain=False)] * 2)  # recorded with other slots
+    before = store.keys.clone(), store.values.clone()
+    target.forward([1, 0], [tree_of(6, 4, chain=False)] * 2)
+    for old, new in zip(before, (store.keys, store.values), strict=True):
+        same = (old == new) | (old.isnan() & new.isnan())
+        for slot, n in ((0, 20), (1, 11)):
+            same[:, slot, :, n : n + 8] = True  # the padded block's rows
+        assert same.all()
+
+
+def test_results_are_the_callers_own(at_once):
+    target = Target()
+    target.read(20)
+    one = target.forward([0], [tree_of(4, 1, chain=False)], Taps((0,), (0,)))[0]
+    kept = one.logits.clone(), one.hidden[0].clone(), one.queries[0].clone()
+    target.forward([0], [tree_of(4, 2, chain=False)], Taps((0,), (0,)))
+    assert all(torch.equal(a, b) for a, b in zip(kept, (one.logits, one.hidden[0], one.queries[0]), strict=True))
+
+
+def test_bases_move_positions_as_without(at_once):
+    target = Target()
+    target.read(20, 9)
+    target.check([0, 1], [tree_of(4, 1, chain=False), tree_of(2, 2, chain=False)], bases=[31, 12])
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "longspec", "specpv-exact"])
+def test_whole_texts_come_out_the_same(method, tmp_path):
+    model = tiny_model()
+    prompts = [text(60, 1) * 2, text(40, 2)]
+    options = {"draft": random_draft(tmp_path / "draft", model)} if method == "longspec" else {}
+    if method == "specpv-exact":
+        options = {"budget": 32, "sink": 8, "recent": 16, "margin": 6, "block": 8, "drafter": "prompt-lookup"}
+    spec = Speculator(method, target=model, **options)
+    expected = Speculator("ar", target=model).generate(prompts, max_new_tokens=24, eos_token_ids=[])
+    runner = spec.runner()
+    recorder = StandIn()
+    runner._attend, runner.graphs = static_attend, Graphs(recorder)
+    got = spec.generate(prompts, max_new_tokens=24, eos_token_ids=[])
+    assert [r.token_ids for r in got] == [r.token_ids for r in expected]
+    assert recorder.replays > 2
+
+
+# --- what is recorded, and when ---
+
+
+def test_a_size_is_recorded_once_it_has_come_up_often_enough():
+    target = Target()
+    target.read(20)
+    seen = []
+    for seed in range(5):
+        target.check([0], [tree_of(4, seed, chain=False)])
+        seen.append((target.recorder.captures, target.recorder.replays))
+    assert seen == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_another_batch_other_rows_or_other_taps_are_another_recording(at_once):
+    target = Target()
+    target.read(10, 12)
+    tree = tree_of(4, 1, chain=False)
+    for slots, taps in (([0], Taps()), ([0, 1], Taps()), ([0], Taps((0,))), ([0], Taps((), (0,))), ([1], Taps())):
+        target.forward(slots, [tree] * len(slots), taps)
+    assert target.recorder.captures == 4
+    target.forward([0], [tree_of(5, 1, chain=False)])
+    assert target.recorder.captures == 5
+
+
+def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_along(at_once):
+    class Forgetful(StandIn):
+        def capture(self, compute):
+            self.captures += 1
+            out = compute()
+            return lambda: out  # as a graph does: it knows addresses, and holds no store
+
+    target = Target()
+    target.recorder = Forgetful()
+    target.runner.graphs = Graphs(target.recorder)
+    other = target.runner.new_store(1, 100)
+    for store in (target.stores[0], other, target.stores[0]):
+        forward(target.runner, [[1, 2]], store, [0])
+    assert target.recorder.captures == 2 and len(target.runner.graphs._known) == 2
+    del other, store
+    gc.collect()
+    assert len(target.runner.graphs._known) == 1
+
+
+def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
+    target = Target()
+    forward(target.runner, [[1, 2]], target.stores[0], [0])
+    target.stores[0].keys = target.stores[0].keys.clone()
+    target.check([0], [tree_of(2, 1, chain=True)])
+    assert target.recorder.captures == 2
+    table = target.runner.model.get_input_embeddings()
+    table.weight.data = table.weight.data.clone()
+    target.check([0], [tree_of(2, 1, chain=True)])
+    assert target.recorder.captures == 3
+
+
+def test_the_recordings_of_a_store_are_bounded(at_once, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 2)
+    target = Target()
+    target.read(5)
+    for size in (1, 2, 1, 4, 1, 2):  # 2 has to go for 4
+        target.check([0], [tree_of(size, size, chain=False)])
+    assert target.recorder.captures == 4
+
+
+# --- what is computed without ---
+
+
+def test_a_padded_block_that_has_no_room_is_computed_without(at_once):
+    target = Target(capacity=30)
+    for store in target.stores:
+        store.capacity = 30
+    target.read(24)
+    target.check([0], [tree_of(5, 1, chain=True)])
+    assert target.recorder.captures == 0
+
+
+def test_stores_leave_room_for_padding():
+    target = Target(capacity=30)
+    gaps = [min(b for b in BUCKETS if b >= n) - n for n in range(1, BUCKETS[-1] + 1)]
+    assert target.stores[0].capacity == 30 + max(gaps)
+    assert target.stores[1].capacity == 30
+
+
+@pytest.mark.parametrize("logits", ["last", "none"])
+def test_prefills_are_computed_without(at_once, logits):
+    target = Target()
+    forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
+    forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
+    assert target.recorder.captures == 0
+
+
+def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not(at_once):
+    target = Target(slots=2)
+    target.read(10, 3)
+    for slot in (0, 1):
+        for place, token in enumerate((1, 2, 3)):
+            pairs = zip((target.runner, target.plain), target.stores, strict=True)
+            got, expected = (forward(r, [[token]], store, [slot], offset=place) for r, store in pairs)
+            torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
+    assert (target.recorder.captures, target.recorder.replays) == (3, 6)
+    forward(target.runner, [[3, 4]], target.stores[0], [0], offset=2)
+    assert target.recorder.captures == 3
+
+
+def test_stores_that_lie_elsewhere_are_computed_without(at_once):
+    target = Target()
+    store = HostStore(target.runner.kv_shape, 1, 64, "cpu")
+    assert isinstance(store, KVStore)
+    forward(target.runner, [[1, 2]], store, [0])
+    assert target.recorder.captures == 0
+
+
+def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog):
+    class Failing(StandIn):
+        def capture(self, compute):
+            self.captures += 1
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    target = Target()
+    target.recorder = Failing()
+    target.runner.graphs = Graphs(target.recorder)
+    target.read(10)
+    with caplog.at_level(logging.WARNING, logger="longdraft"):
+        for seed in range(3):
+            target.check([0], [tree_of(4, seed, chain=False)])
+    assert target.recorder.captures == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        "CUDA graphs are off for this model (operation not permitted when stream is capturing): it runs without."
+    ]
+
+
+# --- where there are graphs ---
+
+
+@pytest.mark.parametrize(
+    ("device", "path", "reason"),
+    [
+        (CPU, "cpu", "they need an NVIDIA GPU"),
+        (CPU, "triton", "they need an NVIDIA GPU"),
+        (CUDA, "sdpa", "LONGDRAFT_ATTENTION=hybrid"),
+        (CUDA, "flash", None),
+        (CUDA, "hybrid", None),
+        (CUDA, "triton", None),
+    ],
+)
+def test_where_there_are_graphs(device, path, reason):
+    found = unavailable(device, path)
+    assert found is None if reason is None else reason in found
+
+
+def test_the_switch(monkeypatch, caplog):
+    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
+    assert "LONGDRAFT_GRAPHS=0" in unavailable(CUDA, "triton")
+    with caplog.at_level(logging.INFO, logger="longdraft"):
+        assert Graphs.on(CUDA, "triton").padding == 0
+        assert Graphs.on(CPU, "cpu").padding == 0
+    assert [r.getMessage() for r in caplog.records] == ["CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off"]
+
+
+def test_a_gpu_records_on_a_recorder_of_its_own(caplog):
+    with caplog.at_level(logging.INFO, logger="longdraft"):
+        found = Graphs.on(CUDA, "triton")
+    assert isinstance(found._recorder, CudaRecorder) and found.padding == 31
+    assert [r.getMessage() for r in caplog.records] == ["CUDA graphs: verifications are recorded"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_on_a_gpu(at_once, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "triton")
+    target = Target(None)
+    target.runner = TargetRunner(target.runner.model.cuda())
+    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
+    target.plain = TargetRunner(target.runner.model)
+    target.stores = [r.new_store(3, 160, (0, 1)) for r in (target.runner, target.plain)]
+    target.read(50, 0, 7)
+    for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
+        trees = [tree_of(n, 5 * seed + i, chain=False) for i, n in enumerate(sizes)]
+        target.check(slots, trees, Taps((1,), (0,)))
+    assert len(target.runner.graphs._known[target.stores[0]]) == 2

@@ -1,0 +1,315 @@
+"""Local folders and files: what loads, and what each way of being bad is answered with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from longdraft.errors import CapabilityError, CheckpointError, ContextError
+from longdraft.model.loading import _dtype, load
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CONTEXT = 64
+IDS = torch.arange(5, 25)[None]
+
+
+def save(folder: Path, model: PreTrainedModel | None = None, **options: object) -> PreTrainedModel:
+    """A complete checkpoint folder of a random model; returns that model."""
+    model = model or tiny_model(layers=2, context=CONTEXT, **options)  # type: ignore[arg-type]
+    model.save_pretrained(folder)
+    tiny_tokenizer(chat=True).save_pretrained(folder)
+    return model
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tie", [False, True])
+def test_folder_loads_as_saved_and_frozen(tmp_path: Path, tie: bool) -> None:
+    saved = save(tmp_path, tie=tie)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tie
+
+    model, tokenizer = load(tmp_path, device="cpu")
+
+    torch.testing.assert_close(model(IDS).logits, saved(IDS).logits, rtol=0, atol=0)
+    assert not model.training
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert tokenizer.decode(tokenizer("abc")["input_ids"]) == "abc"
+
+
+def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu(tmp_path: Path) -> None:
+    save(tmp_path, dtype=torch.bfloat16)
+    assert load(tmp_path, device="cpu").model.dtype is torch.float32
+    assert _dtype("auto", torch.device("cuda")) == "auto"
+    assert _dtype("float16", torch.device("cuda")) is torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
+def test_dtype_is_obeyed(folder: Path, dtype: str | torch.dtype) -> None:
+    wanted = torch.bfloat16 if dtype == "bfloat16" else dtype
+    assert {weight.dtype for weight in load(folder, dtype=dtype, device="cpu").model.parameters()} == {wanted}
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "int8"}, {"dtype": torch.int32}, {"device": "gpu"}, {"device": "cuda:99"}]
+)
+def test_what_this_machine_lacks_is_refused(folder: Path, options: dict[str, str]) -> None:
+    with pytest.raises(CapabilityError, match=r"give (auto|cpu|device='cpu')"):
+        load(folder, **options)
+
+
+@torch.no_grad()
+def test_rope_factor_runs_past_the_trained_length(folder: Path) -> None:
+    plain = load(folder, device="cpu").model
+    model = load(folder, device="cpu", rope_factor=2).model
+
+    rope = model.config.rope_parameters
+    assert rope["rope_type"] == "yarn" and rope["factor"] == 2.0
+    assert rope["original_max_position_embeddings"] == CONTEXT
+    assert rope["rope_theta"] == plain.config.rope_parameters["rope_theta"]
+    assert model.config.max_position_embeddings == 2 * CONTEXT
+    # The slowest frequency is interpolated by the whole factor, the fastest is left alone.
+    scaled, unscaled = model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq
+    torch.testing.assert_close(scaled[-1], unscaled[-1] / 2)
+    torch.testing.assert_close(scaled[0], unscaled[0])
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(2) + 1)
+    long = torch.randint(5, 60, (1, CONTEXT + 30))
+    assert model(long).logits.isfinite().all()
+    assert not torch.allclose(model(long).logits, plain(long).logits)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0, -2.0, math.nan, math.inf])
+def test_rope_factor_must_exceed_one(folder: Path, factor: float) -> None:
+    with pytest.raises(ContextError, match="above 1"):
+        load(folder, rope_factor=factor)
+
+
+def test_rope_factor_is_refused_on_top_of_another_scaling(folder: Path) -> None:
+    edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(CapabilityError, match="'linear'"):
+        load(folder, rope_factor=2.0)
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+
+
+def corrupt(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def empty_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def drop_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def drop_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def unknown_architecture(folder: Path) -> None:
+    edit_config(folder, model_type="no-such-model")
+
+
+def needs_remote_code(folder: Path) -> None:
+    (folder / "own.py").write_text("raise SystemExit('remote code ran')")
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
+
+
+def drop_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def drop_keys(folder: Path) -> None:
+    kept = load_file(folder / "model.safetensors")
+    del kept["model.layers.1.mlp.up_proj.weight"]
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def drop_untied_head(folder: Path) -> None:
+    kept = load_file(folder / "model.safetensors")
+    del kept["lm_head.weight"]
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reshape_key(folder: Path) -> None:
+    edit_config(folder, vocab_size=70)
+
+
+def lose_shard(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    drop_weights(folder)
+
+
+def break_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+    drop_weights(folder)
+
+
+def only_gguf(folder: Path) -> None:
+    drop_config(folder)
+    (folder / "weights.gguf").write_bytes(b"GGUF")
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (truncate, r"model\.safetensors is truncated.*fetch that file again"),
+        (corrupt, r"model\.safetensors is truncated or corrupt.*fetch that file again"),
+        (empty_weights, r"model\.safetensors is truncated or corrupt.*fetch that file again"),
+        (drop_weights, r"model\.safetensors is missing. Fetch it again"),
+        (drop_config, r"has no config\.json.*save_pretrained"),
+        (only_gguf, r"has no config\.json.*Give the file itself: .*weights\.gguf"),
+        (break_config, r"config\.json.*not a valid JSON"),
+        (unknown_architecture, r"no-such-model"),
+        (needs_remote_code, r"cannot be read: .*"),
+        (drop_tokenizer, r"cannot be read: .*tokenizer.*Fetch the folder again"),
+        (drop_keys, r"model\.layers\.1\.mlp\.up_proj\.weight \(not there\).*incomplete"),
+        (drop_untied_head, r"lm_head\.weight \(not there\)"),
+        (reshape_key, r"lm_head\.weight \(\(61, 48\), not \(70, 48\)\)"),
+        (lose_shard, r"model-00001-of-00001\.safetensors is missing: fetch that file"),
+        (break_index, r"index\.json is not a weight index"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_bad_folder_is_refused_with_file_and_remedy(
+    folder: Path, harm: Callable[[Path], None], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    harm(folder)
+    with pytest.raises(CheckpointError, match=says) as refused:
+        load(folder, device="cpu")
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")  # transformers' own report would come on top
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./nothing", "/nothing", "~/nothing-here", "gone.gguf"])
+def test_missing_path_is_not_taken_for_a_hub_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no file or folder.*check the path"):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_empty_name_is_not_the_working_folder(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(CheckpointError, match="empty"):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing-of-the-kind", "not an id"])
+def test_unreachable_hub_id_says_what_to_check(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match=f"'{name}' is not a folder here.*hub failed.*Check that https://"):
+        load(name, progress=said.append)
+    assert "hub" in said[0]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "notes.txt"])
+def test_file_that_is_not_gguf_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK\x03\x04 a zip")
+    with pytest.raises(CheckpointError, match=rf"{name} is not a GGUF file.*PK"):
+        load(tmp_path / name)
+
+
+class Trap:
+    """Unpickling this makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickled_weights_load_but_pickled_code_never_runs(folder: Path, tmp_path: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    drop_weights(folder)
+    torch.save(weights, folder / "pytorch_model.bin")
+    loaded = load(folder, device="cpu").model.state_dict()
+    torch.testing.assert_close(loaded["lm_head.weight"], weights["lm_head.weight"])
+
+    torch.save(weights | {"trap": Trap(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"cannot be read: its \.bin file.*more than weights"):
+        load(folder, device="cpu")
+    assert not (tmp_path / "ran").exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "ran").exists()  # the trap was armed
+
+
+class Lines(logging.Handler):
+    """Collects what is logged: transformers' own handler writes past pytest's capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The lines that transformers logs during the test, at the verbosity that users have."""
+    logger, handler, before = logging.getLogger("transformers"), Lines(), is_progress_bar_enabled()
+    logger.setLevel(logging.WARNING)
+    enable_progress_bar()
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+    if not before:
+        disable_progress_bar()
+
+
+def test_loading_is_quiet_says_its_steps_and_restores_the_switches(
+    folder: Path, logged: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    edit_config(folder, rope_parameters={"rope_type": "yarn", "factor": 0.5, "rope_theta": 1e4})
+    AutoConfig.from_pretrained(folder)
+    assert logged  # transformers has something to say about this factor
+    logged.clear()
+    said: list[str] = []
+
+    load(folder, device="cpu", progress=said.append)
+
+    assert not logged
+    assert capfd.readouterr() == ("", "")
+    assert said == [f"Loading the weights in {folder}"]
+    assert logging.getLogger("transformers").level == logging.WARNING and is_progress_bar_enabled()
+
+
+def test_incomplete_checkpoint_is_reported_once(folder: Path, logged: list[str]) -> None:
+    drop_keys(folder)
+    with pytest.raises(CheckpointError):
+        load(folder, device="cpu")
+    assert not logged

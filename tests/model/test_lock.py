@@ -1,0 +1,173 @@
+"""The lock of a model: fair, re-entrant, and not lost whatever comes in between."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+from torch import nn
+
+from longdraft.model.lock import FairLock, lock_of
+
+
+def waiting(lock: FairLock, threads: int) -> None:
+    """Waits until so many threads stand in line."""
+    end = time.monotonic() + 10
+    while len(lock._line) < threads:
+        assert time.monotonic() < end
+        time.sleep(1e-4)
+
+
+def is_free(lock: FairLock) -> bool:
+    """As another thread sees it."""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(lock.take_if_free())
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0] and not lock._line
+
+
+def joining(lock: FairLock, order: list[str], name: str) -> threading.Thread:
+    """A thread that takes the lock and puts its name into the list."""
+
+    def work() -> None:
+        with lock:
+            order.append(name)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_first_come_first_served():
+    lock, order, threads = FairLock(), [], []
+    with lock:
+        for count, name in enumerate("abcd", 1):
+            threads.append(joining(lock, order, name))
+            waiting(lock, count)
+    with lock:  # who has just had it stands behind those who wait
+        order.append("again")
+    for thread in threads:
+        thread.join()
+    assert order == [*"abcd", "again"]
+    assert is_free(lock)
+
+
+def test_a_thread_that_has_it_takes_it_again_before_those_who_wait():
+    lock, order = FairLock(), []
+    with lock:
+        thread = joining(lock, order, "other")
+        waiting(lock, 1)
+        with lock, lock:
+            order.append("inside")
+        assert lock.take_if_free()
+        lock.release()
+        assert not order[1:] and not is_free(lock)
+    thread.join()
+    assert order == ["inside", "other"] and is_free(lock)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
+def test_an_exception_inside_gives_it_back(error):
+    lock = FairLock()
+    with pytest.raises(error), lock, lock:
+        raise error
+    assert is_free(lock)
+
+
+class Alarm(Exception):
+    """Stands for Ctrl-C."""
+
+
+@pytest.fixture
+def alarms():
+    """Calling it has :class:`Alarm` raised in this thread after so many seconds; 0: not any more."""
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+posix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals are POSIX")
+
+
+@posix
+@pytest.mark.parametrize("before", [[], ["before"]], ids=["first in line", "behind another"])
+def test_one_who_gives_up_waiting_leaves_the_line(alarms, before):
+    lock, taken, go, order = FairLock(), threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            go.wait()
+
+    threads = [threading.Thread(target=hold)]
+    threads[0].start()
+    taken.wait()
+    threads += [joining(lock, order, name) for name in before]
+    waiting(lock, len(before))
+    alarms(0.05)
+    with pytest.raises(Alarm), lock:
+        pytest.fail("it is held")
+    assert len(lock._line) == len(before)
+    threads.append(joining(lock, order, "after"))
+    waiting(lock, len(before) + 1)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert order == [*before, "after"]
+    assert is_free(lock)
+
+
+@posix
+def test_alarms_at_any_moment_do_not_lose_it(alarms):
+    lock, stop, inside = FairLock(), threading.Event(), []
+
+    def busy() -> None:
+        while not stop.is_set():
+            with lock:
+                inside.append(1)
+                assert len(inside) == 1
+                inside.pop()
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    rung = 0
+    for turn in range(300):
+        try:
+            alarms(1e-6 * (20 + 7 * turn % 400))
+            while True:
+                with lock, lock:
+                    pass
+        except Alarm:
+            rung += 1
+    alarms(0)
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert rung == 300 and is_free(lock)
+
+
+def test_a_model_has_one_lock_as_long_as_it_lives():
+    model = nn.Linear(1, 1)
+    assert lock_of(model) is lock_of(model) is not lock_of(nn.Linear(1, 1))
+    gone = weakref.ref(lock_of(model))
+    del model
+    gc.collect()
+    assert gone() is None

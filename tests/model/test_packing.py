@@ -1,0 +1,102 @@
+"""Packed weights compute what plain ones do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from longdraft.model import packing
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.packing import PackedLinear
+from longdraft.model.runner import TargetRunner
+from tests.forwards import forward
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(monkeypatch):
+    """Weights are packed where our kernels cannot be compiled."""
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+
+
+pytestmark = pytest.mark.skipif(not packing.available(), reason="this build of torch has no packed products")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 20), (1, 4, 20), (32, 20)])
+def test_the_product_is_the_plain_one(bias, shape):
+    layer = nn.Linear(20, 33, bias=bias)
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(layer.weight, layer.bias)(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_changed_weight_is_packed_anew():
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    packed = PackedLinear(layer.weight, layer.bias)
+    with torch.no_grad():
+        packed(x)
+        layer.weight.mul_(2)
+        torch.testing.assert_close(packed(x), layer(x))
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """Rows of every packed product."""
+    found: list[int] = []
+    own = PackedLinear.__call__
+
+    def product(self, x):
+        found.append(len(x))
+        return own(self, x)
+
+    monkeypatch.setattr(PackedLinear, "__call__", product)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
+def test_layers_serve_packed_where_it_pays(rows, products):
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    x = torch.randn(rows, 8)
+    with torch.inference_mode():
+        expected = module(x)
+        assert len(FewRowsModule(module).layers) == 2
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+    assert products == ([rows, rows] if packing.pays(rows) else [])
+
+
+def test_other_kinds_of_layers_are_left_alone():
+    class Adapted(nn.Linear):
+        pass
+
+    module = nn.Sequential(Adapted(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    assert FewRowsModule(module).layers == []
+    assert not any("forward" in vars(layer) for layer in module)
+
+
+def test_switched_off(monkeypatch):
+    monkeypatch.setenv(packing.SWITCH, "0")
+    assert FewRowsModule(nn.Linear(4, 4)).layers == []
+
+
+def test_no_room_for_a_second_copy(monkeypatch, products):
+    monkeypatch.setattr(packing.sizes, "available_bytes", lambda device: 100)
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+    expected = module(x)
+    FewRowsModule(module)
+    torch.testing.assert_close(module(x), expected)
+    assert not products
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_a_target_gives_the_same_logits(monkeypatch, size):
+    model = tiny_model()
+    found = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv(packing.SWITCH, switch)
+        runner = TargetRunner(model)
+        store = runner.new_store(1, 16)
+        logits = forward(runner, [list(range(size))], store, [0]).logits
+        found.append(logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,254 @@
+"""Models that cannot be hosted exactly are refused, and numbers that are none are errors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV2Config,
+    DogeConfig,
+    Gemma2Config,
+    PreTrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from longdraft import Speculator
+from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
+from longdraft.model.runner import TargetRunner
+from tests.forwards import forward
+from tests.tiny import tiny_model
+
+
+def text(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
+    return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# --- refusals ---
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"A target is a model of transformers, not str\. Load it"):
+        Speculator("ar", target="meta-llama/Llama-3.2-1B")
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no language modelling head.*AutoModelForCausalLM"):
+        TargetRunner(tiny_model().model)
+
+
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_model().config)
+    with pytest.raises(UnsupportedModelError, match=r"model\.embed_tokens\.weight is on the device 'meta'"):
+        TargetRunner(model)
+
+
+def quantised_by_torch(model):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def quantised_by_bitsandbytes(model):
+    linear = type("Linear8bitLt", (torch.nn.Linear,), {"state": SimpleNamespace(threshold=6.0)})
+    model.model.layers[1].mlp.up_proj.__class__ = linear
+    return model
+
+
+def quantised_by_compressed_tensors(model):
+    scheme = SimpleNamespace(input_activations=SimpleNamespace(dynamic=True, strategy="tensor"))
+    model.model.layers[1].mlp.up_proj.quantization_scheme = scheme
+    return model
+
+
+def quantised_by_torchao(model):
+    granularity = type("PerTensor", (), {})()
+    model.model.layers[1].mlp.up_proj.weight.act_quant_kwargs = SimpleNamespace(granularity=granularity)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "quantised", [quantised_by_torch, quantised_by_bitsandbytes, quantised_by_compressed_tensors, quantised_by_torchao]
+)
+def test_a_quantisation_that_looks_at_all_rows_is_refused(quantised):
+    with pytest.raises(UnsupportedModelError, match=r"quantised so that model\.layers\.\d\.\w+\.\w+ \(Linear"):
+        TargetRunner(quantised(tiny_model()))
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 24, "factor": 4.0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "self"])
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_where_they_change(method, rope):
+    model = tiny_model(rope_parameters=rope, context=96 if rope is LONGROPE else 24, dtype=torch.float64)
+    spec = Speculator(method, target=model)
+    room = 0 if rope is LONGROPE else spec._recipe(spec.runner()).drafter().max_nodes
+    prompt = text(max(2, 12 - room)) * 2
+    ids = torch.tensor([prompt])
+    fits = 24 - len(prompt) - room
+    if fits > 0:
+        settings = {"max_new_tokens": fits, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
+    with pytest.raises(ContextError, match=r"frequencies|context holds"):
+        model.generate(ids, max_new_tokens=max(fits, 0) + 1, custom_generate=spec)
+    with pytest.raises(ContextError, match=r"frequencies|context holds"):
+        spec.generate([prompt, [1, 2]], max_new_tokens=max(fits, 0) + 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "There is no prompt"),
+        ([[]], {}, "The prompt is empty"),
+        ([[1, 2], [3, -4]], {}, "token id -4, but the model's are 0 to 60"),
+        ([3, 61], {}, "token id 61"),
+        ([3, 4], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_what_is_no_request_is_refused(prompts, settings, message):
+    with pytest.raises(LongdraftError, match=message):
+        Speculator("prompt-lookup", target=tiny_model()).generate(prompts, **settings)
+
+
+def test_mistral_with_a_window_is_refused_by_the_kind_of_its_layers():
+    with pytest.raises(UnsupportedModelError, match="MistralForCausalLM has layers of the kind sliding_attention"):
+        TargetRunner(tiny_model("mistral", sliding_window=8))
+
+
+def test_a_qwen2_with_some_sliding_layers_is_refused():
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    model = tiny_model("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    with pytest.raises(UnsupportedModelError, match="Qwen2ForCausalLM has layers of the kind sliding_attention"):
+        TargetRunner(model)
+
+
+def test_a_qwen2_that_does_not_use_its_window_is_hosted():
+    assert TargetRunner(tiny_model("qwen2", use_sliding_window=False, sliding_window=8)).vocab_size == 61
+
+
+def test_linear_attention_layers_are_refused_by_name():
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["linear_attention", "full_attention", "mamba"]
+    with pytest.raises(UnsupportedModelError, match="of the kind linear_attention, mamba"):
+        TargetRunner(model)
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        TargetRunner(T5ForConditionalGeneration(config))
+
+
+def test_capped_attention_scores_are_refused():
+    config = Gemma2Config(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="Gemma2ForCausalLM uses attn_logit_softcapping"):
+        TargetRunner(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_outside_the_attention_interface_is_refused(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "_supports_attention_backend", False)
+    with pytest.raises(UnsupportedModelError, match="does not go through transformers' attention interface"):
+        TargetRunner(model)
+
+
+def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed(monkeypatch):
+    model = tiny_model()
+    runner = TargetRunner(model)
+    mixer = model.model.layers[1].self_attn
+    monkeypatch.setattr(mixer, "forward", lambda hidden_states, **_: (hidden_states.cumsum(1), None))
+    with pytest.raises(UnsupportedModelError, match="sent 2 of its 3 layers"):
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
+
+
+def test_a_layer_that_drops_keyword_arguments_is_noticed(monkeypatch):
+    model = tiny_model()
+    runner = TargetRunner(model)
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda longdraft_hosted=None, **kept: own(**kept))
+    with pytest.raises(UnsupportedModelError, match="does not hand keyword arguments on"):
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
+
+
+@pytest.mark.parametrize("option", ["sliding_window", "softcap", "s_aux", "position_bias"])
+def test_an_attention_option_that_is_not_hosted_is_noticed(monkeypatch, option):
+    model = tiny_model()
+    runner = TargetRunner(model)
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda **given: own(**given, **{option: 4}))
+    with pytest.raises(UnsupportedModelError, match=f"LlamaAttention uses {option}"):
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
+
+
+def hosted_once(config: PreTrainedConfig) -> None:
+    runner = TargetRunner(AutoModelForCausalLM.from_config(config))
+    forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
+
+
+def test_attention_under_a_mask_of_its_own_is_noticed():
+    """Doge selects keys by a mask that it computes from the values."""
+    config = DogeConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="DogeAttention does not attend to the whole text"):
+        hosted_once(config)
+
+
+def test_attention_that_looks_ahead_is_noticed():
+    """BERT as a causal LM, without is_decoder=True."""
+    config = BertConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="BertSelfAttention does not attend to the whole text"):
+        hosted_once(config)
+
+
+def test_latent_attention_is_noticed():
+    """DeepSeek's keys are wider than its values."""
+    config = DeepseekV2Config(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, first_k_dense_replace=2, kv_lora_rank=8, q_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=r"DeepseekV2Attention has keys .*latent attention"):
+        hosted_once(config)
+
+
+@pytest.mark.parametrize("logits", ["all", "last"])
+def test_nan_logits_are_an_error_that_says_what_to_do(logits):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    runner = TargetRunner(model)
+    with pytest.raises(NumericalError, match="dtype='bfloat16' or 'float32'"):
+        forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], logits=logits)
+
+
+def test_nan_logits_of_a_drafter_are_not_looked_for():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    runner = TargetRunner(model)
+    assert forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], check=False).logits.isnan().any()
+
+
+def test_a_masked_vocabulary_is_not_an_error():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda m, i, logits: logits.index_fill(-1, torch.tensor([4]), -torch.inf))
+    runner = TargetRunner(model)
+    logits = forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits
+    assert (logits[..., 4] == -torch.inf).all()

@@ -1,0 +1,98 @@
+"""Keys moved to other positions: they are what the model itself computes there, or the model is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    PhiConfig,
+    SmolLM3Config,
+)
+
+from longdraft.errors import UnsupportedModelError
+from longdraft.model.rotation import KeyRotation
+from longdraft.model.runner import TargetRunner
+from tests.forwards import forward
+from tests.tiny import FAMILIES, tiny_model
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+SIZES = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def keys_at(runner: TargetRunner, token: int, positions: list[int]) -> torch.Tensor:
+    """(layers, Hkv, n, d) of a token alone, at each position."""
+    store = runner.new_store(len(positions), 1)
+    slots = range(len(positions))
+    forward(runner, [[token]] * len(positions), store, slots, bases=positions, logits="none")
+    return store.keys[:, :, :, 0].transpose(1, 2).contiguous()
+
+
+def assert_moves(model, tolerance=2e-5):
+    runner = TargetRunner(model)
+    rotation = KeyRotation(runner, 100)
+    here, there = torch.tensor([3, 50, 99]), torch.tensor([98, 0, 41])
+    kept = rotation.unturn(keys_at(runner, 5, here.tolist()), here)
+    torch.testing.assert_close(kept[:, :, 0], kept[:, :, 2], atol=tolerance, rtol=tolerance)
+    expected = keys_at(runner, 5, there.tolist())
+    torch.testing.assert_close(rotation.turn(kept, there), expected, atol=tolerance, rtol=tolerance)
+    assert not torch.allclose(expected[:, :, 0], expected[:, :, 1], atol=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_every_family_move(family):
+    assert_moves(tiny_model(family))
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3], ids=["yarn", "llama3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stretched_contexts(rope, dtype):
+    assert_moves(tiny_model(rope_parameters=rope, dtype=dtype))
+
+
+def test_16_bits():
+    assert_moves(tiny_model(dtype=torch.bfloat16), 8e-2)
+
+
+@pytest.mark.parametrize("config", [GPTNeoXConfig, PhiConfig])
+def test_heads_that_are_rotated_in_part(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES, initializer_range=0.3))
+    assert_moves(model)
+    runner = TargetRunner(model)
+    a, b = keys_at(runner, 5, [0, 9]).unbind(2)
+    assert (a == b).any() and (a != b).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (GPT2Config(n_embd=64, n_head=4, n_layer=2, vocab_size=61, bos_token_id=None, eos_token_id=None), "no rotary"),
+        (CohereConfig(**SIZES), "layer 0 do not turn"),  # neighbours are rotated together, not halves
+        (SmolLM3Config(**SIZES, num_key_value_heads=4, no_rope_layers=[1, 0]), "layer 1 do not turn"),
+    ],
+    ids=["learned positions", "interleaved", "a layer without positions"],
+)
+def test_models_whose_keys_cannot_be_moved(config, why):
+    runner = TargetRunner(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(UnsupportedModelError, match=f"{why}.*Use view=full"):
+        KeyRotation(runner, 100)
+
+
+def test_frequencies_that_depend_on_the_length():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = tiny_model(rope_parameters=rope | factors)
+    assert KeyRotation(TargetRunner(model), 30)
+    with pytest.raises(UnsupportedModelError, match="depend on how long"):
+        KeyRotation(TargetRunner(model), 100)

@@ -1,0 +1,87 @@
+"""Checkpoints in bfloat16 and float16: kept in half the bytes, computed in float32; and models of a user's in those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from longdraft import native
+from longdraft.errors import CapabilityError
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import StoredEmbedding, StoredLinear, in_float32
+from tests.forwards import forward
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+HALVES = (torch.bfloat16, torch.float16)
+compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
+IDS = torch.arange(3, 23)[None]
+
+
+def folder(path, family="llama", dtype=torch.bfloat16, **options):
+    tiny_model(family, hidden=64, head_dim=32, heads=2, kv_heads=2, dtype=dtype, **options).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@compiles
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtype, tmp_path):
+    place = folder(tmp_path, family, dtype, tie=family == "llama")
+    model = load(place, device="cpu").model
+    assert model.dtype == torch.float32
+    kinds = {type(m) for m in model.modules()}
+    assert StoredLinear in kinds and StoredEmbedding in kinds and nn.Linear not in kinds
+    plain = load(place, device="cpu", weights="float32").model
+    assert type(plain.lm_head) is nn.Linear
+    theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight) and torch.equal(plain.state_dict()[name], weight)
+    torch.testing.assert_close(model(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
+    # By our kernels the same to the bit.
+    found = []
+    for each in (model, plain):
+        runner = TargetRunner(each)
+        assert runner.twin.fused.stack is not None
+        found.append(forward(runner, [[4, 5, 6, 7]], runner.new_store(1, 8), [0]).logits)
+    assert torch.equal(*found)
+
+
+def test_a_folder_in_float32_is_loaded_as_ever(tmp_path):
+    place = folder(tmp_path, dtype=torch.float32)
+    for weights in (None, "stored"):
+        model = load(place, device="cpu", weights=weights).model
+        assert type(model.lm_head) is nn.Linear
+        model.save_pretrained(tmp_path / "again")
+
+
+def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
+    model = load(folder(tmp_path / "a"), device="cpu", weights="stored").model
+    with pytest.raises(CapabilityError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "b")
+    in_float32(model).save_pretrained(tmp_path / "b")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b").state_dict()
+    assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
+
+
+@compiles
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+@torch.no_grad()
+def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, bias):
+    layer = nn.Linear(96, 40, bias=bias, dtype=dtype)
+    x = torch.randn(5, 96, dtype=dtype)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    fast = FewRowsModule(layer)
+    assert fast.layers == [layer]
+    found = layer(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    # A row is the same whatever stands beside it.
+    assert torch.equal(torch.cat([layer(row[None]) for row in x]), found)

@@ -1,0 +1,379 @@
+"""The twin: the user's model is never written to, and what the user changes about it is seen."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longdraft import PromptCache, Speculator
+from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.model import hosting
+from longdraft.model.runner import Taps, TargetRunner
+from tests.forwards import forward
+from tests.tiny import FAMILIES, tiny_model
+
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+TEXT = [3, 9, 4, 7, 2, 5] * 3
+
+
+def state(model: PreTrainedModel) -> list[Any]:
+    """All that somebody could have written into a model, but for the numbers in its weights."""
+    found: list[Any] = [copy.deepcopy(vars(model.config))]
+    for name, module in model.named_modules():
+        own = {n: x for n, x in vars(module).items() if not isinstance(x, dict)}
+        tables = {n: [(k, id(x)) for k, x in table.items()] for n, table in vars(module).items() if type(table) is dict}
+        hooks = [list(module._forward_hooks), list(module._forward_pre_hooks)]
+        found.append((name, id(module), {n: id(x) for n, x in own.items()}, tables, hooks))
+    return found
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """The model's own, after a text."""
+    was = model.training
+    with torch.inference_mode():
+        found = model.eval()(torch.tensor([TEXT])).logits[0].float()
+    model.train(was)
+    return found
+
+
+def hosted(runner: TargetRunner) -> torch.Tensor:
+    """A run's: the text is read, but for its last three tokens, which are verified."""
+    store = runner.new_store(1, 40)
+    first = forward(runner, [TEXT[:-3]], store, [0], prompt=True).logits
+    store.commit(0, range(len(TEXT) - 3))
+    return torch.cat([first[0], forward(runner, [TEXT[-3:]], store, [0]).logits[0]])
+
+
+# --- what it is ---
+
+
+def test_a_twin_has_modules_of_its_own_on_the_models_weights():
+    model = tiny_model().train()
+    twin = TargetRunner(model).twin.model
+    theirs, ours = dict(model.named_modules()), dict(twin.named_modules())
+    assert theirs.keys() == ours.keys() and not {*map(id, theirs.values())} & {*map(id, ours.values())}
+    for kind in ("named_parameters", "named_buffers"):
+        theirs, ours = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (model, twin))
+        assert theirs.keys() == ours.keys() and all(theirs[name] is ours[name] for name in theirs)
+    assert all(m.training for m in model.modules()) and not any(m.training for m in twin.modules())
+    assert twin.config is not model.config and twin.model.layers[0].self_attn.config is twin.config
+    assert twin.config._attn_implementation == hosting.IMPLEMENTATION != model.config._attn_implementation
+
+
+def test_runners_of_a_model_share_a_twin_and_tied_weights_stay_tied():
+    model = tiny_model(tie=True)
+    runners = [TargetRunner(model), TargetRunner(model)]
+    assert runners[0].twin is runners[1].twin and runners[0].lock is runners[1].lock
+    twin = runners[0].twin.model
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_writes_nothing_into_the_model(family, training):
+    model = tiny_model(family).train(training)
+    model.model.layers[1].mlp.eval()  # and a part may be in another mode than the rest
+    before = state(model)
+    Speculator("prompt-lookup", target=model).generate(TEXT, max_new_tokens=12)
+    runner = TargetRunner(model)
+    forward(runner, [TEXT], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
+    assert state(model) == before
+    torch.testing.assert_close(hosted(runner), logits(model), **CLOSE)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("part", ["layers.1", "layers.1.mlp", "layers.1.self_attn.k_proj", "norm"])
+def test_an_exception_in_the_middle_leaves_the_model_as_it_was(part, error):
+    model = tiny_model().train()
+    angry = [True]
+
+    def hook(*_: object) -> None:
+        if angry[0]:
+            raise error("from a hook")
+
+    model.model.get_submodule(part).register_forward_hook(hook)
+    before, spec = state(model), Speculator("prompt-lookup", target=model)
+    angry[0] = False
+    expected = spec.generate(TEXT, max_new_tokens=8)[0].token_ids
+    for tokens in (0, 3):  # in the prompt, and while text is decoded
+        run = spec.stream(TEXT, max_new_tokens=8)
+        for _ in range(tokens):
+            next(iter(run))
+        angry[0] = True
+        with pytest.raises(error, match="from a hook"):
+            next(iter(run))
+        angry[0] = False
+        assert state(model) == before
+    assert spec.generate(TEXT, max_new_tokens=8)[0].token_ids == expected
+    torch.testing.assert_close(hosted(TargetRunner(model)), logits(model), **CLOSE)
+
+
+# --- what the user puts into the model works in the twin ---
+
+
+class Recorder:
+    """Somebody's object whose method is a hook."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Size] = []
+
+    def hook(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen.append(output.shape)
+
+
+def test_hooks_are_the_users_own():
+    model, recorder, lists = tiny_model(), Recorder(), {"seen": []}
+    model.model.layers[0].mlp.register_forward_hook(recorder.hook)
+    model.lm_head.register_forward_pre_hook(functools.partial(lambda to, m, x: to["seen"].append(x), lists))
+    runner = TargetRunner(model)
+    forward(runner, [[1, 2]], runner.new_store(1, 4), [0])
+    assert recorder.seen == [(1, 2, 48)] and len(lists["seen"]) == 1
+
+
+def test_a_hook_that_changes_what_a_layer_returns_counts_and_is_tapped():
+    model = tiny_model()
+    model.model.layers[1].register_forward_hook(lambda m, x, out: out + 1)
+    runner = TargetRunner(model)
+    torch.testing.assert_close(hosted(runner), logits(model), **CLOSE)
+    tapped = forward(runner, [TEXT], runner.new_store(1, 20), [0], taps=Taps((1,))).hidden[1]
+    with torch.inference_mode():
+        expected = model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states[2]
+    torch.testing.assert_close(tapped, expected, **CLOSE)
+
+
+def by_partial(module: nn.Module) -> None:
+    """As accelerate does it."""
+    old = module.forward
+    module._old_forward = old
+
+    def new(module: nn.Module, *given: Any, **named: Any) -> Any:
+        return module._old_forward(*given, **named)
+
+    module.forward = functools.update_wrapper(functools.partial(new, module), old)
+
+
+def by_method(module: nn.Module) -> None:
+    kind = type(module)
+    module.forward = types.MethodType(lambda self, *given, **named: kind.forward(self, *given, **named), module)
+
+
+def by_closure(module: nn.Module) -> None:
+    old = module.forward
+    module.forward = lambda *given, **named: old(*given, **named)
+
+
+@pytest.mark.parametrize("put", [by_partial, by_method, by_closure])
+@pytest.mark.parametrize("part", ["model", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp.up_proj"])
+def test_forwards_in_the_place_of_a_models_own_lead_into_the_twin(put, part):
+    model = tiny_model()
+    expected = logits(model)
+    put(model.get_submodule(part))
+    before = state(model)
+    torch.testing.assert_close(hosted(TargetRunner(model)), expected, **CLOSE)
+    assert state(model) == before
+
+
+def test_lists_of_modules_lead_into_the_twin_and_other_objects_are_shared():
+    model = tiny_model()
+    model.shortcut = {"layers": [model.model.layers[0]], "of": model.config}
+    model.notes = notes = ["mine"]
+    twin = TargetRunner(model).twin.model
+    assert twin.shortcut == {"layers": [twin.model.layers[0]], "of": twin.config} and twin.notes is notes
+
+
+def test_a_model_with_a_scripted_module_is_refused():
+    model = tiny_model()
+    model.model.layers[0].mlp.act_fn = torch.jit.script(nn.SiLU())
+    with pytest.raises(UnsupportedModelError, match="scripted"):
+        TargetRunner(model)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    class Odd(nn.SiLU):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "training" and "training" in vars(self) and not value:
+                raise TypeError("no evaluation here")
+            super().__setattr__(name, value)
+
+    model = tiny_model().train()
+    model.model.layers[0].mlp.act_fn = Odd()
+    with pytest.raises(UnsupportedModelError, match="no evaluation here"):
+        TargetRunner(model)
+
+
+# --- what changes between runs is seen ---
+
+
+class Adapted(nn.Module):
+    """As adapters are: a layer around a layer."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.enabled = inner, True
+        self.down = nn.Linear(inner.in_features, inner.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.down(x) if self.enabled else self.inner(x)
+
+
+def adapt(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = Adapted(mlp.up_proj)
+
+
+def switch_adapter_off(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.up_proj.enabled = False
+
+
+def change_in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.9)
+
+
+def give_other_storage(model: PreTrainedModel) -> None:
+    for weight in model.model.layers[0].parameters():
+        weight.data = weight.data * 0.7
+
+
+def replace_a_parameter(model: PreTrainedModel) -> None:
+    model.model.layers[2].self_attn.q_proj.weight = nn.Parameter(torch.randn(96, 48))
+
+
+def replace_a_buffer(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def hook_into_it(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda m, x, out: out * 1.5)
+
+
+def set_a_forward(model: PreTrainedModel) -> None:
+    model.model.norm.forward = lambda x: x * 0.5
+
+
+def change_an_attribute(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.5
+
+
+CHANGES = [
+    change_in_place, give_other_storage, replace_a_parameter, replace_a_buffer, hook_into_it, set_a_forward,
+    change_an_attribute, adapt, switch_adapter_off,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES[:-1])
+def test_a_change_is_seen_by_the_next_run(change):
+    model = tiny_model()
+    runner = TargetRunner(model)
+    before = hosted(runner)
+    change(model)
+    torch.testing.assert_close(hosted(runner), logits(model), **CLOSE)
+    assert not torch.allclose(hosted(runner), before, atol=1e-2)
+
+
+def test_all_changes_one_after_the_other_are_seen_by_one_speculator_and_its_cache():
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    model.model.layers[0].mlp.float().double()  # nothing
+    spec, kinds = Speculator("prompt-lookup", target=model, min_n=1), set()
+    for change in [lambda model: None, *(c for c in CHANGES if c is not replace_a_parameter)]:
+        change(model)
+        model.double()
+        with torch.inference_mode():
+            ids = model.generate(torch.tensor([TEXT]), max_new_tokens=12, do_sample=False)[0, len(TEXT) :].tolist()
+        assert spec.generate(TEXT, max_new_tokens=12, eos_token_ids=[])[0].token_ids == ids
+        kinds.add(tuple(ids))
+    assert len(kinds) > 5
+
+
+def test_a_kept_cache_does_not_keep_an_old_twin():
+    model = tiny_model()
+    spec, cache = Speculator("ar", target=model), PromptCache()
+    spec.generate(TEXT, max_new_tokens=4, cache=cache)
+    seen: list[object] = []
+    model.model.layers[1].mlp.register_forward_hook(lambda *given: seen.append(given))
+    spec.generate(TEXT, max_new_tokens=2, cache=cache)
+    assert seen
+
+
+def test_nothing_is_copied_anew_where_nothing_of_ours_has_changed():
+    model = tiny_model()
+    runner = TargetRunner(model)
+    number = runner.twin.number
+    model.set_attn_implementation("eager")
+    model.train()
+    change_in_place(model)
+    model.generate(torch.tensor([TEXT]), max_new_tokens=2, do_sample=False)
+    model.requires_grad_(False)
+    runner.refresh()
+    assert runner.twin.number == number
+    model.config.rope_parameters["rope_theta"] = 5.0
+    runner.refresh()
+    assert runner.twin.number != number
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_was_cast_decodes_in_its_new_dtype(dtype):
+    model, other = tiny_model(), tiny_model("qwen3")
+    spec = Speculator("prompt-lookup", target=model)
+    runner = spec.runner()
+    spec.runner(other)
+    spec.generate(TEXT, max_new_tokens=6)
+    model.to(dtype)
+    with pytest.raises(CapabilityError, match="Start the run again"):
+        forward(runner, [TEXT], runner.new_store(1, 20), [0])
+    result = spec.generate(TEXT, max_new_tokens=6)[0].token_ids
+    assert spec.runner() is spec.runner(model) is not runner and spec.runner().kv_shape.dtype == dtype
+    assert result == Speculator("ar", target=model).generate(TEXT, max_new_tokens=6)[0].token_ids
+    if dtype == torch.float64:
+        torch.testing.assert_close(hosted(spec.runner()), logits(model), **CLOSE)
+
+
+def test_a_model_that_is_cast_while_a_run_goes_on_ends_that_run():
+    model = tiny_model()
+    run = Speculator("ar", target=model).stream(TEXT, max_new_tokens=6)
+    next(iter(run))
+    model.to(torch.float64)
+    with pytest.raises(CapabilityError, match="float64"):
+        run.results()
+
+
+def test_a_new_embedding_and_head_are_seen():
+    model = tiny_model()
+    spec = Speculator("prompt-lookup", target=model)
+    spec.generate(TEXT, max_new_tokens=4)
+    with torch.random.fork_rng():
+        model.resize_token_embeddings(80, mean_resizing=False)
+    assert spec.runner().vocab_size == 80
+    assert spec.generate([70, 71, 79], max_new_tokens=4)[0].new_tokens == 4
+    torch.testing.assert_close(hosted(spec.runner()), logits(model), **CLOSE)
+
+
+# --- and nothing is kept ---
+
+
+@pytest.mark.parametrize("circular", [False, True])
+def test_model_and_twin_are_freed(circular):
+    model = tiny_model()
+    if circular:  # the twin has the same hook, which knows the model
+        model.model.norm.register_forward_hook(functools.partial(lambda known, *_: None, model))
+    spec = Speculator("prompt-lookup", target=model)
+    spec.generate(TEXT, max_new_tokens=4)
+    twin = weakref.ref(spec.runner().twin.model)
+    gone = weakref.ref(model)
+    del spec
+    gc.collect()
+    assert twin() is None and gone() is not None
+    del model
+    gc.collect()
+    assert gone() is None
