@@ -170,7 +170,11 @@ def test_one_stop_string_and_one_end(spec):
         ({"method": ""}, LongdraftError, "There is no method ''"),
         ({"method": "longspecs"}, LongdraftError, "did you mean longspec?"),
         ({"draft": 5}, RequestError, "draft takes a draft folder"),
-        ({"method": "prompt-lookup", "branches": "x"}, RequestError, "branches must be a whole number, got 'x'"),
+        (
+            {"method": "prompt-lookup", "branches": "x"},
+            RequestError,
+            "branches must be a whole number of at least 1, got 'x'",
+        ),
         ({"method": "prompt-lookup", "branches": 0}, RequestError, "at least 1"),
         ({"method": "prompt-lookup", "branch": 2}, RequestError, "did you mean branches?"),
         ({"branch": 2}, RequestError, "did you mean branches?"),

@@ -43,8 +43,8 @@ def view() -> View:
 
 
 def three_levels():
-    streaming = NestedDrafter(SuffixDrafter(), SelfDrafter("streaming", budget=24), depth=3)
-    return NestedDrafter(streaming, SelfDrafter("chunks", budget=64), depth=6)
+    streaming = NestedDrafter(SuffixDrafter(), SelfDrafter(view="streaming", budget=24), depth=3)
+    return NestedDrafter(streaming, SelfDrafter(view="chunks", budget=64), depth=6)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_one_with_a_draft(tmp_path):
         ("longspec", {}, "is a method of longdraft"),
         ("a:b", {}, "has no colon"),
         ("", {}, "has no colon"),
-        ("mine", {"draft": "bert"}, "draft must be one of longspec"),
+        ("mine", {"draft": "bert"}, "draft must be one of"),
         ("mine", {"draft": "eagle3"}, "takes no `draft`, but eagle3 was named"),
         ("mine", {"schedule": lambda n=3: SpecPV(view())}, "both have an option n"),
     ],

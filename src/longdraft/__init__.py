@@ -4,14 +4,13 @@ from longdraft.model.collector import paused
 
 with paused():
     from longdraft import errors
-    from longdraft.composing import compose, register
     from longdraft.engine.request import Request
     from longdraft.engine.sampler import Sampling
     from longdraft.engine.session import Generation, Session
     from longdraft.engine.stats import Result, Step
     from longdraft.errors import LongdraftError
     from longdraft.memory.prompt_cache import PromptCache
-    from longdraft.methods import methods
+    from longdraft.methods import compose, methods, register
     from longdraft.model.checkpoints import LoadedModel
     from longdraft.model.loading import load
     from longdraft.speculator import Speculator

@@ -23,14 +23,13 @@ from longdraft.engine.texts import Texts
 from longdraft.errors import RequestError, values_checked
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import Method
+from longdraft.methods import Method, Recipe, recipe, resolve
 from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
 from longdraft.planning.mode import checked, planned, planner_for
 from longdraft.planning.planner import Planner
-from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Speculator:
                 "AutoTokenizer.from_pretrained(...)"
             )
         with values_checked():
-            self._named, self.options = asked_for(method, options, target is None)  # wrong ones are refused now
+            self._named, self.options = resolve(method, options, target is None)  # wrong ones are refused now
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
             self._plan = checked(plan)
@@ -105,7 +104,16 @@ class Speculator:
         self._recipes: WeakKeyDictionary[TargetRunner, Recipe] = WeakKeyDictionary()
         self._planners: WeakKeyDictionary[TargetRunner, Planner | None] = WeakKeyDictionary()
         if target is not None:
-            self._recipe(self.runner(target))  # and so is a draft that does not fit
+            self.use(target, tokenizer)
+
+    def use(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Gives a speculator that was made without a target its target.
+
+        Raises:
+            UnsupportedModelError, CheckpointError, CapabilityError: as :class:`Speculator` does.
+        """
+        self.tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        self._recipe(self.runner(target))
 
     @classmethod
     def from_pretrained(

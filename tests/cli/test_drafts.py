@@ -92,7 +92,7 @@ def test_bench_refuses(bench, draft, other):
         (
             ["--methods", "ar,prompt-lookup", "--draft", draft],
             2,
-            "none of the methods takes draft: add one that does (longspec",
+            "none of the methods takes draft: add one that does",
         ),
         (["--methods", "longspec", "--draft", other], 1, "another target"),
         (["--methods", "longspec", "--draft", draft, "--widths", "0"], 2, "widths must be"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.cli.options import SettingError, method_options, settings_checked
+from longdraft.cli.method_options import method_options
+from longdraft.cli.options import SettingError, settings_checked
 from longdraft.errors import ContextError
 
 
@@ -23,7 +24,7 @@ def test_what_is_no_pair(text):
 
 @pytest.mark.parametrize("text", ["many", "1.5", "true", ""])
 def test_a_value_of_another_kind(text):
-    with pytest.raises(SettingError, match="branches takes a whole number"):
+    with pytest.raises(SettingError, match="branches must be a whole number"):
         method_options("prompt-lookup", [f"branches={text}"])
 
 

@@ -7,13 +7,13 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters import self_drafter
+from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.engine.drafter import NoDrafter
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
@@ -79,14 +79,14 @@ def test_three_levels_and_a_small_model_as_one(tmp_path):
     model = three_layers()
     draft = SmallLMDraft.load(small_lm(tmp_path))
     lookup = NestedDrafter(SuffixDrafter(), SparseLMDrafter(draft, view="snapkv", budget=24, window=4), 3)
-    streaming = NestedDrafter(lookup, SelfDrafter("streaming", budget=24), 4)
-    drafter = NestedDrafter(streaming, SelfDrafter("chunks", **VIEW | {"budget": 40}), 6)
+    streaming = NestedDrafter(lookup, SelfDrafter(view="streaming", budget=24), 4)
+    drafter = NestedDrafter(streaming, SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6)
     sequences = run(drafter, model, PROMPTS, 24)
     assert [s.output for s in sequences] == tokens(plain(model, n=24)) and sum(s.accepted for s in sequences) > 20
     again = run(drafter, model, PROMPTS, 24)
     assert [(s.output, s.accepted) for s in again] == [(s.output, s.accepted) for s in sequences]
     # The level under the target is what counts.
-    alone = run(NestedDrafter(NoDrafter(), SelfDrafter("chunks", **VIEW | {"budget": 40}), 6), model, PROMPTS, 24)
+    alone = run(NestedDrafter(NoDrafter(), SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6), model, PROMPTS, 24)
     assert [s.accepted for s in alone] == [s.accepted for s in sequences]
 
 
@@ -113,7 +113,7 @@ def test_nothing_of_a_level_is_left_in_the_full_store(monkeypatch):
     """The KV after a run is that of one forward over the text, and no row counts as shown."""
     model = three_layers()
     cache = PromptCache()
-    drafter = NestedDrafter(SuffixDrafter(), SelfDrafter("chunks", **VIEW))
+    drafter = NestedDrafter(SuffixDrafter(), SelfDrafter(view="chunks", **VIEW))
     committed = []
     keep = TrueCache.keep
 
@@ -153,7 +153,7 @@ def law(model, prompt, rows, sampling):
 
 def first_proposals(model, inner, prompt, batch, sampling):
     """Root and the two tokens that a level proposes behind it, sequence by sequence; ``inner`` drafts for it."""
-    drafter, first = NestedDrafter(inner, SelfDrafter("streaming", 4, 1, 3), 2), []
+    drafter, first = NestedDrafter(inner, SelfDrafter(view="streaming", budget=4, sink=1, window=3), 2), []
     propose = drafter.propose
 
     def recorded(sequences, budget=None):
@@ -182,7 +182,7 @@ def test_what_a_level_emits_follows_the_level(monkeypatch, sampling):
     # The target's own is another one, or this would say nothing.
     theirs = law(model, prompt, list(range(21)), sampling)
     assert chi_square.p_value(counts, theirs * counts.sum((1, 2), keepdim=True)) < 1e-6
-    for inner in (SuffixDrafter(min_n=1), SelfDrafter("streaming", 2, 0, 2)):
+    for inner in (SuffixDrafter(min_n=1), SelfDrafter(view="streaming", budget=2, sink=0, window=2)):
         assert first_proposals(model, inner, prompt, 100, sampling) == found[:100]
 
 
@@ -196,15 +196,11 @@ def test_a_level_draws_with_the_draws_to_come():
 
 def test_nestings_that_make_no_sense(tmp_path):
     model = three_layers()
-    level = SelfDrafter("chunks", **VIEW)
+    level = SelfDrafter(view="chunks", **VIEW)
     with pytest.raises(ValueError, match="SuffixDrafter cannot verify what another one drafts"):
         NestedDrafter(level, SuffixDrafter())
     with pytest.raises(ValueError, match="SmallLMDrafter cannot verify"):
         NestedDrafter(SuffixDrafter(), SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path))))
-    with pytest.raises(ValueError, match="acceptance=residual has no meaning under a level"):
-        NestedDrafter(SelfDrafter(acceptance="residual"), level)
-    with pytest.raises(ValueError, match="acceptance=residual"):
-        Speculator("nested", target=model, draft=tmp_path, acceptance="residual", **LEVEL)
     for under in (SelfDrafter(budget=64), NestedDrafter(SuffixDrafter(), SelfDrafter(budget=64))):
         with pytest.raises(ValueError, match="give it a budget above 64 rows, not 24"):
             NestedDrafter(under, level)

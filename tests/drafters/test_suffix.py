@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
+from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.drafters.suffixes import Earlier
-from longdraft.engine.drafter import NoDrafter
 from longdraft.engine.sequence import Sequence
-from longdraft.recipes import recipe
+from longdraft.methods import recipe
 from longdraft.trees.builders import chain
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
@@ -141,7 +141,7 @@ def test_no_more_is_drafted_than_may_still_be_emitted(room, drafted):
 
 @given(small_texts, st.sampled_from([1, 2, 4, 15]), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes, planned):
-    drafter = SuffixDrafter(max_draft, max_nodes, branches)
+    drafter = SuffixDrafter(max_draft=max_draft, max_nodes=max_nodes, branches=branches)
     tree = proposal(drafter, started(drafter, [1, *text], [2]), PLANNED if planned else None)
     assert tree.tokens[0] == 2 and tree.drafted <= max_nodes and max(tree.depths) <= max_draft
     leaves = set(range(tree.size)) - set(tree.parents)
@@ -231,7 +231,7 @@ def test_sequences_do_not_see_each_others_text():
     ids=str,
 )
 def test_options_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match=r"at least 1|at least 2|min_n <= max_n"):
+    with pytest.raises(ValueError, match=r"at least 1|at least 2|min_n must be at most"):
         SuffixDrafter(**options)
 
 

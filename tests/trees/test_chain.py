@@ -10,7 +10,7 @@ import torch
 from longdraft.trees.chain import LENGTH, LONGEST, Chain
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import LARGEST, NodeLimit
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 
 
 class Sure:
@@ -51,7 +51,7 @@ def test_ids_of_a_smaller_vocabulary():
 
 
 def test_a_planner_sizes_it_unless_it_was_asked_for():
-    kind = tree_kind("chain")
+    kind = TreeOptions().kind("chain")
     assert (kind.max_nodes, kind.max_expanded, kind.depth) == (LENGTH, LENGTH - 1, LENGTH)
     assert kind.fit(None) is kind and kind.fit(LARGEST).max_nodes == LONGEST
 
@@ -60,7 +60,7 @@ def test_a_planner_sizes_it_unless_it_was_asked_for():
 
     assert drafted(kind, 0.9, NodeLimit(8, 0.7)) == 4  # 0.9^4 = 0.66
     assert drafted(kind, 0.99, NodeLimit(8, 0.7)) == 8
-    assert drafted(tree_kind("chain", depth=6), 0.5, NodeLimit(2, 0.9)) == 6
+    assert drafted(TreeOptions(depth=6).kind("chain"), 0.5, NodeLimit(2, 0.9)) == 6
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_planner_sizes_it_unless_it_was_asked_for():
     ids=str,
 )
 def test_options_of_other_trees_mean_these(options, kind):
-    made = tree_kind("chain", **options)
+    made = TreeOptions(**options).kind("chain")
     assert isinstance(made, Chain) == (set(options) <= {"depth", "nodes"})
     assert made.max_nodes >= kind if "top_k" in options else made.max_nodes == kind
 
@@ -87,4 +87,4 @@ def test_options_of_other_trees_mean_these(options, kind):
 def test_options_that_make_no_chain(options, says):
     for default in ("chain", "beam", "opt"):
         with pytest.raises(ValueError, match=says):
-            tree_kind(default, **options)
+            TreeOptions(**options).kind(default)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longdraft.trees.dynamic import Dynamic
 from longdraft.trees.level import Level
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from tests.trees.test_beam import VOCABULARY, Table, described
 
 
@@ -109,7 +109,7 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
     ids=str,
 )
 def test_kinds(default, options, sizes):
-    kind = tree_kind(default, **options)
+    kind = TreeOptions(**options).kind(default)
     assert (kind.max_nodes, kind.max_expanded, kind.depth) == sizes
     table = Table([0], 0, vocabulary=30)
     (tree,) = kind.grow([0], table.expand, [100])
@@ -119,7 +119,7 @@ def test_kinds(default, options, sizes):
 
 def test_sampled_text_gets_a_wide_tree_unless_widths_are_given():
     for options, wide in (({}, True), ({"widths": (2, 2)}, False)):
-        kind = tree_kind("beam", **options)
+        kind = TreeOptions(**options).kind("beam")
         tables = [Table([0], 0, vocabulary=60) for _ in range(2)]
         trees = [kind.grow([0], table.expand, sampled=s)[0] for s, table in zip((False, True), tables, strict=True)]
         sizes = [Counter(tree.depths[1:]) for tree in trees]

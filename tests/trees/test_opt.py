@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longdraft.trees.level import Level
 from longdraft.trees.opt import Opt
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from tests.trees.test_beam import VOCABULARY, Table
 from tests.trees.test_dynamic import scores
 
@@ -167,7 +167,7 @@ def test_it_stays_a_tree_whatever_the_draft_says(value):
     ids=str,
 )
 def test_kinds(default, options, sizes):
-    kind = tree_kind(default, **options)
+    kind = TreeOptions(**options).kind(default)
     assert (kind.max_nodes, kind.max_expanded, kind.depth) == sizes
     table = Table([0], 0, vocabulary=30)
     (tree,) = kind.grow([0], table.expand, [100])
@@ -176,9 +176,9 @@ def test_kinds(default, options, sizes):
 
 
 def test_threshold_and_depths_arrive():
-    eager, lazy = (tree_kind("opt", threshold=t, top_k=7).grow([0], certain(0.6), [8])[0] for t in (0, 5))
+    eager, lazy = (TreeOptions(threshold=t, top_k=7).kind("opt").grow([0], certain(0.6), [8])[0] for t in (0, 5))
     assert max(eager.depths) > max(lazy.depths) == 1
-    none, one = tree_kind("opt").grow([0, 0], certain(0.9), [0, 1])
+    none, one = TreeOptions().kind("opt").grow([0, 0], certain(0.9), [0, 1])
     assert none.drafted == 0 and max(one.depths) == 1
 
 
@@ -199,4 +199,4 @@ def test_threshold_and_depths_arrive():
 def test_options_that_make_no_tree(options, says):
     for default in ("beam", "dynamic", "opt"):
         with pytest.raises(ValueError, match=says):
-            tree_kind(default, **options)
+            TreeOptions(**options).kind(default)

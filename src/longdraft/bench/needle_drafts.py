@@ -18,9 +18,10 @@ import torch
 
 from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
 from longdraft.bench.self_draft import Heard, SelfDrafter
+from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
-from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.schedule import Schedule, Verified
@@ -28,11 +29,10 @@ from longdraft.engine.sequence import FinishReason
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.errors import ContextError
 from longdraft.memory.prompt_cache import PromptCache, common_prefix
-from longdraft.methods import method
+from longdraft.methods import Recipe, method_named, recipe, resolve
 from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
-from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.trees.level import Growth, Level, Scored
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
@@ -74,13 +74,13 @@ def view(name: str, options: Mapping[str, Any]) -> View:
             raise ValueError(f"{RETRIEVED} has the options budget, block, sink, recent, every and selector") from None
         return View(written, None, options)
     named, own = SMALL.get(name, (name, {}))
-    known = method(named)
+    known = method_named(named)
     if not known.needs_draft:
         raise ValueError(
             f"{name} is no view: name {', '.join(SMALL)}, {RETRIEVED}, or a method with a trained draft, such as "
             "longspec, longspec:retrieval=true or eagle3"
         )
-    known.check(options)
+    known.checked(options)
     if shapes := sorted(_TREES & set(options)):
         raise ValueError(f"{', '.join(shapes)}: only first choices are looked at here, whatever the tree")
     return View(written, named, {**own, **options})
@@ -136,11 +136,11 @@ class NeedleDrafts:
         for name, each in self._views.items():
             if each.method is None:
                 continue
-            kind = method(each.method).draft_kind or ""
+            kind = method_named(each.method).draft_kind or ""
             given = {"draft": read[kind]} if kind in read else {}
             # Nothing is verified, so the first choice is all the tree that is needed.
             options = {**given, **each.options, "widths": (1,)}
-            self._recipes[name] = recipe(*asked_for(each.method, options), self.runner)
+            self._recipes[name] = recipe(*resolve(each.method, options), self.runner)
             read[kind] = self._recipes[name].options["draft"]  # once read, it is not read again
         self._cache = PromptCache()
 

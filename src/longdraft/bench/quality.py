@@ -26,10 +26,9 @@ from longdraft.engine.sequence import Sequence as Text
 from longdraft.engine.stopping import eos_rule
 from longdraft.errors import CapabilityError, ContextError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import method
+from longdraft.methods import Recipe, method_named, recipe, resolve
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
-from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 
@@ -96,8 +95,8 @@ class Settings:
             raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
         for name in self.kv_dtypes:
             dtype_of(name, "kv-dtype")
-        asked_for(METHOD, self.options)
-        known = method(METHOD)
+        resolve(METHOD, self.options)
+        known = method_named(METHOD)
         for variant in self.variants:
             given = {**self.options, **variant.options}
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
@@ -195,13 +194,13 @@ class Quality:
         loaded_once = {**settings.options, **own, "drafter": self.drafter}
         self._recipes = {
             FULL: recipe(first.drafting, own, self.runner),
-            REFERENCE: recipe(method(REFERENCE), {}, self.runner),
+            REFERENCE: recipe(method_named(REFERENCE), {}, self.runner),
             **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
         }
         # Rounded KV is another model's, with a cache of its own.
         rounded = {n: TargetRunner(loaded.model, kv_dtype=dtype_of(n)) for n in settings.kv_dtypes}
         self._rounded = {f"{REFERENCE}:kv_dtype={n}": (each, PromptCache()) for n, each in rounded.items()}
-        self._recipes |= {name: recipe(method(REFERENCE), {}, each) for name, (each, _) in self._rounded.items()}
+        self._recipes |= {name: recipe(method_named(REFERENCE), {}, each) for name, (each, _) in self._rounded.items()}
         self._cache = PromptCache()
         own_end = loaded.tokenizer.eos_token_id
         self._ends = self.runner.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
@@ -310,7 +309,7 @@ class Quality:
         return Answered(haystack, right, runs)
 
     def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
-        return recipe(*asked_for(METHOD, {**options, **variant.options}), self.runner)
+        return recipe(*resolve(METHOD, {**options, **variant.options}), self.runner)
 
     def _make_room(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Takes memory for the largest run once: the store need not grow, which would hold it twice."""

@@ -14,9 +14,8 @@ from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
-from longdraft.methods import METHODS, method_of
+from longdraft.methods import METHODS, method_of, resolve
 from longdraft.planning import mode
-from longdraft.recipes import asked_for
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
@@ -80,7 +79,7 @@ class Settings:
                     f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
                 )
             if name not in PEERS:
-                asked_for(
+                resolve(
                     method_name(name), self.options(name), alone=True
                 )  # a wrong option, or a draft that cannot be read
             mode.checked(self.plan_of(name))

@@ -14,7 +14,7 @@ from longdraft.bench import acceptance_report, charts, tasks
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Short, Work, by_default
 from longdraft.bench.peers import PEERS
 from longdraft.bench.settings import Settings
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Shares
 from longdraft.cli.wording import in_flags
@@ -56,7 +56,7 @@ def acceptance(
             show_default="every draft that comes along for the model",
         ),
     ] = None,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     temperature: Annotated[
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
@@ -81,11 +81,11 @@ def acceptance(
 
     Ctrl-C ends it with the figures so far.
     """
-    cut_to = options.whole_numbers("--lengths", lengths)
-    temperatures = tuple(dict.fromkeys(options.numbers("--temperature", temperature)))
+    cut_to = method_options.whole_numbers("--lengths", lengths)
+    temperatures = tuple(dict.fromkeys(method_options.numbers("--temperature", temperature)))
     if not temperatures or not cut_to:
         raise options.SettingError("--lengths and --temperature must name one value at least.")
-    names = None if methods is None else options.words(methods)
+    names = None if methods is None else method_options.words(methods)
     if names is None and drafting.draft is not None:
         names = [method_of(drafting.draft).name]
 
@@ -95,7 +95,7 @@ def acceptance(
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys(names)), max_tokens, cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos,
-                plan="fixed", draft_options=drafting.options(), own_options=options.contender_options(names),
+                plan="fixed", draft_options=drafting.options(), own_options=method_options.contender_options(names),
             )  # fmt: skip
 
     with in_flags(("temperature",)):

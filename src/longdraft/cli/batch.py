@@ -13,7 +13,7 @@ from longdraft.batch import rows
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults
 from longdraft.batch.run import Decoder, Figures, run
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.batching import Batching
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
@@ -40,7 +40,7 @@ def batch(
     ray: Annotated[
         int | None, typer.Option("--ray", min=1, help="So many engines, on Ray.", show_default="this process")
     ] = None,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most, of rows that do not say.")
@@ -58,7 +58,7 @@ def batch(
     """Answer a file of prompts. A run that was ended goes on where it was; rows that cannot be answered say why."""
     with options.settings_checked():
         sampling = choosing.sampling()
-        own = options.method_options(method, option or []) | drafting.options()
+        own = method_options.method_options(method, option or []) | drafting.options()
         given: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
         given |= Speculator(method, **given, **own).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name

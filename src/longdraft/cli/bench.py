@@ -17,7 +17,7 @@ from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import Settings
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
@@ -61,7 +61,7 @@ def bench(
             help=f"A first look: {QUICK_ROWS} rows of each file, {QUICK_TOKENS} tokens, one round; other options win.",
         ),
     ] = False,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     plan: options.Plan = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[
@@ -136,18 +136,18 @@ def bench(
     rounds = repeats if repeats is not None else QUICK_ROUNDS if quick else ROUNDS
     contexts: tuple[int | None, ...] = (None,)
     if context is not None:
-        contexts = options.whole_numbers("--context", context)
+        contexts = method_options.whole_numbers("--context", context)
     elif not data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
-    names = tuple(options.words(methods)) if methods is not None else _by_default(drafting.draft)
+    names = tuple(method_options.words(methods)) if methods is not None else _by_default(drafting.draft)
     with options.settings_checked():
         settings = Settings(
-            names, tokens, contexts, options.whole_numbers("--batch", batch), rounds, choosing.sampling(), seed, raw,
-            ignore_eos, cold,
+            names, tokens, contexts, method_options.whole_numbers("--batch", batch), rounds, choosing.sampling(), seed,
+            raw, ignore_eos, cold,
             draft_options=drafting.options(),
             plan=plan,
             offload=offload,
-            own_options=options.contender_options(names),
+            own_options=method_options.contender_options(names),
             sources=Sources(assistant, gguf),
             profile=profile,
             snapshots=snapshots,

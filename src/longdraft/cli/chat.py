@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longdraft.cli import console, options, reading
+from longdraft.cli import console, method_options, options, reading
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.wording import flagged
@@ -40,7 +40,7 @@ def chat(
     ] = 512,
     choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     plan: options.Plan = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
@@ -51,7 +51,7 @@ def chat(
     """Talk with the model, about documents if there are any. /help lists what else can be said."""
     with options.settings_checked():
         settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
-        own = options.method_options(method, option or []) | drafting.options()
+        own = method_options.method_options(method, option or []) | drafting.options()
         shared: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
         own = Speculator(method, **shared, **own).options
     documents = [reading.document(name) for name in file or []]
@@ -80,11 +80,11 @@ class Settings:
     def with_one(self, name: str, text: str) -> Settings:
         """Raises RequestError for a name or a value that there is not."""
         if name == "max_tokens":
-            return replace(self, max_tokens=int(options.numbers(name, text)[0]))
+            return replace(self, max_tokens=int(method_options.numbers(name, text)[0]))
         known = [f.name for f in fields(Sampling)]
         if name not in known:
             raise RequestError(f"/set takes max_tokens, {', '.join(known)}, not {name!r}")
-        value = options.numbers(name, text)[0]
+        value = method_options.numbers(name, text)[0]
         one: dict[str, Any] = {name: int(value) if value == int(value) else value}
         return replace(self, sampling=replace(self.sampling, **one))
 
@@ -190,7 +190,7 @@ class Chat:
         """NAME [option=value ...]: decode with another method from now on; alone: which one it is"""
         if text:
             name, *pairs = text.split()
-            spec = self._decoder(name, options.method_options(name, pairs))
+            spec = self._decoder(name, method_options.method_options(name, pairs))
             with console.status() as status:
                 spec.planner(status)
             self._spec = spec

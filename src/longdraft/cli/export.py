@@ -8,15 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import CapabilityError
 from longdraft.folders import is_gguf
 from longdraft.integration import model_folder
-from longdraft.methods import method_of
+from longdraft.methods import method_of, resolve
 from longdraft.model.parts import architecture
-from longdraft.recipes import asked_for
 
 
 class Layout(str, Enum):
@@ -106,7 +105,7 @@ def _model_folder(
         )
     folder = draft if draft.is_dir() else None
     name = method or (str(draft) if folder is None else method_of(folder).name)
-    given: dict[str, Any] = options.method_options(name, pairs)
+    given: dict[str, Any] = method_options.method_options(name, pairs)
     with options.settings_checked():  # what the folder would refuse at its first use
-        asked_for(name, given | ({} if folder is None else {"draft": folder}), True)
+        resolve(name, given | ({} if folder is None else {"draft": folder}), True)
     return model_folder.write(out, verifier, name, folder, given | ({} if plan is None else {"plan": plan}))

@@ -12,7 +12,7 @@ from longdraft.bench.gamma import Gamma, check, medians, summary
 from longdraft.bench.prompts import prepare
 from longdraft.bench.settings import Settings
 from longdraft.bench.tables import circumstances, figure, table
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.progress import Runs
 
 DEFINITIONS = (
@@ -45,13 +45,13 @@ def gamma(
     output: options.Output,
 ) -> None:
     """Compare MagicDec's closed form for the number of drafted tokens with what decoding does."""
-    names = tuple(options.words(methods))
+    names = tuple(method_options.words(methods))
     with options.settings_checked():
         settings = Settings(
-            names, max_tokens, (context,), raw=raw, cold=False, own_options=options.contender_options(names),
+            names, max_tokens, (context,), raw=raw, cold=False, own_options=method_options.contender_options(names),
             snapshots=snapshots,
         )  # fmt: skip
-        lengths = options.whole_numbers("--gammas", gammas)
+        lengths = method_options.whole_numbers("--gammas", gammas)
         check(lengths, reference)
     samples = tasks.read(data or [tasks.BUILT_IN], limit)
     with console.status() as status:

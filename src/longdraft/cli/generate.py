@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.bench.ties import compare
-from longdraft.cli import console, options, reading
+from longdraft.cli import console, method_options, options, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
@@ -79,7 +79,7 @@ def generate(
     ] = None,
     method: options.Method = None,
     option: options.OwnOptions = None,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     choosing: options.SamplingOptions,
@@ -102,9 +102,9 @@ def generate(
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     with options.settings_checked():
         sampling = choosing.sampling()
-        method_options = options.method_options(method, option or []) | drafting.options()
+        own_options = method_options.method_options(method, option or []) | drafting.options()
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
-        method_options = Speculator(method, offload=offload, plan=plan, kv_dtype=kv_dtype, **method_options).options
+        spec = Speculator(method, offload=offload, plan=plan, kv_dtype=kv_dtype, **own_options)
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -117,17 +117,9 @@ def generate(
         loaded = loading.load(status)
         status("Preparing the prompt")
         with options.settings_checked():
-            spec = Speculator(
-                method,
-                target=loaded.model,
-                tokenizer=loaded.tokenizer,
-                offload=offload,
-                plan=plan,
-                kv_dtype=kv_dtype,
-                **method_options,
-            )
-            if method is None and method_options and method_options.get("draft") is None:
-                asked = " and ".join(method_options)
+            spec.use(loaded.model, loaded.tokenizer)
+            if method is None and own_options and own_options.get("draft") is None:
+                asked = " and ".join(own_options)
                 console.note(f"No --method: decoding with {spec.method.name}, which has the option {asked}.")
             spec.planner(status)
         tokens = _encode(loaded, request, raw)

@@ -10,7 +10,7 @@ import typer
 from longdraft.bench import needle as needles
 from longdraft.bench import needle_report
 from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.progress import Runs
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import KINDS, kind_of
@@ -50,16 +50,16 @@ def needle(
     output: options.Output,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    asked = None if needle_context is None else options.whole_numbers("--needle-context", needle_context)
+    asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
         raise options.SettingError(f"--needle-context takes numbers of tokens, not {needle_context!r}.")
     if not haystack.is_file():
         raise options.SettingError(f"--haystack {haystack}: there is no such file.")
-    depths = options.numbers("--needle-depths", needle_depths)
+    depths = method_options.numbers("--needle-depths", needle_depths)
     with options.settings_checked():
         needles.Search(haystack, depths, samples=needle_samples)  # a wrong value is refused before anything is loaded
         drafts = _drafts(draft or [])
-        wanted = _default(drafts) if views is None else [_view(word) for word in options.words(views)]
+        wanted = _default(drafts) if views is None else [_view(word) for word in method_options.words(views)]
     if not wanted:
         raise options.SettingError("--views names none.")
     with console.status() as status:
@@ -113,4 +113,4 @@ def _view(word: str) -> View:
     """``longspec:retrieval=true`` -> a view."""
     name, *pairs = word.split(":")
     named = name if name in METHODS else SMALL[name][0] if name in SMALL else None
-    return view(name, options.method_options(named, pairs))
+    return view(name, method_options.method_options(named, pairs))

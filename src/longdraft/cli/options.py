@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +22,6 @@ from longdraft.cli import console, panels
 from longdraft.cli.wording import flags, in_flags
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import LongdraftError, values_checked
-from longdraft.methods import DEFAULTS, METHODS, wrong_kind
-from longdraft.methods import method as method_named
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.loading import load
 
@@ -249,73 +247,6 @@ class SamplingOptions(Group):
         return made
 
 
-@dataclass(frozen=True)
-class DraftOptions(Group):
-    """A draft and its tree."""
-
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            "--draft",
-            help="Draft folder, or a small model's .gguf file, for a method that needs one.",
-            show_default="the one that comes along",
-        ),
-    ] = None
-    widths: Annotated[
-        str | None,
-        typer.Option(
-            "--widths", help="A beam tree: drafted nodes of each level.", show_default="4,16,16,16,16 (longspec)"
-        ),
-    ] = None
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes",
-            help="Verify only so many drafted nodes, the best.",
-            show_default="all; 59 of a dynamic tree, 50 of an opt tree",
-        ),
-    ] = None
-    tree: Annotated[
-        str | None,
-        typer.Option(
-            "--tree",
-            help="What a draft grows: chain, beam, dynamic or opt.",
-            show_default="beam (longspec), else dynamic",
-        ),
-    ] = None
-    depth: Annotated[
-        int | None,
-        typer.Option(
-            "--depth",
-            help="A dynamic or opt tree: its levels, at most. A chain: its tokens.",
-            show_default="7; 10 of an opt tree, 4 of a chain",
-        ),
-    ] = None
-    tree_top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--tree-top-k",
-            help="A dynamic or opt tree: nodes of a level that go on; of a dynamic one, children of each too.",
-            show_default="10",
-        ),
-    ] = None
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            "--threshold",
-            help="An opt tree: another level only where the last one promised so many more accepted tokens.",
-            show_default="0.7",
-        ),
-    ] = None
-
-    def options(self) -> dict[str, Any]:
-        """Those that were given, as options of a method. Raises SettingError for widths that are no numbers."""
-        given: dict[str, Any] = {name.removeprefix("tree_"): value for name, value in vars(self).items()}
-        if self.widths is not None:
-            given["widths"] = whole_numbers("widths", self.widths)
-        return {name: value for name, value in given.items() if value is not None}
-
-
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb whose groups of options are options of its own, as typer wants them."""
     parameters: list[Parameter] = []
@@ -340,72 +271,6 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     spreading.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spreading.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spreading
-
-
-def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
-    """``["branches=2"]`` -> ``{"branches": 2}``: numbers as numbers, true and false as such, the rest as text.
-
-    Args:
-        method: None where it is chosen for the model.
-
-    Raises:
-        SettingError: for anything that is not ``name=value``, and for a value of another kind than the default's.
-        UnknownMethodError: no such method.
-    """
-    candidates = [METHODS[name] for name in DEFAULTS] if method is None else [method_named(method)]
-    parameters = {name: parameter for m in candidates for name, parameter in m.options.items()}
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = (part.strip() for part in pair.partition("="))
-        if not equals or not name:
-            raise SettingError(f"--option takes name=value, not {pair!r}.")
-        name = name.replace("-", "_")
-        default = parameters[name].default if name in parameters else inspect.Parameter.empty
-        found[name] = value = whole_numbers(name, text) if name in _LISTS else _value(text)
-        if (kind := wrong_kind(default, value)) is not None:
-            raise SettingError(f"--option {name} takes {kind.lower()}, not {text!r}.")
-    return found
-
-
-def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Of contenders such as ``specpv:budget=512:margin=8``, by name, the options behind their methods' names."""
-    split = {name: name.split(":") for name in names if ":" in name}
-    return {name: method_options(method, pairs) for name, (method, *pairs) in split.items()}
-
-
-# Options of methods that take several whole numbers.
-_LISTS = {"widths"}
-
-
-def words(text: str) -> list[str]:
-    """What stands between commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
-    return _numbers(name, text, int, "whole numbers")
-
-
-def numbers(name: str, text: str) -> tuple[float, ...]:
-    """Numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
-    return _numbers(name, text, float, "numbers")
-
-
-def _numbers(name: str, text: str, kind: Callable[[str], N], called: str) -> tuple[N, ...]:
-    try:
-        return tuple(kind(word) for word in words(text))
-    except ValueError:
-        raise SettingError(f"{name} takes {called} with commas between, not {text!r}.") from None
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def settings_checked() -> AbstractContextManager[None]:

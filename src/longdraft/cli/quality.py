@@ -11,7 +11,7 @@ from longdraft.bench import data, needle, quality_report
 from longdraft.bench.prompts import prepare
 from longdraft.bench.quality import METHOD, Quality, Settings, rouge_l
 from longdraft.bench.settings import Settings as Prompts
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.progress import Runs
 
 
@@ -35,7 +35,7 @@ def quality(
     drafter: Annotated[
         str | None, typer.Option(help="The method whose drafter is used.", show_default="the first that has a draft")
     ] = None,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
@@ -67,19 +67,19 @@ def quality(
     """What specpv and a rounded KV cache cost: texts (ROUGE-L), drift of hidden states, needles found."""
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
-    given = options.method_options(METHOD, option or []) | drafting.options()
+    given = method_options.method_options(METHOD, option or []) | drafting.options()
     given |= {} if drafter is None else {"drafter": drafter}
     with options.settings_checked():
         settings = Settings(
-            options.whole_numbers("--budget", budget), options.whole_numbers("--margin", margin),
-            tuple(options.words(selector)), max_tokens, ignore_eos, drift,
-            tuple(options.words(kv_dtype or "")), given,
+            method_options.whole_numbers("--budget", budget), method_options.whole_numbers("--margin", margin),
+            tuple(method_options.words(selector)), max_tokens, ignore_eos, drift,
+            tuple(method_options.words(kv_dtype or "")), given,
         )  # fmt: skip
         prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw)
         search = None
         if needle_file is not None:
-            depths = options.numbers("--needle-depths", needle_depths)
-            kinds = tuple(options.words(needle_kinds))
+            depths = method_options.numbers("--needle-depths", needle_depths)
+            kinds = tuple(method_options.words(needle_kinds))
             search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds)
     samples = data.read(data_files or [], limit)
     if samples:

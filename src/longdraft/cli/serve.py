@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.serve_service import Serving
 from longdraft.errors import CapabilityError, RequestError
 
@@ -56,7 +56,7 @@ def serve(
     ray_config: Annotated[
         Path | None, typer.Option(help="On Ray: further options of the deployment, YAML.", show_default="none")
     ] = None,
-    drafting: options.DraftOptions,
+    drafting: method_options.DraftOptions,
     plan: options.Plan = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
@@ -76,7 +76,7 @@ def serve(
     with options.settings_checked():
         keys = {} if api_key_file is None else read_keys(api_key_file)
         named = tuple(word.strip() for word in method.split(",")) if method else ()
-        own = options.method_options(named[0] if named else None, option or []) | drafting.options()
+        own = method_options.method_options(named[0] if named else None, option or []) | drafting.options()
         settings = Settings(
             name or "", named, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
             earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),

@@ -12,7 +12,7 @@ from longdraft.cli import console, options
 from longdraft.errors import MemoryBudgetError, RequestError
 from longdraft.memory import sizes
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import method as method_named
+from longdraft.methods import method_named
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator

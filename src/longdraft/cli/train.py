@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from longdraft.cli import console, options
+from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.settings_help import with_settings
 from longdraft.cli.training_display import Counter, TrainingDisplay
@@ -196,9 +196,9 @@ def data(
     output: options.Output,
 ) -> None:
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
-    lengths = options.whole_numbers("--passage-tokens", passage_tokens)
-    heats = options.numbers("--temperatures", temperatures)
-    asked = None if layers is None else options.whole_numbers("--layers", layers)
+    lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
+    heats = method_options.numbers("--temperatures", temperatures)
+    asked = None if layers is None else method_options.whole_numbers("--layers", layers)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not heats or min(heats) < 0:

@@ -58,5 +58,10 @@ register(
         Eagle3Drafter,
         "published drafts of EAGLE-1 and EAGLE-2: one layer that foresees the model's last hidden states",
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
+        # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
+        tensors=lambda names: (
+            any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+            and not any("hidden_norm." in name for name in names)
+        ),
     )
 )

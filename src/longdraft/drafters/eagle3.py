@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -22,16 +24,19 @@ from longdraft.drafters.eagle3_export import to_speculators
 from longdraft.drafters.eagle3_gguf import to_gguf
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
-from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
+from longdraft.drafters.retrieving import RetrievalOptions, RetrievingDrafter
 from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine import method
 from longdraft.engine.event import Event
+from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, option, parse
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import CompactWindow
 from longdraft.views.window import SPARE, Window
@@ -44,64 +49,45 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
+@dataclass(frozen=True)
+class WindowOptions(Options):
+    """The tokens that an EAGLE draft sees."""
+
+    window: int | None = option(
+        min=1, help="the draft sees so many tokens back and no further", usual="as its folder says"
+    )
+
+
 class Eagle3Drafter(RetrievingDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
+    With retrieval, it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
+    keys of the whole text behind them (SpecExtend, section 2.2); a window that its folder names is then the room that
+    they have.
+
     Args:
         draft: a trained draft.
-        widths: nodes of each level of a beam tree.
-        nodes: verify only this many drafted nodes, the most probable; None: 59 of a dynamic tree, all of a beam tree.
-        tree: "dynamic", "beam" or "opt"; None: dynamic unless ``widths`` or a ``threshold`` are given, and an OPT-Tree
-            with ``retrieval``, as in SpecExtend.
-        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each. Of an
-            OPT-Tree: the levels at most, and the nodes that go on at most.
-        threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
-        window: the draft sees so many tokens back and no further; None: as its folder says.
-        retrieval: it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
-            keys of the whole text behind them (SpecExtend, section 2.2); a window that its folder names is then the
-            room that they have.
-        chunk, chunks, every, adaptive, sink, recent, layer, scorer: of the retrieval, as
-            :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 64 or as many as fit the window,
-            8, False.
+        options: of :class:`TreeOptions`, :class:`WindowOptions` and :class:`RetrievalOptions`.
 
     Raises:
         ValueError: for sizes that make no tree, one deeper than the window, or no retrieval; ``window`` and
             ``retrieval`` together.
     """
 
-    def __init__(
-        self,
-        draft: Eagle3Draft,
-        widths: SequenceOf[int] | None = None,
-        nodes: int | None = None,
-        tree: str | None = None,
-        depth: int | None = None,
-        top_k: int | None = None,
-        window: int | None = None,
-        threshold: float | None = None,
-        retrieval: bool = False,
-        chunk: int | None = None,
-        chunks: int | None = None,
-        every: int | None = None,
-        adaptive: bool | None = None,
-        sink: int = 32,
-        recent: int = 128,
-        layer: int | None = None,
-        scorer: str | None = None,
-    ) -> None:
-        self.tree = tree_kind("opt" if retrieval else "dynamic", widths, nodes, tree, depth, top_k, threshold)
-        self.window = draft.window if window is None else window
-        if self.window is not None and (type(self.window) is not int or self.tree.depth >= self.window):
+    options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
+
+    def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
+        tree, own, *others = parse(draft.label, options, *self.options)
+        retrieval: RetrievalOptions = others[0] if others else RetrievalOptions()
+        self.tree = tree.kind("opt" if retrieval.retrieval else "dynamic")
+        self.window = draft.window if own.window is None else own.window
+        if self.window is not None and self.tree.depth >= self.window:
             raise ValueError(
-                f"window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window!r}"
+                f"window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
             )
-        if retrieval and window is not None:
+        if retrieval.retrieval and own.window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
-        room = None if self.window is None else self.window - self.tree.depth
-        self.retrieval = retrieval_options(
-            retrieval, draft, sink, recent, room,
-            chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
-        )  # fmt: skip
+        self.retrieval = retrieval.made(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
@@ -298,6 +284,18 @@ register(
             "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
         ),
+        # EAGLE-3 norms the hidden states that it joins.
+        tensors=lambda names: any("hidden_norm." in name for name in names),
         layouts={"speculators": to_speculators, "gguf": to_gguf},
+    )
+)
+method.register(
+    Method(
+        "specextend-eagle3",
+        True,
+        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+        "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
+        partial(Eagle3Drafter, retrieval=True),  # and so an OPT-Tree
+        "eagle3",
     )
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,10 +24,11 @@ from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
@@ -94,49 +96,41 @@ class VerifiedStates(StateSource):
         return States(torch.stack([features[s.slot, len(s.prompt) + len(s.output) - 2] for s in sequences]))
 
 
+@dataclass(frozen=True)
+class HeadOptions(Options):
+    """Trained heads."""
+
+    heads: int | None = option(min=1, help="use so many of the draft's heads", usual="all")
+
+
 class HeadsDrafter(TreeDrafter):
     """Drafts trees with chained heads.
 
     Args:
         draft: trained heads.
-        heads: use so many of them; None: all.
-        widths: of a static tree, which is the default: children of each node, level by level; None: 3 at each of at
-            most three levels (and one at a first level that is the target's own). A static tree of all nodes is the
-            paper's; a planner is given the best nodes instead.
-        nodes: verify only this many drafted nodes, the most probable; None: all of a static tree.
-        tree: "static", "beam", "dynamic", "opt" or "chain".
-        depth, top_k, threshold: of the latter ones, as :func:`~longdraft.trees.options.tree_kind` takes them. Levels
-            cost nothing.
-        acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from.
+        options: of :class:`HeadOptions` and :class:`TreeOptions`. Levels cost nothing. The paper's tree is static; a
+            planner is given its best nodes instead.
+        _source: the hidden states that the heads continue; None: those of the last verified tokens.
 
     Raises:
         ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
     """
 
-    def __init__(
-        self,
-        draft: HeadsDraft,
-        heads: int | None = None,
-        widths: SequenceOf[int] | None = None,
-        nodes: int | None = None,
-        tree: str | None = None,
-        depth: int | None = None,
-        top_k: int | None = None,
-        threshold: float | None = None,
-        acceptance: str = "draw",
-        _source: StateSource | None = None,
-    ) -> None:
-        own = draft.shape.heads
-        if heads is not None and (type(heads) is not int or not 1 <= heads <= own):
-            raise ValueError(f"heads must be a whole number from 1 to {own}, which the draft has, got {heads!r}")
-        self.heads = heads or own
+    options = (HeadOptions, TreeOptions)
+
+    def __init__(self, draft: HeadsDraft, _source: StateSource | None = None, **options: Any) -> None:
+        own, tree = parse("heads", options, *self.options)
+        count = draft.shape.heads
+        if own.heads is not None and own.heads > count:
+            raise ValueError(f"heads must be a whole number from 1 to {count}, which the draft has, got {own.heads}")
+        self.heads = own.heads or count
         self.draft = draft
         self._source = _source or VerifiedStates()
         levels = self.heads + self._source.ahead
-        kind = tree_kind("static", widths, nodes, tree, depth, top_k, threshold, acceptance)
-        if kind.depth > levels and (widths is not None or depth is not None):
+        kind = tree.kind("static")
+        if kind.depth > levels and (tree.widths is not None or tree.depth is not None):
             raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
-        self.tree = _fitted(kind, levels, self._source.ahead and widths is None)
+        self.tree = _fitted(kind, levels, self._source.ahead and tree.widths is None)
         self._bound: BoundHeads | None = None
         self._rounds = 0
 

@@ -17,6 +17,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.trees.builders import union
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
+from longdraft.views.view import check_sizes
 
 # TokenSwift: phrases of four tokens, twenty of them.
 PHRASE, PHRASES = 4, 20
@@ -73,17 +74,13 @@ class ReuseDrafter(Drafter):
 
     Args:
         n: tokens of a phrase, the last token of the text among them. k: phrases at most.
-
-    Raises:
-        ValueError: sizes that make no phrase.
     """
 
     free = True
 
     def __init__(self, n: int = PHRASE, k: int = PHRASES) -> None:
-        for name, size, least in (("reuse_n", n, 2), ("reuse_k", k, 1)):
-            if type(size) is not int or size < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+        check_sizes(2, reuse_n=n)
+        check_sizes(1, reuse_k=k)
         self.n, self.k = n, k
         self.max_nodes = k * (n - 1)
         self._phrases: dict[int, Phrases] = {}

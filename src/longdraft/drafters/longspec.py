@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,16 +21,17 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.layers import SelfAttend
 from longdraft.drafters.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
-from longdraft.drafters.retrieving import RetrievingDrafter, retrieval_options
+from longdraft.drafters.retrieving import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.whole_level import Text
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.options import parse
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import RetrievedKV
 from longdraft.views.window import Window
@@ -38,49 +40,25 @@ from longdraft.views.window import Window
 class LongSpecDrafter(RetrievingDrafter):
     """Drafts trees with a LongSpec block.
 
+    With retrieval, cross-attention sees the chunks of the text that the target attends to, at their true positions
+    (SpecExtend, section 2.2); its time then does not grow with the context.
+
     Args:
         draft: a trained draft.
-        widths: nodes of each level of a beam tree; by default the paper's, and wider, shallower ones for sampled text.
-        nodes: verify only this many of them, the most probable; None: all (59 of a dynamic tree).
-        tree: "beam", "dynamic" as EAGLE-2 grows it, or "opt"; None: beam unless an option of another is given.
-        depth, top_k: of a dynamic tree: its levels; the nodes of each that go on, and the children of each. Of an
-            OPT-Tree: the levels at most, and the nodes that go on at most.
-        threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
-        retrieval: cross-attention sees the chunks of the text that the target attends to, at their true positions,
-            instead of all of it (SpecExtend, section 2.2); its time then no longer grows with the context.
-        chunk, chunks, every, adaptive, sink, recent, layer, scorer: of the retrieval, as
-            :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 64, 8, False.
+        options: of :class:`TreeOptions` and :class:`RetrievalOptions`.
 
     Raises:
         ValueError: for sizes that make no tree, one deeper than the draft's window, or no retrieval.
     """
 
-    def __init__(
-        self,
-        draft: LongSpecDraft,
-        widths: SequenceOf[int] | None = None,
-        nodes: int | None = None,
-        tree: str | None = None,
-        depth: int | None = None,
-        top_k: int | None = None,
-        threshold: float | None = None,
-        retrieval: bool = False,
-        chunk: int | None = None,
-        chunks: int | None = None,
-        every: int | None = None,
-        adaptive: bool | None = None,
-        sink: int = 32,
-        recent: int = 128,
-        layer: int | None = None,
-        scorer: str | None = None,
-    ) -> None:
-        self.tree = tree_kind("beam", widths, nodes, tree, depth, top_k, threshold)
+    options = (TreeOptions, RetrievalOptions)
+
+    def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
+        tree, retrieval = parse("LongSpec", options, *self.options)
+        self.tree = tree.kind("beam")
         if self.tree.depth >= draft.shape.window:
             raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
-        self.retrieval = retrieval_options(
-            retrieval, draft, sink, recent,
-            chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
-        )  # fmt: skip
+        self.retrieval = retrieval.made(draft)
         self.draft = draft
         self._bound: BoundDraft | None = None
 
@@ -225,5 +203,6 @@ register(
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),
+        tensors=lambda names: any("cross_attn" in name for name in names),
     )
 )

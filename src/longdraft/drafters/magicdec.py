@@ -7,90 +7,85 @@ token would promise less than its time is worth.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.self_small_lm import SparseLMDrafter
-from longdraft.drafters.self_views import BUDGET, self_view
+from longdraft.drafters.self_views import BUDGET, ViewOptions, self_view
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.engine.drafter import Drafter
+from longdraft.engine.method import Method, register
+from longdraft.options import option, parse, takes
 from longdraft.trees.chain import LONGEST
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from longdraft.views.compact import fresh_room
 
 VIEWS = ("streaming", "snapkv")
+_PAPER = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"
 
 
-def magicdec_self(
-    view: str = "snapkv",
-    budget: int | None = None,
-    sink: int | None = None,
-    window: int | None = None,
-    refresh: int | None = None,
-    depth: int | None = None,
-    acceptance: str = "draw",
-    view_dtype: str | None = None,
-) -> SelfDrafter:
+@dataclass(frozen=True)
+class MagicDecOptions(ViewOptions):
+    """The view that a chain is drafted on."""
+
+    view: str = option("snapkv", choices=VIEWS, help="streaming: the first and last rows; snapkv: these and the best")
+    depth: int | None = option(
+        min=1, help="tokens of the chain (the paper's gamma)", usual="4, planned: as many as pay"
+    )
+
+
+@takes(MagicDecOptions)
+def magicdec_self(**options: Any) -> SelfDrafter:
     """The target drafts for itself.
-
-    Args:
-        view, budget, sink, window, refresh, view_dtype: as :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes
-            them.
-        depth: tokens of the chain (the paper's gamma); None: 4, and with a planner as many as pay.
-        acceptance: "draw" or "residual".
 
     Raises:
         ValueError: another view, or sizes that make none.
     """
-    _check(view)
-    return SelfDrafter(
-        view, budget, sink, window, refresh=refresh, depth=depth, acceptance=acceptance, view_dtype=view_dtype
-    )
+    (own,) = parse("magicdec", options, MagicDecOptions)
+    return SelfDrafter(**own.given())
 
 
-def magicdec_small_lm(
-    draft: SmallLMDraft,
-    view: str = "snapkv",
-    budget: int | None = None,
-    sink: int | None = None,
-    window: int | None = None,
-    refresh: int | None = None,
-    depth: int | None = None,
-    acceptance: str = "draw",
-    view_dtype: str | None = None,
-) -> Drafter:
+@takes(MagicDecOptions)
+def magicdec_small_lm(draft: SmallLMDraft, **options: Any) -> Drafter:
     """A small language model drafts.
 
     Its streaming view lies at positions that it was trained on (:class:`~longdraft.drafters.small_lm.SmallLMDrafter`),
-    SnapKV's at the text's.
-
-    Args:
-        budget: with "streaming" 512, or as many as it was trained for.
-        view_dtype: of "snapkv" alone: a streaming view's rows are moved, and rounding would add up.
-        others: as of :func:`magicdec_self`.
+    SnapKV's at the text's. A streaming view's rows are moved, so they are not rounded: rounding would add up.
 
     Raises:
         ValueError: another view, sizes that make none, or more than the draft was trained for; ``view_dtype`` with
-            "streaming".
+            view="streaming".
     """
-    _check(view)
-    if view == "snapkv":
-        return SparseLMDrafter(
-            draft, view=view, budget=budget, sink=sink, window=window, refresh=refresh, depth=depth,
-            acceptance=acceptance, view_dtype=view_dtype,
-        )  # fmt: skip
-    if view_dtype is not None:
+    (own,) = parse("magicdec", options, MagicDecOptions)
+    if own.view == "snapkv":
+        return SparseLMDrafter(draft, **own.given())
+    if own.view_dtype is not None:
         raise ValueError("view_dtype is of view=snapkv where a small language model drafts: leave it out")
-    chain = tree_kind("chain", depth=depth, acceptance=acceptance)
+    chain = TreeOptions(tree="chain", depth=own.depth).kind("chain")
+    chain = replace(chain, asked=own.depth is not None)
     longest = max(LONGEST, chain.depth)
-    if budget is None and window is None:
+    budget = own.budget
+    if budget is None and own.window is None:
         budget = min(BUDGET, draft.trained_length - longest - fresh_room(longest))
-    sizes = self_view(view, budget, sink, window, None)
+    sizes = self_view(own.view, budget, own.sink, own.window, own.chunk)
     # Made for the longest chain that a planner may want.
-    made = SmallLMDrafter(draft, tree="chain", depth=longest, view=view, sink=sizes.sink, recent=sizes.window)
-    made.tree = chain
-    return made
+    drafter = SmallLMDrafter(draft, tree="chain", depth=longest, view=own.view, sink=sizes.sink, recent=sizes.window)
+    drafter.tree = chain
+    return drafter
 
 
-def _check(view: str) -> None:
-    if view not in VIEWS:
-        raise ValueError(f"view must be {' or '.join(VIEWS)}, got {view!r}: method self has others")
+register(
+    Method(
+        "magicdec",
+        True,
+        _PAPER,
+        "the model itself or a small language model drafts a chain, on a part of its KV cache; for large batches",
+        draft_kind="small-lm",
+        drafters=(
+            Method("self", True, _PAPER, "", magicdec_self),
+            Method("small-lm", True, _PAPER, "", magicdec_small_lm, "small-lm"),
+        ),
+    )
+)

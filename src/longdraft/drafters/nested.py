@@ -18,29 +18,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import exp
+from typing import Any
 
 import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.self_views import SINK
+from longdraft.drafters.self_views import SINK, VIEWS, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
+from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, declared, option, parse, takes
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
-from longdraft.views.view import View
+from longdraft.views.view import DTYPES, View
 
 # TriForce, section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small
 # model drafts for the level (gamma_1), and the rows that it sees.
 LENGTH, DRAFTED, STREAMED = 6, 1, 256
+_PAPER = "Sun et al. 2024, TriForce, arXiv:2404.11912"
 # Nodes of the drafter's trees where a planner decides the rest: a level verifies a few rows for little more than one.
 NODES = 5
 
@@ -89,10 +93,6 @@ class NestedDrafter(Drafter):
             raise ValueError(
                 f"{type(level).__name__} cannot verify what another one drafts: a level is the target, or a small "
                 "language model, on a sparse view (SelfDrafter, SparseLMDrafter)"
-            )
-        if inner.samples or level.samples:
-            raise ValueError(
-                "acceptance=residual has no meaning under a level, which samples tokens of its own: leave it out"
             )
         under = inner.level if isinstance(inner, NestedDrafter) else inner
         if type(under) is type(level) is SelfDrafter and under.view.budget >= level.view.budget:
@@ -224,57 +224,82 @@ class NestedDrafter(Drafter):
         self.inner.release(sequence)
 
 
-def triforce(
-    draft: SmallLMDraft,
-    budget: int | None = None,
-    chunk: int | None = None,
-    sink: int | None = None,
-    window: int | None = None,
-    refresh: int | None = None,
-    depth: int | None = None,
-    drafted: int = DRAFTED,
-    streamed: int = STREAMED,
-    view_dtype: str | None = None,
-) -> NestedDrafter:
-    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves.
+@dataclass(frozen=True)
+class TriForceOptions(ViewOptions):
+    """The target's view, and the small model under it (TriForce, section 5.1)."""
 
-    Args:
-        draft: the small model.
-        budget, chunk, sink, window, refresh, view_dtype: of the target's view, as
-            :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them.
-        depth: tokens that the target on its chunks emits before it verifies them on everything (gamma_2); None: 6, and
-            with a planner as many as pay.
-        drafted: tokens that the small model drafts at a time (gamma_1).
-        streamed: tokens that it sees.
+    depth: int | None = option(
+        min=1,
+        help="tokens that the target emits on its view before it verifies them (gamma_2)",
+        usual="6, planned: as many as pay",
+    )
+    drafted: int = option(DRAFTED, min=1, help="tokens that the small model drafts at a time (gamma_1)")
+    streamed: int = option(STREAMED, min=SINK + 1, help="tokens that the small model sees, the first and the last")
+
+
+@takes(TriForceOptions)
+def triforce(draft: SmallLMDraft, **options: Any) -> NestedDrafter:
+    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves.
 
     Raises:
         ValueError: sizes that make no view, or more than the small model was trained for.
     """
-    for name, size, least in (("drafted", drafted, 1), ("streamed", streamed, SINK + 1)):
-        if type(size) is not int or size < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
-    small = SmallLMDrafter(draft, tree="chain", depth=drafted, view="streaming", sink=SINK, recent=streamed - SINK)
-    level = SelfDrafter("chunks", budget, sink, window, chunk, refresh, view_dtype=view_dtype)
-    return NestedDrafter(small, level, depth)
+    (own,) = parse("triforce", options, TriForceOptions)
+    streaming = {"view": "streaming", "sink": SINK, "recent": own.streamed - SINK}
+    small = SmallLMDrafter(draft, tree="chain", depth=own.drafted, **streaming)
+    sizes = {name: getattr(own, name) for name in declared(ViewOptions)}
+    return NestedDrafter(small, SelfDrafter(view="chunks", **sizes), own.depth)
 
 
-def nested(
-    inner: Drafter,
-    level_view: str = "chunks",
-    level_budget: int | None = None,
-    level_sink: int | None = None,
-    level_window: int | None = None,
-    level_chunk: int | None = None,
-    level_refresh: int | None = None,
-    level_depth: int | None = None,
-    level_dtype: str | None = None,
-) -> NestedDrafter:
-    """A drafter with the target on a sparse view over it; the options of :class:`SelfDrafter`, and the depth.
+@dataclass(frozen=True)
+class LevelOptions(Options):
+    """The level between a drafter and the target: the target on a part of its KV, with the options of ``self``."""
+
+    level_view: str = option("chunks", choices=tuple(VIEWS), help="what the level sees, as view of self")
+    level_budget: int | None = option(min=1, help="KV rows that the level sees", usual="512; 2048 of attention")
+    level_sink: int | None = option(min=0, help="first rows, always seen", usual="16")
+    level_window: int | None = option(min=1, help="last rows, always seen", usual="32")
+    level_chunk: int | None = option(min=1, help="rows that are chosen together", usual="8")
+    level_refresh: int | None = option(min=0, help="verifications from one choice to the next", usual="8")
+    level_depth: int | None = option(
+        min=1, help="tokens that the level emits before the target verifies them", usual="6, planned: as many as pay"
+    )
+    level_dtype: str | None = option(
+        choices=tuple(DTYPES), help="what the level's view is rounded to", usual="not rounded"
+    )
+
+
+@takes(LevelOptions)
+def nested(inner: Drafter, **options: Any) -> NestedDrafter:
+    """A drafter with the target on a part of its KV over it.
 
     Raises:
         ValueError: as :class:`NestedDrafter` and :class:`SelfDrafter` do.
     """
+    (own,) = parse("nested", options, LevelOptions)
     level = SelfDrafter(
-        level_view, level_budget, level_sink, level_window, level_chunk, level_refresh, view_dtype=level_dtype
+        view=own.level_view, budget=own.level_budget, sink=own.level_sink, window=own.level_window,
+        chunk=own.level_chunk, refresh=own.level_refresh, view_dtype=own.level_dtype,
+    )  # fmt: skip
+    return NestedDrafter(inner, level, own.level_depth)
+
+
+register(
+    Method(
+        "triforce",
+        True,
+        _PAPER,
+        "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
+        triforce,
+        "small-lm",
     )
-    return NestedDrafter(inner, level, level_depth)
+)
+register(
+    Method(
+        "nested",
+        True,
+        f"ours, after {_PAPER}",
+        "any drafter, whose proposals the model verifies on a part of its KV cache before it does on all of it",
+        wraps=nested,
+    )
+)

@@ -7,13 +7,12 @@ numbers that are at hand. Memory is a window: it does not grow with the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Round
+from longdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Round, WindowOptions
 from longdraft.drafters.eagle3_draft import BoundDraft
 from longdraft.drafters.levels import Inputs
 from longdraft.drafters.onepass_block import OnePassBlock
@@ -22,6 +21,7 @@ from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 
 # Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
@@ -35,8 +35,7 @@ class OnePassDrafter(Eagle3Drafter):
 
     Args:
         draft: a trained draft.
-        widths, nodes, tree, depth, top_k, threshold, window: as :class:`~longdraft.drafters.eagle3.Eagle3Drafter` takes
-            them. A tree has no more levels than the draft has rows.
+        options: of :class:`TreeOptions` and :class:`WindowOptions`. A tree has no more levels than the draft has rows.
 
     Raises:
         ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
@@ -44,23 +43,16 @@ class OnePassDrafter(Eagle3Drafter):
 
     draft: OnePassDraft
 
-    def __init__(
-        self,
-        draft: OnePassDraft,
-        widths: SequenceOf[int] | None = None,
-        nodes: int | None = None,
-        tree: str | None = None,
-        depth: int | None = None,
-        top_k: int | None = None,
-        window: int | None = None,
-        threshold: float | None = None,
-    ) -> None:
-        super().__init__(draft, widths, nodes, tree, depth, top_k, window, threshold)
+    options = (TreeOptions, WindowOptions)
+
+    def __init__(self, draft: OnePassDraft, **options: Any) -> None:
+        super().__init__(draft, **options)
         slots = draft.shape.slots
-        if (widths is not None or depth is not None) and self.tree.depth > slots:
+        deep = [name for name in ("widths", "depth") if options.get(name) is not None]
+        if deep and self.tree.depth > slots:
             raise ValueError(
                 f"a tree of {self.tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
-                f"give {'widths' if widths is not None else 'depth'} of {slots} levels at most"
+                f"give {deep[0]} of {slots} levels at most"
             )
         self.tree = self.tree.limited(slots)
 

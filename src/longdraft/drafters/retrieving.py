@@ -1,7 +1,8 @@
-"""Retrieval as drafters have it: their options, and what it is told of a round."""
+"""Retrieval for drafters: its options, and the base of drafters that see retrieved chunks (SpecExtend, section 2.2)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from longdraft.drafters.tree_drafter import TreeDrafter
@@ -9,9 +10,72 @@ from longdraft.drafts.draft import Draft
 from longdraft.engine.event import Event
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, option
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
+from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, check_multiples, check_sizes
+
+
+@dataclass(frozen=True)
+class ChunkOptions(Options):
+    """The chunks of a text that a draft sees. None: not given."""
+
+    chunk: int | None = option(min=1, help="tokens that are chosen together", usual="32")
+    chunks: int | None = option(
+        min=1, help="chunks that the draft sees", usual="64, of a small model 32, or as many as it was trained for"
+    )
+    refresh: int | None = option(
+        min=1, aliases=("every",), help="verifications from one choice to the next", usual="8, of a small model 4"
+    )
+    adaptive: bool | None = option(help="choose earlier when acceptance falls", usual="false")
+    sink: int = option(32, min=0, help="first tokens, always seen")
+    recent: int | None = option(min=1, help="last tokens, always seen", usual="128")
+    layer: int | None = option(
+        min=0, help="the target's layer whose attention ranks the chunks", usual="the draft's, or the last"
+    )
+    scorer: str | None = option(choices=tuple(SCORERS), help="how chunks are ranked", usual="attention")
+
+    def sizes(self, asked: bool, remedy: str) -> dict[str, Any]:
+        """The options that only retrieval has and that were given.
+
+        ``sink`` and ``recent`` are not among them: schedules have options of these names too.
+
+        Raises:
+            ValueError: some are given, and there is no retrieval, which ``remedy`` would switch on.
+        """
+        found = {
+            name: value for name, value in self.given().items() if name not in ("sink", "recent", "retrieval", "view")
+        }
+        if found and not asked:
+            raise ValueError(f"{', '.join(found)} shape the retrieval of chunks: give {remedy} too")
+        return found
+
+
+@dataclass(frozen=True)
+class RetrievalOptions(ChunkOptions):
+    """Retrieval for a draft with an architecture of its own."""
+
+    retrieval: bool = option(False, help="see the chunks of the text that the target attends to, not all of it")
+
+    def made(self, draft: Draft[Any], room: int | None = None) -> Retrieval | None:
+        """The retrieval; None without.
+
+        Args:
+            draft: its folder may name the layer.
+            room: rows that the draft can see at all; None: any number.
+
+        Raises:
+            ValueError: as :meth:`sizes` and :func:`retrieval_of` do.
+        """
+        sizes = self.sizes(self.retrieval, "retrieval=True")
+        if not self.retrieval:
+            return None
+        # 64 chunks every 8 verifications: SpecExtend's best for EAGLE (appendix E.1), and for LongSpec's
+        # cross-attention. One chunk of room is spared, or every new token would gather all of them again.
+        defaults = {"refresh": 8, "layer": draft.retrieval_layer}
+        recent = 128 if self.recent is None else self.recent
+        return retrieval_of(**defaults | sizes, sink=self.sink, recent=recent, usual=64, room=room, spare=1)
 
 
 class RetrievingDrafter(TreeDrafter):
@@ -51,7 +115,7 @@ class RetrievingDrafter(TreeDrafter):
 def retrieval_of(
     chunk: int = 32,
     chunks: int | None = None,
-    every: int = 4,
+    refresh: int = 4,
     adaptive: bool = False,
     sink: int = 32,
     recent: int = 128,
@@ -62,12 +126,12 @@ def retrieval_of(
     spare: int = 0,
     fresh: int | None = None,
 ) -> Retrieval:
-    """A retrieval from a drafter's options.
+    """A retrieval from its sizes.
 
     Args:
         chunk: positions that are retrieved together.
         chunks: how many are retrieved (the paper's k); None: the ``usual`` number, or as many as fit the room.
-        every: verifications from one scoring to the next.
+        refresh: verifications from one scoring to the next.
         adaptive: score earlier when acceptance falls.
         sink, recent: the first and the last rows, always there; multiples of ``chunk``.
         layer: of the target, from 0, whose attention ranks the chunks; None: the last.
@@ -79,7 +143,7 @@ def retrieval_of(
         ValueError: sizes that make no working cache, or one larger than the room.
     """
     count = usual if chunks is None else chunks
-    check_sizes(1, chunk=chunk, chunks=count, every=every, recent=recent)
+    check_sizes(1, chunk=chunk, chunks=count, refresh=refresh, recent=recent)
     check_sizes(0, sink=sink, **({} if layer is None else {"layer": layer}))
     check_multiples("chunk", chunk, sink=sink, recent=recent)
     ends = sink + recent + chunk - 1  # the recent window starts up to a chunk early
@@ -101,41 +165,4 @@ def retrieval_of(
     if fresh is None:
         fresh = recent if room is None else room - ends - count * chunk
     view = View(scorer, chunk * count, sink, recent, chunk, fresh, shared=True)
-    return Retrieval(view, Refresh(every, adaptive), layer)
-
-
-def given_sizes(asked: bool, remedy: str, **sizes: Any) -> dict[str, Any]:
-    """Those of a retrieval's options that are not None.
-
-    Raises:
-        ValueError: some are given, and no retrieval is asked for, which the option ``remedy`` does.
-    """
-    given = {name: value for name, value in sizes.items() if value is not None}
-    if given and not asked:
-        raise ValueError(f"{', '.join(given)} shape the retrieval of chunks: give {remedy} too")
-    return given
-
-
-def retrieval_options(
-    retrieval: bool, draft: Draft[Any], sink: int, recent: int, room: int | None = None, **sizes: Any
-) -> Retrieval | None:
-    """The retrieval of a draft of its own architecture from its options; None where it has none.
-
-    Args:
-        draft: whose folder may name the layer.
-        sink, recent: mean nothing without retrieval, since schedules have options of these names too.
-        room: rows that the draft can see at all; None: any number.
-        sizes: options of :func:`retrieval_of`, None for those that were not given.
-
-    Raises:
-        ValueError: as :func:`given_sizes` and :func:`retrieval_of` do.
-    """
-    if type(retrieval) is not bool:
-        raise ValueError(f"retrieval must be True or False, got {retrieval!r}")
-    given = given_sizes(retrieval, "retrieval=True", **sizes)
-    if not retrieval:
-        return None
-    # 64 chunks every 8 verifications: what SpecExtend found best for EAGLE (appendix E.1), which LongSpec's
-    # cross-attention takes over. A chunk's room to spare, or every new token would have all of them gathered again.
-    defaults = {"every": 8, "layer": draft.retrieval_layer}
-    return retrieval_of(**defaults | given, sink=sink, recent=recent, usual=64, room=room, spare=1)
+    return Retrieval(view, Refresh(refresh, adaptive), layer)

@@ -12,30 +12,35 @@ behind it are fed level by level, each level's rows behind those before. These r
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
+from typing import Any, ClassVar
 
 import torch
 
 from longdraft.drafters.agreement import Agreement
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.self_views import BUDGET, EVERYTHING, self_view
+from longdraft.drafters.self_views import BUDGET, EVERYTHING, VIEWS, ViewOptions, self_view
 from longdraft.drafters.tree_drafter import TreeDrafter
 from longdraft.drafters.whole_lm import WholeLM
+from longdraft.engine import method
 from longdraft.engine.event import Event
+from longdraft.engine.method import Method
 from longdraft.engine.schedule import verify_trees
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, option, parse
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
-from longdraft.views.view import View, check_sizes, dtype_of
+from longdraft.views.view import View, dtype_of
 
 # New rows that a view takes in before it is chosen anew, as a share of its budget, and at least.
 FRESH_SHARE, FRESH = 4, 64
@@ -50,6 +55,18 @@ MANY = 2048
 LIGHTER = 0.6
 
 
+@dataclass(frozen=True)
+class SelfOptions(ViewOptions):
+    """The view of self-drafting."""
+
+    view: str = option(
+        "attention",
+        choices=tuple(VIEWS),
+        help="all rows, rounded; streaming: the first and the last; or these and the rows that a query ranks best",
+    )
+    adaptive: bool = option(False, help="choose earlier when acceptance falls")
+
+
 def drafts_lightly(runner: TargetRunner) -> bool:
     """Whether a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
     ours."""
@@ -60,21 +77,8 @@ class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
-        view: what it sees: "all" rows, rounded; "streaming" (the first and the last rows), or these and the rows that
-            its queries choose: "attention", "chunks", "snapkv", "tokens", "minmax" or "quest".
-        budget: rows of each layer and KV head, sink and window among them; by default 2,048 with "attention", else 512.
-        sink, window: first and last rows, always seen; 16 and 32 by default, with "streaming" a window of all that the
-            budget leaves.
-        chunk: rows that are chosen together; 8 by default, 1 with "snapkv" and "tokens".
-        refresh: verifications from one choice to the next, 0: only when the view has no room for new rows; by default
-            16 with "snapkv", whose choice costs several forwards on a CPU, and 8 with others.
-        adaptive: choose earlier when acceptance falls: when the last two verifications accepted less than half of what
-            was usual since the last choice.
-        widths, nodes, tree, depth, top_k, threshold, acceptance: of the tree, as
-            :func:`~longdraft.trees.options.tree_kind` takes them; by default a chain of 4, and with a planner one as
+        options: of :class:`SelfOptions` and :class:`TreeOptions`; the tree is a chain of 4, and with a planner one as
             long as pays.
-        view_dtype: what the view's keys and values are rounded to: "float32", "bfloat16" or "int8"; None: "int8" with
-            "all", and with so many rows by "attention" where the model's attention reads that; else nothing.
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
@@ -83,33 +87,17 @@ class SelfDrafter(TreeDrafter):
         ValueError: no such view, or sizes that make none, or no tree.
     """
 
-    def __init__(
-        self,
-        view: str = "attention",
-        budget: int | None = None,
-        sink: int | None = None,
-        window: int | None = None,
-        chunk: int | None = None,
-        refresh: int | None = None,
-        adaptive: bool = False,
-        widths: SequenceOf[int] | None = None,
-        nodes: int | None = None,
-        tree: str | None = None,
-        depth: int | None = None,
-        top_k: int | None = None,
-        threshold: float | None = None,
-        acceptance: str = "draw",
-        view_dtype: str | None = None,
-    ) -> None:
-        self.view_dtype = dtype_of("int8" if view == "all" and view_dtype is None else view_dtype)
-        self._many = view == "attention" and budget is None and view_dtype is None
-        budget = MANY if self._many else budget
-        sizes = self_view(view, budget, sink, window, chunk)
+    options: ClassVar[tuple[type[Options], ...]] = (SelfOptions, TreeOptions)
+
+    def __init__(self, **options: Any) -> None:
+        own, tree = parse("self-drafting", options, SelfOptions, TreeOptions)
+        view = own.view
+        self.view_dtype = dtype_of("int8" if view == "all" and own.view_dtype is None else own.view_dtype)
+        self._many = view == "attention" and own.budget is None and own.view_dtype is None
+        sizes = self_view(view, MANY if self._many else own.budget, own.sink, own.window, own.chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
-        every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh
-        check_sizes(0, refresh=every)
-        self.refresh = Refresh(every, adaptive)
-        self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
+        self.refresh = Refresh(REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh, own.adaptive)
+        self.tree = tree.kind("chain")
         more = log2(max(1.0, self.view.budget / BUDGET))
         self.share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
         self._agreement: dict[int, Agreement] = {}  # of each text
@@ -270,3 +258,26 @@ class _Round:
         """Slots of a level's sequences, and positions of their roots."""
         sequences = [self._sequences[row] for row in level.rows]
         return [s.slot for s in sequences], [_root(s) for s in sequences]
+
+
+method.register(
+    Method(
+        "self",
+        True,
+        "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
+        "the model itself drafts on a part of its KV cache, and verifies on all of it",
+        SelfDrafter,
+        joined=True,
+        pays=drafts_lightly,
+    )
+)
+method.register(
+    Method(
+        "quantspec",
+        True,
+        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
+        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
+        partial(SelfDrafter, view="all"),
+        joined=True,
+    )
+)

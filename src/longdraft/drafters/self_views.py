@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from longdraft.options import Options, option
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import View, check_sizes
+from longdraft.views.view import DTYPES, View, check_sizes
 
 BUDGET = 512
 # StreamingLLM's first tokens, which MagicDec and TokenSwift take over.
@@ -26,6 +29,28 @@ VIEWS: dict[str, tuple[str, int | None]] = {
     "attention": ("attention", CHUNK),
     "mean-key": ("mean-key", CHUNK),
 }
+
+
+@dataclass(frozen=True)
+class ViewOptions(Options):
+    """The part of its KV that a model drafts on. None: not given."""
+
+    budget: int | None = option(
+        min=1, help="KV rows of each layer and head, sink and window included", usual="512; 2048 of view=attention"
+    )
+    sink: int | None = option(min=0, help="first rows, always seen", usual="16")
+    window: int | None = option(
+        min=1, help="last rows, always seen", usual="32; of view=streaming all that the budget leaves"
+    )
+    chunk: int | None = option(min=1, help="rows that are chosen together", usual="8; 1 of snapkv and tokens")
+    refresh: int | None = option(
+        min=0,
+        help="verifications from one choice to the next; 0: only when the view has no room for new rows",
+        usual="8; 16 of snapkv",
+    )
+    view_dtype: str | None = option(
+        choices=tuple(DTYPES), help="what the view's keys and values are rounded to", usual="int8 of all and attention"
+    )
 
 
 def self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:

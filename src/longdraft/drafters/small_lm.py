@@ -13,29 +13,33 @@ costs the same at any length.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from longdraft.drafters.levels import feed_level
-from longdraft.drafters.retrieving import RetrievingDrafter, given_sizes, retrieval_of
+from longdraft.drafters.retrieving import ChunkOptions, RetrievingDrafter, retrieval_of
 from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
 from longdraft.drafters.small_lm_gguf import to_gguf
 from longdraft.drafts.draft_folder import is_language_model
 from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.engine import method
 from longdraft.engine.event import Event
+from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError
 from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
 from longdraft.model.parts import rotary_module
 from longdraft.model.runner import TargetRunner
+from longdraft.options import option, parse
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.options import tree_kind
+from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.compact import CompactCache, FullCache, TextCache, fresh_room
 from longdraft.views.refresh import Refresh
@@ -51,65 +55,40 @@ logger = logging.getLogger("longdraft")
 _outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
+@dataclass(frozen=True)
+class SmallLMOptions(ChunkOptions):
+    """The part of a text that a small language model sees; ``sink`` and ``recent`` are of a streaming view too."""
+
+    view: str | None = option(
+        choices=VIEWS,
+        help="what the draft sees: all of the text, its first and last tokens, or these and retrieved chunks",
+        usual="full, or streaming for texts longer than it was trained for",
+    )
+
+
 class SmallLMDrafter(RetrievingDrafter):
     """Drafts trees with a small language model.
 
     Args:
         draft: the model.
-        widths: nodes of each level of a beam tree.
-        nodes: verify only this many drafted nodes, the most probable; None: 59 of a dynamic tree, 50 of an OPT-Tree,
-            all of a beam tree.
-        tree: "dynamic", "opt" or "beam"; None: what the options given are of, else an OPT-Tree with view="retrieval",
+        options: of :class:`TreeOptions` and :class:`SmallLMOptions`. The tree is an OPT-Tree with view="retrieval",
             which is SpecExtend, and a dynamic tree without.
-        depth, top_k: of a dynamic tree or an OPT-Tree: its levels; the nodes of each that go on.
-        threshold: of an OPT-Tree: another level only where the last one promised so many more accepted tokens.
-        view: what the draft sees: "full", "streaming" or "retrieval"; None: streaming where texts may be longer than it
-            was trained for, its keys can be moved, and a working cache fits; else full.
-        sink, recent: first and last tokens that it sees, unless the view is full. None: 128 tokens beside retrieved
-            chunks, else 1024, or as many as it was trained for.
-        chunk, chunks, every, adaptive, layer, scorer: of the retrieval, as
-            :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 32 or as many as the draft was
-            trained for, 4, False.
-        acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from; see
-            :func:`~longdraft.trees.options.tree_kind`.
 
     Raises:
         ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
     """
 
-    def __init__(
-        self,
-        draft: SmallLMDraft,
-        widths: SequenceOf[int] | None = None,
-        nodes: int | None = None,
-        tree: str | None = None,
-        depth: int | None = None,
-        top_k: int | None = None,
-        threshold: float | None = None,
-        view: str | None = None,
-        sink: int = 32,
-        recent: int | None = None,
-        chunk: int | None = None,
-        chunks: int | None = None,
-        every: int | None = None,
-        adaptive: bool | None = None,
-        layer: int | None = None,
-        scorer: str | None = None,
-        acceptance: str = "draw",
-    ) -> None:
-        if view is not None and view not in VIEWS:
-            raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
-        given = given_sizes(
-            view == "retrieval", "view=retrieval",
-            chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
-        )  # fmt: skip
-        default = "opt" if view == "retrieval" else "dynamic"
-        self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
+    options = (TreeOptions, SmallLMOptions)
+
+    def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
+        tree, seen = parse("small-lm", options, *self.options)
+        view, sink, recent = seen.view, seen.sink, seen.recent
+        given = seen.sizes(view == "retrieval", "view=retrieval")
+        self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
         self.draft, self.view = draft, view
         # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)
         room = draft.trained_length - self.tree.depth - fresh
-        check_sizes(0, sink=sink)
         self._streams = partial(_streaming, sink, recent, room, fresh) if room > sink else None
         if view == "streaming":
             self.retrieval = _streaming(sink, recent, room, fresh)
@@ -315,5 +294,15 @@ register(
         ),
         claims=is_language_model,
         layouts={"gguf": to_gguf},
+    )
+)
+method.register(
+    Method(
+        "specextend",
+        True,
+        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+        "a small language model that sees the chunks of a long text which the model attends to",
+        partial(SmallLMDrafter, view="retrieval"),  # and so an OPT-Tree
+        "small-lm",
     )
 )

@@ -7,16 +7,19 @@ output, the prompt and earlier requests, and grows a tree by it. So does this, w
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import exp, log, log2
+from typing import Any
 
 from longdraft.drafters.suffixes import END, Earlier, Matches, Suffixes
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
+from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.prompt_cache import common_prefix
+from longdraft.options import Options, option, parse
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
@@ -158,39 +161,40 @@ class _Text:
         return self.proposed
 
 
-@dataclass
+@dataclass(frozen=True)
+class SuffixOptions(Options):
+    """Lookups, and the trees that they propose."""
+
+    max_draft: int = option(15, min=1, help="longest continuation, in tokens")
+    max_nodes: int = option(15, min=1, help="most drafted nodes of a tree")
+    branches: int = option(15, min=1, help="most leaves of a tree; 1 gives a chain")
+    min_n: int = option(1, min=1, help="shortest match that counts, in tokens")
+    max_n: int = option(64, min=1, help="longest match that counts, in tokens")
+    earlier: Any = option(0, help="look the latest so many tokens of earlier requests up too")
+
+
 class SuffixDrafter(Drafter):
     """Drafts what followed matches of the text's end, in prompt and output, and if asked in earlier requests.
 
-    Attributes:
-        max_draft: longest continuation, in tokens.
-        max_nodes: most drafted nodes of a tree.
-        branches: most leaves of a tree; 1 gives a chain.
-        min_n, max_n: match lengths, in tokens; longer matches count as max_n.
-        earlier: the latest so many tokens of earlier requests are looked up too; or where they are kept, for several
-            drafters. 0: a request sees its own text alone.
+    Args:
+        options: of :class:`SuffixOptions`. ``earlier`` may also be an :class:`Earlier`, which several drafters share.
     """
 
     free = True
+    options = (SuffixOptions,)
 
-    max_draft: int = 15
-    max_nodes: int = 15
-    branches: int = 15
-    min_n: int = 1
-    max_n: int = 64
-    earlier: int | Earlier = 0
-    _texts: dict[int, _Text] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n:
-            raise ValueError(f"need 1 <= min_n <= max_n, got {self.min_n} and {self.max_n}")
-        if self.max_draft < 1 or self.branches < 1 or self.max_nodes < 1:
-            raise ValueError("max_draft, max_nodes and branches must be at least 1")
-        if not isinstance(self.earlier, Earlier) and self.earlier != 0:
-            self.earlier = Earlier(self.earlier)
+    def __init__(self, **options: Any) -> None:
+        (own,) = parse("prompt-lookup", options, SuffixOptions)
+        if own.min_n > own.max_n:
+            raise ValueError(f"min_n must be at most max_n, got {own.min_n} and {own.max_n}")
+        self.max_draft, self.max_nodes, self.branches = own.max_draft, own.max_nodes, own.branches
+        self.min_n, self.max_n = own.min_n, own.max_n
+        given = own.earlier
+        self.earlier = given if isinstance(given, Earlier) else Earlier(given) if given else None
+        self._texts: dict[int, _Text] = {}
 
     def _store(self, s: Sequence) -> Earlier | None:
-        return self.earlier.of(s.tenant) if isinstance(self.earlier, Earlier) else None
+        return None if self.earlier is None else self.earlier.of(s.tenant)
 
     def _others(self, s: Sequence) -> list[Suffixes]:
         earlier = self._store(s)
@@ -255,3 +259,23 @@ class SuffixDrafter(Drafter):
         known = self._texts.pop(sequence.index, None)
         if known is not None and (store := self._store(sequence)) is not None:
             store.add(sequence.prompt[-self.max_n :] + sequence.output)
+
+
+register(
+    Method(
+        "prompt-lookup",
+        True,
+        "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
+        "drafts what followed the same words before, in prompt or output",
+        SuffixDrafter,
+    )
+)
+register(
+    Method(
+        "suffix",
+        True,
+        "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
+        "the same drafter by the name of its paper: earlier=N looks N tokens of earlier requests up too",
+        SuffixDrafter,
+    )
+)

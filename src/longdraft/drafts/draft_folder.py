@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +24,8 @@ CONFIG = "config.json"
 OFFSETS = "d2t"
 # How configurations of transformers name what ours name otherwise.
 PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-# How tensors tell the drafts that others publish, most of them with the configuration of a whole Llama: EAGLE-3 norms
-# what it joins, LongSpec attends twice, EAGLE-1 and -2 have a layer of their own before the decoder's.
-_TOLD_BY = {r"(.*\.)?hidden_norm\..*": "eagle3", r".*cross_attn.*": "longspec", r"(\w*model\.)*fc\.weight": "eagle"}
+# Kind -> whether a published folder is of it, by its tensors' names; most have the configuration of a whole Llama.
+RECOGNISERS: dict[str, Callable[[list[str]], bool]] = {}
 # Names that an error spells out before it only counts.
 _SHOWN = 6
 
@@ -130,7 +128,7 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
     if "eagle3" in str(config.get("architectures")).lower():
         return "eagle3"
     names = list(tensor_files.names(folder))
-    return next((kind for told, kind in _TOLD_BY.items() if any(re.fullmatch(told, name) for name in names)), "")
+    return next((kind for kind, recognises in RECOGNISERS.items() if recognises(names)), "")
 
 
 def is_language_model(folder: Path | str) -> bool:

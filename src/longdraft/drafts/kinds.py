@@ -1,4 +1,4 @@
-"""The kinds of trained drafts. A kind registers itself in its own file; everything else looks it up here."""
+"""Kinds of trained drafts. A kind registers itself in the file of its drafter; everything else looks it up here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 from longdraft.drafts import draft_folder, shipped
 from longdraft.drafts.draft import Draft
+from longdraft.engine import method
 from longdraft.engine.drafter import Drafter
+from longdraft.engine.method import Method
 from longdraft.errors import CheckpointError
 
 
@@ -50,9 +52,10 @@ class Kind:
         load: reads a folder of it.
         drafter: builds a drafter from keyword options; ``draft`` is one of them.
         summary, paper: of the method, for the list of methods.
-        training: how one is trained; None: not by ``longdraft train``.
-        claims: whether a folder that names no kind, neither in config.json nor by its tensors, is of this one.
-        layouts: what writes a draft for other programs, by the layout's name.
+        training: how one is trained; None if ``longdraft train`` cannot.
+        tensors: recognises a published folder by the names of its tensors.
+        claims: recognises any other folder that does not name its kind.
+        layouts: functions that write a draft for other programs, by the layout's name.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Kind:
     summary: str
     paper: str = ""
     training: Training | None = None
+    tensors: Callable[[list[str]], bool] | None = None
     claims: Callable[[Path | str], bool] | None = None
     layouts: Mapping[str, Callable[..., list[str]]] = field(default_factory=dict)
 
@@ -73,10 +77,12 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def register(kind: Kind) -> Kind:
-    """Makes a kind known; one of the same name is replaced. With a method of its own: :func:`longdraft.register`."""
+def register(kind: Kind) -> Method:
+    """Adds a kind, and the method of its name, to the catalogue. One of the same name is replaced."""
     KINDS[kind.name] = kind
-    return kind
+    if kind.tensors is not None:
+        draft_folder.RECOGNISERS[kind.name] = kind.tensors
+    return method.register(Method(kind.name, True, kind.paper, kind.summary, kind.drafter, kind.name))
 
 
 def kind_of(folder: Path | str) -> Kind:

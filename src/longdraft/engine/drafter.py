@@ -80,12 +80,3 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Told when a sequence has finished."""
-
-
-class NoDrafter(Drafter):
-    """Drafts nothing: a tree of the root alone, which is autoregressive decoding."""
-
-    max_nodes = 0
-
-    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [TokenTree((s.output[-1],), (-1,)) for s in sequences]

@@ -95,7 +95,7 @@ def generating(make: Callable[..., Any], method: str, draft: str | None = None, 
         if settings.get("custom_generate") is not None:  # somebody wants another loop than the folder's
             return plain(model, *inputs, **settings)
         settings.pop("trust_remote_code", None)
-        found = {} if draft is None else {"draft": str(_draft(model, draft, _asked_for()))}
+        found = {} if draft is None else {"draft": str(_draft(model, draft, _resolve()))}
         made = vars(model).setdefault("_longdraft_made", _Made())
         key = (own, found.get("draft"))
         speculator = made.get(key)
@@ -106,7 +106,7 @@ def generating(make: Callable[..., Any], method: str, draft: str | None = None, 
     return generate
 
 
-def _asked_for() -> str | None:
+def _resolve() -> str | None:
     """The folder or hub id of ``generate(custom_generate="...")``, which transformers keeps to itself."""
     asking = sys._getframe(2)
     own = inspect.unwrap(GenerationMixin.generate).__code__

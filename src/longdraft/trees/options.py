@@ -1,107 +1,76 @@
-"""The kind of tree that a method's options say, checked."""
+"""Options that shape a draft tree."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
+from longdraft.options import Options, option
 from longdraft.trees.beam import SAMPLED_WIDTHS, Beam
-from longdraft.trees.chain import LENGTH, Chain
+from longdraft.trees.chain import Chain
 from longdraft.trees.dynamic import Dynamic
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.opt import Opt
-from longdraft.trees.sampled import SampledStatic
 from longdraft.trees.static import Static
 
 KINDS: dict[str, type[TreeKind]] = {"chain": Chain, "static": Static, "beam": Beam, "dynamic": Dynamic, "opt": Opt}
 _WIDE = ("beam", "static")  # take widths
-# How sampled text is accepted: one sample from the target a node, or by what the drafter sampled its tokens from.
-ACCEPTANCES = ("draw", "residual")
 
 
-def tree_kind(
-    default: str,
-    widths: Sequence[int] | None = None,
-    nodes: int | None = None,
-    tree: str | None = None,
-    depth: int | None = None,
-    top_k: int | None = None,
-    threshold: float | None = None,
-    acceptance: str = "draw",
-) -> TreeKind:
-    """The kind of tree from a method's options, None for those that were not given.
+@dataclass(frozen=True)
+class TreeOptions(Options):
+    """The shape of a draft tree. None: not given."""
 
-    Args:
-        default: kind of tree where neither ``tree`` nor an option of one kind says which.
-        widths: nodes of each level of a beam tree; None: the paper's, and others of the same number for sampled text.
-            Of a static tree, the children of each node, level by level.
-        nodes: verify only this many drafted nodes, the root not counted; None: all of a beam tree or a chain, 59 of a
-            dynamic tree, 50 of an OPT-Tree.
-        tree: "chain", "beam", "dynamic", "opt" or "static"; None: what the options given are of, else ``default``.
-        depth, top_k: of a dynamic tree or an OPT-Tree; ``depth`` of a chain too.
-        threshold: of an OPT-Tree: tokens by which a level has to make the expected accepted length longer.
-        acceptance: of sampled text: "draw", one sample from the target a node; or "residual", by what the draft sampled
-            its tokens from, which are a static tree, a chain of ``depth`` tokens where no ``widths`` are given.
+    tree: str | None = option(
+        choices=tuple(KINDS),
+        help="the kind of tree",
+        usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
+    )
+    widths: tuple[int, ...] | None = option(
+        help="a beam tree: drafted nodes of each level; a static tree: children of each node, level by level",
+        usual="4,16,16,16,16 (longspec)",
+    )
+    nodes: int | None = option(
+        min=1, help="verify only so many drafted nodes, the best", usual="all; 59 of a dynamic tree, 50 of an opt tree"
+    )
+    depth: int | None = option(
+        min=1,
+        help="a dynamic or opt tree: its levels, at most; a chain: its tokens",
+        usual="7; 10 of an opt tree, 4 of a chain",
+    )
+    top_k: int | None = option(
+        min=1,
+        help="a dynamic or opt tree: nodes of a level that go on; of a dynamic one, children of each too",
+        usual="10",
+    )
+    threshold: float | None = option(
+        min=0,
+        help="an opt tree: another level only if the last one promised so many more accepted tokens",
+        usual="0.7",
+    )
 
-    Raises:
-        ValueError: sizes that make no tree, or options of two kinds together.
-    """
-    options = {"widths": widths, "nodes": nodes, "depth": depth, "top_k": top_k, "threshold": threshold}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    asked = bool(given) or tree is not None
-    if acceptance not in ACCEPTANCES:
-        raise ValueError(f"acceptance must be {' or '.join(ACCEPTANCES)}, got {acceptance!r}")
-    if acceptance == "residual":
-        return _sampled(given if tree is None else given | {"tree": tree})
-    if tree is None:
-        tree = _meant(default, given)
-    if tree not in KINDS:
-        *others, last = KINDS
-        raise ValueError(f"tree must be {', '.join(others)} or {last}, got {tree!r}")
-    if tree == "chain" and top_k is not None:
-        raise ValueError("top_k shapes a dynamic tree or an opt tree; a chain takes depth")
-    if tree in _WIDE and (wrong := [name for name in ("depth", "top_k") if name in given]):
-        raise ValueError(f"{' and '.join(wrong)} shape a dynamic tree or an opt tree; a {tree} tree takes widths")
-    if tree not in _WIDE and widths is not None:
-        right = "depth" if tree == "chain" else "depth and top_k"
-        raise ValueError(f"widths shape a beam tree; tree {tree!r} takes {right}")
-    if tree != "opt" and threshold is not None:
-        raise ValueError(f"threshold shapes an opt tree, not a {tree} one: give tree='opt', or leave it out")
-    given = _checked(given)
-    if tree == "beam" and widths is None:
-        given["sampled_widths"] = SAMPLED_WIDTHS
-    return KINDS[tree](**given, asked=asked)
+    def kind(self, default: str) -> TreeKind:
+        """The kind of tree that the options describe.
+
+        Args:
+            default: the kind of tree if neither ``tree`` nor an option that only one kind has says which.
+
+        Raises:
+            ValueError: options of two kinds together, or sizes that make no tree.
+        """
+        given: dict[str, Any] = self.given()
+        asked = bool(given)
+        tree = given.pop("tree", None) or _implied(default, given)
+        _check_of_one_kind(tree, given)
+        if "widths" in given:
+            given["widths"] = tuple(given["widths"])
+        elif tree == "beam":
+            given["sampled_widths"] = SAMPLED_WIDTHS
+        return KINDS[tree](**given, asked=asked)
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    for name in ("depth", "top_k", "nodes"):
-        if name in given and (type(given[name]) is not int or given[name] < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {given[name]!r}")
-    threshold = given.get("threshold", 0)
-    if type(threshold) not in (int, float) or not 0 <= threshold < float("inf"):
-        raise ValueError(f"threshold must be a number of at least 0, got {threshold!r}")
-    if "widths" not in given:
-        return given
-    levels = tuple(given["widths"])
-    if not levels or min(levels) < 1:
-        raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {levels}")
-    return given | {"widths": levels}
-
-
-def _sampled(given: dict[str, Any]) -> SampledStatic:
-    """A tree of sampled tokens. Its shape is fixed: one that followed the samples would make them others."""
-    if wrong := [name for name in ("nodes", "tree", "top_k", "threshold") if name in given]:
-        raise ValueError(
-            f"acceptance=residual samples a tree of a fixed shape: leave {' and '.join(wrong)} out, and give widths "
-            "(children of a node, level by level) or depth (of a chain)"
-        )
-    if "widths" in given and "depth" in given:
-        raise ValueError("widths and depth both say how deep a sampled tree is: give one of them")
-    given = _checked(given)
-    return SampledStatic(widths=given.get("widths") or (1,) * given.get("depth", LENGTH), asked=True)
-
-
-def _meant(default: str, given: Collection[str]) -> str:
+def _implied(default: str, given: Collection[str]) -> str:
     """The kind of tree whose options were given."""
     if "widths" in given:
         return "static" if default == "static" else "beam"
@@ -109,3 +78,16 @@ def _meant(default: str, given: Collection[str]) -> str:
         return "opt"
     grown = ("depth" in given and default in _WIDE) or ("top_k" in given and default in (*_WIDE, "chain"))
     return "dynamic" if grown else default
+
+
+def _check_of_one_kind(tree: str, given: Collection[str]) -> None:
+    """Raises ValueError for an option that this kind of tree does not have."""
+    if tree == "chain" and "top_k" in given:
+        raise ValueError("top_k shapes a dynamic tree or an opt tree; a chain takes depth")
+    if tree in _WIDE and (wrong := [name for name in ("depth", "top_k") if name in given]):
+        raise ValueError(f"{' and '.join(wrong)} shape a dynamic tree or an opt tree; a {tree} tree takes widths")
+    if tree not in _WIDE and "widths" in given:
+        right = "depth" if tree == "chain" else "depth and top_k"
+        raise ValueError(f"widths shape a beam tree; tree {tree!r} takes {right}")
+    if tree != "opt" and "threshold" in given:
+        raise ValueError(f"threshold shapes an opt tree, not a {tree} one: give tree='opt', or leave it out")

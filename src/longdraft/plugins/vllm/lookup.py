@@ -21,4 +21,4 @@ class Lookup(Proposer):
 
     def load_model(self, model: Any) -> None:
         del model
-        self.drafter = SuffixDrafter(self.tokens, self.tokens, branches=1, **self.options)
+        self.drafter = SuffixDrafter(max_draft=self.tokens, max_nodes=self.tokens, branches=1, **self.options)

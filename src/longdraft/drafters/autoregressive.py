@@ -1,0 +1,21 @@
+"""Plain decoding, one token a forward: what every method is compared with."""
+
+from __future__ import annotations
+
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.method import Method, register
+from longdraft.engine.sequence import Sequence
+from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.tree import TokenTree
+
+
+class NoDrafter(Drafter):
+    """Drafts nothing: each tree is the root alone."""
+
+    max_nodes = 0
+
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        return [TokenTree((s.output[-1],), (-1,)) for s in sequences]
+
+
+register(Method("ar", True, "", "plain decoding, one token a forward", NoDrafter))

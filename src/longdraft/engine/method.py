@@ -1,0 +1,160 @@
+"""A method: a drafter, a schedule and their options, under a name. :mod:`longdraft.methods` has the catalogue.
+
+Each method is one entry, registered in the file of its drafter (SpecPV's in :mod:`longdraft.engine.specpv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longdraft.arguments import meant
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.schedule import Schedule
+from longdraft.errors import UnknownMethodError
+from longdraft.model.runner import TargetRunner
+from longdraft.options import Option, Options, by_official_name, declared, listed, option, options_of
+
+
+@dataclass(frozen=True)
+class LookupOptions(Options):
+    """Suffix lookup beside a drafter that costs forwards."""
+
+    lookup: bool = option(False, help="also propose tokens by suffix lookup")
+    earlier: int = option(0, min=0, help="how many tokens of earlier requests that lookup searches")
+
+
+@dataclass(frozen=True)
+class DrafterName(Options):
+    """The drafter of a method that has none of its own."""
+
+    drafter: str | None = option(help="method whose drafter it takes", usual="the first whose weights are available")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: what users call it.
+        exact: same greedy tokens and same sampling distribution as the target alone.
+        paper, summary: for the list of methods.
+        drafter: builds its drafter from keyword options, with ``draft`` if it needs trained weights. None if it takes
+            the drafter of another method, which the option ``drafter`` names.
+        drafters: without a drafter of its own, the methods whose drafters it accepts, the default first. Empty: any in
+            :data:`DRAFTING`.
+        wraps: builds its drafter around the one it takes, from options of its own.
+        draft_kind: the kind of trained draft it takes (:mod:`longdraft.drafts.kinds`).
+        schedule: builds the schedule, from keyword options.
+        joined: suffix lookup can join its drafter. It can join every trained draft.
+        pays: whether the method is worthwhile on a target, if rounds are planned; for methods chosen by default.
+    """
+
+    name: str
+    exact: bool
+    paper: str
+    summary: str
+    drafter: Callable[..., Drafter] | None = None
+    draft_kind: str | None = None
+    schedule: Callable[..., Schedule] = Schedule
+    drafters: tuple[Method, ...] = ()
+    wraps: Callable[..., Drafter] | None = None
+    joined: bool = False
+    pays: Callable[[TargetRunner], bool] = lambda runner: True
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether it drafts with trained weights from a folder."""
+        return self.drafter is not None and self.draft_kind is not None
+
+    @property
+    def drafter_options(self) -> dict[str, Option]:
+        """The options of its own drafter."""
+        own = {} if self.drafter is None else options_of(self.drafter)
+        return own | declared(LookupOptions) if self.needs_draft or self.joined else own
+
+    @property
+    def schedule_options(self) -> dict[str, Option]:
+        """The options of its schedule."""
+        return options_of(self.schedule)
+
+    @property
+    def wrap_options(self) -> dict[str, Option]:
+        """The options of what it builds around the drafter it takes."""
+        own = {} if self.wraps is None else options_of(self.wraps)
+        return {name: each for name, each in own.items() if name != "inner"}
+
+    @property
+    def choices(self) -> dict[str, Method]:
+        """The methods whose drafters the option ``drafter`` may name."""
+        if self.drafters:
+            return {m.name: m for m in self.drafters}
+        trained = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
+        return {name: METHODS[name] for name in dict.fromkeys([*DRAFTING, *trained]) if name in METHODS}
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """All options by name."""
+        own = self.schedule_options | self.wrap_options
+        if self.drafter is not None:
+            return own | self.drafter_options
+        drafters: dict[str, Option] = {}
+        for m in self.choices.values():
+            for name, each in m.drafter_options.items():
+                other = drafters.get(name, each)
+                if other != each:  # the drafter that is chosen checks a name that has several meanings
+                    each = Option(name, aliases=(*other.aliases, *each.aliases))
+                drafters[name] = each
+        # If both have an option, such as `recent`, the schedule's default stands.
+        return own | declared(DrafterName) | drafters | own
+
+    @property
+    def takes_draft(self) -> bool:
+        """Whether it can use a draft folder."""
+        return "draft" in self.options
+
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options by their official names.
+
+        Raises:
+            ValueError: an option that the method does not have, or a value that the option does not take.
+        """
+        known = self.options
+        found = by_official_name(options, known)
+        for name, value in found.items():
+            if name not in known:
+                advice = meant(name, known) or f"its options are {listed(known)}."
+                raise ValueError(f"Method {self.name} has no option {name}: {advice}")
+            known[name].check(value)
+        return found
+
+
+# Drafters for methods without one of their own, in order of preference. The first whose weights are available is used.
+DRAFTING = ("eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar")
+# The default methods, in order. The first that has the given options and is worthwhile on the target is used.
+DEFAULTS = ("self", "longspec", "prompt-lookup")
+
+METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> Method:
+    """Adds a method to the catalogue. One of the same name is replaced."""
+    METHODS[method.name] = method
+    return method
+
+
+def method_named(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        UnknownMethodError: listing the names there are.
+    """
+    try:
+        return METHODS[name]
+    except (KeyError, TypeError):
+        advice = meant(name, METHODS) if isinstance(name, str) else ""
+        raise UnknownMethodError(
+            f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(METHODS)}. "
+            "See `longdraft methods`."
+        ) from None
