@@ -32,9 +32,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.planning.costs import Costs, CostTable

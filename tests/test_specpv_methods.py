@@ -75,7 +75,7 @@ def test_transformers_generate_takes_it(sample):
     [
         ({"budget": 100}, "multiple of block"),
         ({"budget": 64}, "at least sink \\+ window"),
-        ({"selector": "nearest"}, "selector must be one of"),
+        ({"selector": "nearest"}, "selector must be"),
         ({"drafter": "specpv"}, "drafter must be one of"),
         ({"drafter": "prompt-lookup", "widths": (2, 2)}, "has no option widths"),
         ({"length": 3}, "has no option length"),

@@ -195,7 +195,6 @@ def test_a_level_draws_with_the_draws_to_come():
 
 
 def test_nestings_that_make_no_sense(tmp_path):
-    model = three_layers()
     level = SelfDrafter(view="chunks", **VIEW)
     with pytest.raises(ValueError, match="SuffixDrafter cannot verify what another one drafts"):
         NestedDrafter(level, SuffixDrafter())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.drafters.longspec_draft import LongSpecDraft
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.engine.drafter import Drafter, NoDrafter
+from longdraft.engine.drafter import Drafter
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
@@ -290,7 +291,7 @@ def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
         ({"margin": 0}, "margin must be"),
         ({"block": 0}, "block must be"),
         ({"budget": -4}, "budget must be"),
-        ({"selector": "best"}, "selector must be one of minmax"),
+        ({"selector": "best"}, "selector must be minmax"),
         ({"reduction": "sum"}, "reduction must be one of mean"),
     ],
     ids=str,

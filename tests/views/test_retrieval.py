@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.retrieving import retrieval_of, retrieval_options
+from longdraft.drafters.retrieving import RetrievalOptions, retrieval_of
 from longdraft.errors import CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.copied import Copied
@@ -22,7 +22,7 @@ from tests.tiny import tiny_model
 
 SHAPE = KVShape(2, 2, 8, torch.float32)
 CHOOSING = [name for name, each in SCORERS.items() if each is not None]
-SMALL = {"chunk": 4, "chunks": 3, "every": 3, "sink": 4, "recent": 8}
+SMALL = {"chunk": 4, "chunks": 3, "refresh": 3, "sink": 4, "recent": 8}
 
 
 def filled(length: int, slots: int = 1, shape: KVShape = SHAPE, transposed: bool = False) -> KVStore:
@@ -76,7 +76,7 @@ def test_every_few_verifications_are_scored():
 
 
 def test_the_same_choice_is_no_new_version():
-    store, retrieval = filled(80), retrieval_of(**SMALL | {"every": 1})
+    store, retrieval = filled(80), retrieval_of(**SMALL | {"refresh": 1})
     query = peaked(store, 0, 3, 7, 8)
     look(retrieval, store, 0, query)
     version = retrieval.version(0)
@@ -87,7 +87,7 @@ def test_the_same_choice_is_no_new_version():
 @pytest.mark.parametrize(("adaptive", "scored"), [(False, [0, 10]), (True, [0, 6, 10])])
 def test_a_fall_of_acceptance_brings_the_next_scoring_forward(adaptive, scored):
     """Accepted are 4 drafted tokens each time, then none: six verifications later the last two have half the mean."""
-    store, retrieval = filled(60), retrieval_of(**SMALL | {"every": 10, "adaptive": adaptive})
+    store, retrieval = filled(60), retrieval_of(**SMALL | {"refresh": 10, "adaptive": adaptive})
     found = []
     for i, accepted in enumerate([0, 4, 4, 4, 4, 0, 0, 3, 3, 3, 3]):
         before = retrieval.version(0)
@@ -234,7 +234,7 @@ def test_a_copy_is_chosen_anew_when_it_must_be_and_appended_to_otherwise():
 @pytest.mark.parametrize(
     ("given_options", "word"),
     [
-        ({"chunk": 0}, "chunk must be"), ({"chunks": 0}, "chunks must be"), ({"every": 0}, "every must be"),
+        ({"chunk": 0}, "chunk must be"), ({"chunks": 0}, "chunks must be"), ({"refresh": 0}, "refresh must be"),
         ({"chunk": 2.0}, "chunk must be"), ({"sink": -32}, "sink must be"), ({"recent": 0}, "recent must be"),
         ({"sink": 40}, "sink must be a multiple of chunk"), ({"recent": 100}, "recent must be a multiple of chunk"),
         ({"chunks": 4}, "at least sink \\+ recent"), ({"adaptive": 1}, "adaptive must be"), ({"chunk": True}, "chunk"),
@@ -248,11 +248,11 @@ def test_sizes_that_make_no_working_cache_are_refused(given_options, word):
 
 def test_options_without_retrieval_are_refused_and_sizes_of_schedules_are_not():
     draft = object()
-    assert retrieval_options(False, draft, 4, 4, chunk=None) is None
-    with pytest.raises(ValueError, match=r"chunks, every shape the retrieval .* give retrieval=True"):
-        retrieval_options(False, draft, 32, 128, chunks=3, every=2, chunk=None)
+    assert RetrievalOptions(sink=4, recent=4).made(draft) is None
+    with pytest.raises(ValueError, match=r"chunks, refresh shape the retrieval .* give retrieval=True"):
+        RetrievalOptions(chunks=3, refresh=2).made(draft)
     with pytest.raises(ValueError, match="retrieval must be True or False"):
-        retrieval_options("yes", draft, 32, 128)
+        RetrievalOptions(retrieval="yes")
 
 
 # --- whose attention ranks ---

@@ -187,8 +187,6 @@ class Engine:
             s.slot = self.cache.choose(self._free, s.prompt[:-1])
             self._free.remove(s.slot)
             self._active.append(self._waiting.popleft())
-            if self.drafter.samples and not s.greedy:
-                s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
 
     def _leave(self, s: Sequence) -> None:
         if s in self._waiting:
@@ -283,20 +281,16 @@ class Engine:
         return events
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
-        """A tree for each sequence: a root alone where it is over as far as its drafter can see, or nothing pays."""
-        budget = None if self._plan is None else self._plan.node_limit(batch, [self.schedule.length(s) for s in batch])
+        """A tree for each sequence. Only the root for one that is about to end, or where drafting would not pay."""
+        limit = None if self._plan is None else self._plan.node_limit(batch, [self.schedule.length(s) for s in batch])
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         going = [s for s in batch if s.finish_reason is None]
-        if budget is not None and not self.drafter.free:
-            going = budget.choose(going, [roots[s.index] for s in going])
-        found: dict[int, TokenTree] = {}
-        # Greedy and sampled text are drafted apart where that makes a difference to the drafter.
-        kinds = (True, False) if self.drafter.samples else (None,)
-        for group in ([s for s in going if kind is None or s.greedy == kind] for kind in kinds):
-            proposed = self.drafter.propose(group, budget) if group else []
-            # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-            found |= {s.index: tree.limited(s.remaining - 1) for s, tree in zip(group, proposed, strict=True)}
-        return [found.get(s.index, roots[s.index]) for s in batch]
+        if limit is not None and not self.drafter.free:
+            going = limit.choose(going, [roots[s.index] for s in going])
+        proposed = self.drafter.propose(going, limit) if going else []
+        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
+        trees = {s.index: tree.limited(s.remaining - 1) for s, tree in zip(going, proposed, strict=True)}
+        return [trees.get(s.index, roots[s.index]) for s in batch]
 
     def _prune(self, trees: list[TokenTree]) -> list[TokenTree]:
         """What is worth verifying of each tree; without a planner, all of it."""
