@@ -205,11 +205,6 @@ class Speculator:
         return self._recipe(runner).drafter().feature_layers(runner)
 
     @property
-    def draws_anew(self) -> bool:
-        """Whether text that it samples is not plain decoding's with the same seed: with ``acceptance="residual"``."""
-        return self.options.get("acceptance") == "residual"
-
-    @property
     def exact(self) -> bool:
         """Whether what it emits is what its (first) target alone would."""
         return self.method.exact and not self.runner().rounds
@@ -288,8 +283,7 @@ class Speculator:
             temperature: 0 is greedy, as is None; above 0, ``top_k``, ``top_p`` and ``min_p`` may leave tokens out.
             repetition_penalty: above 1 makes tokens of the text less likely, in greedy text too.
             sampling: all of these in one object, in their place.
-            seed: the same seed gives the same text, whatever the method (but see :attr:`draws_anew`); prompt i samples
-                with seed + i.
+            seed: the same seed gives the same text, whatever the method; prompt i samples with seed + i.
             eos_token_ids: where to end; None takes the model's own, an empty list none.
             stop: strings that end the output, or one; they are cut from the text.
             chat: wrap text prompts in the tokenizer's chat template, where it has one.

@@ -144,7 +144,6 @@ def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
         ({"widths": (3, -1)}, "widths must be"),
         ({"nodes": -2}, "nodes must be"),
         ({"depth": 2, "tree": "static"}, "a static tree takes widths"),
-        ({"acceptance": "residual", "depth": 4}, "there are 3"),
     ],
 )
 def test_sizes_that_make_no_tree(draft, options, said):

@@ -195,16 +195,11 @@ def test_a_level_draws_with_the_draws_to_come():
 
 
 def test_nestings_that_make_no_sense(tmp_path):
-    model = three_layers()
     level = SelfDrafter("chunks", **VIEW)
     with pytest.raises(ValueError, match="SuffixDrafter cannot verify what another one drafts"):
         NestedDrafter(level, SuffixDrafter())
     with pytest.raises(ValueError, match="SmallLMDrafter cannot verify"):
         NestedDrafter(SuffixDrafter(), SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path))))
-    with pytest.raises(ValueError, match="acceptance=residual has no meaning under a level"):
-        NestedDrafter(SelfDrafter(acceptance="residual"), level)
-    with pytest.raises(ValueError, match="acceptance=residual"):
-        Speculator("nested", target=model, draft=tmp_path, acceptance="residual", **LEVEL)
     for under in (SelfDrafter(budget=64), NestedDrafter(SuffixDrafter(), SelfDrafter(budget=64))):
         with pytest.raises(ValueError, match="give it a budget above 64 rows, not 24"):
             NestedDrafter(under, level)

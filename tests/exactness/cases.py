@@ -26,7 +26,6 @@ class Case:
         draft: which of the drafts of the workshop it takes; None: it needs none.
         alike: a sequence decodes alike, round by round, whoever is beside it in a batch.
         kept_alike: and alike with a prompt that is read from a cache.
-        draws: whether a seed gives plain decoding's text (not with residual acceptance).
     """
 
     method: str
@@ -34,7 +33,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
     kept_alike: bool = False
-    draws: bool = True
 
 
 def specpv(draft: str | None, alike: bool = False, **options: Any) -> Case:
@@ -107,8 +105,6 @@ VARIANTS = {
         "small-lm", "small-lm", {"view": "streaming", "sink": 4, "recent": 12, "widths": (3, 4, 4)}
     ),
     "small-lm adaptive": Case("small-lm", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "adaptive": True}),
-    "small-lm residual": Case("small-lm", "small-lm", {"acceptance": "residual", "depth": 3}, draws=False),
-    "small-lm residual tree": Case("small-lm", "small-lm", {"acceptance": "residual", "widths": (2, 2)}, draws=False),
     "self streaming": Case("self", None, STREAMING),
     "self streaming tree": Case("self", None, STREAMING | {"widths": (3, 4, 4)}),
     "self snapkv tree": Case("self", None, SNAPKV | {"tree": "opt", "nodes": 9, "threshold": 0.2}),
@@ -150,14 +146,10 @@ VARIANTS = {
         "nested", "small-lm", {"drafter": "triforce", **TRIFORCE, "budget": 20, "streamed": 20, "depth": 3, **LEVEL}
     ),
     "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
-    "heads residual": Case("heads", "heads kept", {"acceptance": "residual"}, draws=False),
     "tokenswift int8": Case("tokenswift", "heads", {"reuse_n": 2, "view_dtype": "int8", **TOKENS}),
     "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
     "tokenswift smaller vocabulary": Case("tokenswift", "heads kept", {}),
     "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
-    "tokenswift residual": Case(
-        "tokenswift", "heads", {"acceptance": "residual", "widths": (2, 2), "reuse_n": 2, "view": "none"}, draws=False
-    ),
     "specpv-exact prompt-lookup": specpv(None, drafter="prompt-lookup"),
     "specpv-exact ar": specpv(None, drafter="ar"),
     "specpv-exact longspec retrieval": specpv(

@@ -1,7 +1,6 @@
 """Drawn text of whole runs has the target's distribution.
 
-Where the target picks its own tokens, a seed gives plain decoding's text: so many seeds are compared with it, and
-plain decoding's text with its law. What residual acceptance writes is compared with the law itself.
+A seed gives plain decoding's text: so many seeds are compared with it, and plain decoding's text with its law.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 from longdraft import Sampling, Speculator
-from longdraft.engine import residual
 from tests import chi_square
 from tests.drafts import random_onepass
-from tests.exactness.cases import METHODS, Case
+from tests.exactness.cases import METHODS
 from tests.exactness.workshop import generate, target, tokens
 
 SIZE, NEW, BATCH = 4, 3, 500
@@ -81,42 +79,6 @@ def test_a_seed_gives_plain_decodings_text(workshop, name, setting):
     results = generate(workshop.spec(METHODS[name], model), prompts, 4, SAMPLINGS[setting])
     assert tokens(results) == workshop.plain(model, prompts, 4, SAMPLINGS[setting])
     assert sum(r.accepted for r in results) > 10, "the draft must have been taken for this to mean something"
-
-
-NARROW = {"budget": 4, "sink": 1, "window": 1}
-RESIDUAL = {
-    "heads": Case("heads", "heads", {"acceptance": "residual"}),
-    "tokenswift": Case(
-        "tokenswift", "heads", {"acceptance": "residual", "widths": (2, 2), "reuse_n": 2, "view": "none"}
-    ),
-    "tokenswift view": Case("tokenswift", "heads", {"acceptance": "residual", "widths": (1, 2), **NARROW}),
-    "small-lm": Case("small-lm", "small-lm", {"acceptance": "residual", "depth": 3}),
-    "small-lm tree": Case("small-lm", "small-lm", {"acceptance": "residual", "widths": (2, 2)}),
-    "self": Case("self", None, {"acceptance": "residual", "depth": 2, "view": "tokens", **NARROW, "budget": 8}),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("heads", "plain"), ("tokenswift", "penalised"), ("tokenswift view", "plain"), ("small-lm", "top-p"),
-        ("small-lm tree", "plain"), ("self", "hot, top-k"),
-    ],
-)  # fmt: skip
-def test_residual_acceptance_has_the_targets_distribution(workshop, name, setting):
-    assert p_value(workshop.spec(RESIDUAL[name], target(**SMALL)), setting, 1500, taken=300) > 0.01
-
-
-def test_a_wrong_acceptance_is_rejected(workshop, monkeypatch):
-    """Every second drafted token is taken unasked."""
-    right = residual.sample
-
-    def wrong(p, sampled, generator=None):
-        unasked = sampled.tokens and torch.rand((), generator=generator) < 0.5
-        return sampled.tokens[0] if unasked else right(p, sampled, generator)
-
-    monkeypatch.setattr(residual, "sample", wrong)
-    assert p_value(workshop.spec(RESIDUAL["small-lm"], target(**SMALL)), "plain", 1500) < 1e-6
 
 
 @pytest.mark.slow

@@ -38,8 +38,6 @@ SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_
 )
 def test_any_of_it_is_plain_decoding(workshop, name, family, prompts, sampling, n, seed, eos, chunk, plan, cached):
     case, model = CASES[name], target(family)
-    if not case.draws:
-        sampling = GREEDY
     given = {"max_new_tokens": n, "sampling": sampling, "seed": seed, "eos_token_ids": eos}
     before, mode.table_for = mode.table_for, lambda runner, progress=None, seconds=None: TABLES.get(plan)
     try:

@@ -40,7 +40,7 @@ class Local:
         """What the texts depend on. An exact method may be another one in the run that goes on, as may the slots."""
         spec, own = self._spec, asdict(self._defaults)
         found = own | {"target": spec.runner().fingerprint}
-        if not spec.exact or spec.draws_anew:
+        if not spec.exact:
             found["method"] = {"name": spec.method.name, **{name: str(value) for name, value in spec.options.items()}}
         return found
 

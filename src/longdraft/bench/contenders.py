@@ -193,7 +193,7 @@ class Ours:
         return None if used is None else Path(used.folder)
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        return self.spec.exact and (greedy or not self.spec.draws_anew)
+        return self.spec.exact
 
     def cold(self, job: Job) -> Run:
         self._kept.clear()

@@ -186,6 +186,4 @@ def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
         found = Comparison(own, ar, compare(spec.runner(), run.prompt, *tokens, run.sampling, run.cache))
     console.stderr().print()
     console.show(console.stderr(), found.shown(spec.decode))
-    if spec.draws_anew and not run.sampling.greedy:
-        console.note("Residual acceptance samples another text of the same distribution: the two need not agree.")
     return found.payload()

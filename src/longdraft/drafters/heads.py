@@ -107,7 +107,6 @@ class HeadsDrafter(TreeDrafter):
         tree: "static", "beam", "dynamic", "opt" or "chain".
         depth, top_k, threshold: of the latter ones, as :func:`~longdraft.trees.options.tree_kind` takes them. Levels
             cost nothing.
-        acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from.
 
     Raises:
         ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
@@ -123,7 +122,6 @@ class HeadsDrafter(TreeDrafter):
         depth: int | None = None,
         top_k: int | None = None,
         threshold: float | None = None,
-        acceptance: str = "draw",
         _source: StateSource | None = None,
     ) -> None:
         own = draft.shape.heads
@@ -133,7 +131,7 @@ class HeadsDrafter(TreeDrafter):
         self.draft = draft
         self._source = _source or VerifiedStates()
         levels = self.heads + self._source.ahead
-        kind = tree_kind("static", widths, nodes, tree, depth, top_k, threshold, acceptance)
+        kind = tree_kind("static", widths, nodes, tree, depth, top_k, threshold)
         if kind.depth > levels and (widths is not None or depth is not None):
             raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
         self.tree = _fitted(kind, levels, self._source.ahead and widths is None)

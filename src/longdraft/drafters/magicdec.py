@@ -27,7 +27,6 @@ def magicdec_self(
     window: int | None = None,
     refresh: int | None = None,
     depth: int | None = None,
-    acceptance: str = "draw",
     view_dtype: str | None = None,
 ) -> SelfDrafter:
     """The target drafts for itself.
@@ -36,15 +35,12 @@ def magicdec_self(
         view, budget, sink, window, refresh, view_dtype: as :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes
             them.
         depth: tokens of the chain (the paper's gamma); None: 4, and with a planner as many as pay.
-        acceptance: "draw" or "residual".
 
     Raises:
         ValueError: another view, or sizes that make none.
     """
     _check(view)
-    return SelfDrafter(
-        view, budget, sink, window, refresh=refresh, depth=depth, acceptance=acceptance, view_dtype=view_dtype
-    )
+    return SelfDrafter(view, budget, sink, window, refresh=refresh, depth=depth, view_dtype=view_dtype)
 
 
 def magicdec_small_lm(
@@ -55,7 +51,6 @@ def magicdec_small_lm(
     window: int | None = None,
     refresh: int | None = None,
     depth: int | None = None,
-    acceptance: str = "draw",
     view_dtype: str | None = None,
 ) -> Drafter:
     """A small language model drafts.
@@ -76,11 +71,11 @@ def magicdec_small_lm(
     if view == "snapkv":
         return SparseLMDrafter(
             draft, view=view, budget=budget, sink=sink, window=window, refresh=refresh, depth=depth,
-            acceptance=acceptance, view_dtype=view_dtype,
+            view_dtype=view_dtype,
         )  # fmt: skip
     if view_dtype is not None:
         raise ValueError("view_dtype is of view=snapkv where a small language model drafts: leave it out")
-    chain = tree_kind("chain", depth=depth, acceptance=acceptance)
+    chain = tree_kind("chain", depth=depth)
     longest = max(LONGEST, chain.depth)
     if budget is None and window is None:
         budget = min(BUDGET, draft.trained_length - longest - fresh_room(longest))

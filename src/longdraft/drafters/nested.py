@@ -80,8 +80,7 @@ class NestedDrafter(Drafter):
         depth: tokens that the level emits before the target verifies them; None: 6, and with a planner as many as pay.
 
     Raises:
-        ValueError: a level that cannot verify or sees no more than the drafter under it, a drafter that needs to know
-            how its own tokens were sampled, or no tokens.
+        ValueError: a level that cannot verify or sees no more than the drafter under it, or no tokens.
     """
 
     def __init__(self, inner: Drafter, level: Drafter, depth: int | None = None) -> None:
@@ -89,10 +88,6 @@ class NestedDrafter(Drafter):
             raise ValueError(
                 f"{type(level).__name__} cannot verify what another one drafts: a level is the target, or a small "
                 "language model, on a sparse view (SelfDrafter, SparseLMDrafter)"
-            )
-        if inner.samples or level.samples:
-            raise ValueError(
-                "acceptance=residual has no meaning under a level, which samples tokens of its own: leave it out"
             )
         under = inner.level if isinstance(inner, NestedDrafter) else inner
         if type(under) is type(level) is SelfDrafter and under.view.budget >= level.view.budget:

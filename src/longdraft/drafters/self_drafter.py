@@ -70,7 +70,7 @@ class SelfDrafter(TreeDrafter):
             16 with "snapkv", whose choice costs several forwards on a CPU, and 8 with others.
         adaptive: choose earlier when acceptance falls: when the last two verifications accepted less than half of what
             was usual since the last choice.
-        widths, nodes, tree, depth, top_k, threshold, acceptance: of the tree, as
+        widths, nodes, tree, depth, top_k, threshold: of the tree, as
             :func:`~longdraft.trees.options.tree_kind` takes them; by default a chain of 4, and with a planner one as
             long as pays.
         view_dtype: what the view's keys and values are rounded to: "float32", "bfloat16" or "int8"; None: "int8" with
@@ -98,7 +98,6 @@ class SelfDrafter(TreeDrafter):
         depth: int | None = None,
         top_k: int | None = None,
         threshold: float | None = None,
-        acceptance: str = "draw",
         view_dtype: str | None = None,
     ) -> None:
         self.view_dtype = dtype_of("int8" if view == "all" and view_dtype is None else view_dtype)
@@ -109,7 +108,7 @@ class SelfDrafter(TreeDrafter):
         every = REFRESH.get(view, USUAL_REFRESH) if refresh is None else refresh
         check_sizes(0, refresh=every)
         self.refresh = Refresh(every, adaptive)
-        self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold, acceptance)
+        self.tree = tree_kind("chain", widths, nodes, tree, depth, top_k, threshold)
         more = log2(max(1.0, self.view.budget / BUDGET))
         self.share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
         self._agreement: dict[int, Agreement] = {}  # of each text

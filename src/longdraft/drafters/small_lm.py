@@ -70,8 +70,6 @@ class SmallLMDrafter(RetrievingDrafter):
         chunk, chunks, every, adaptive, layer, scorer: of the retrieval, as
             :func:`~longdraft.drafters.retrieving.retrieval_of` takes them; None: 32, 32 or as many as the draft was
             trained for, 4, False.
-        acceptance: "residual": sampled text is drafted by sampling too, and accepted by what it was sampled from; see
-            :func:`~longdraft.trees.options.tree_kind`.
 
     Raises:
         ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
@@ -95,7 +93,6 @@ class SmallLMDrafter(RetrievingDrafter):
         adaptive: bool | None = None,
         layer: int | None = None,
         scorer: str | None = None,
-        acceptance: str = "draw",
     ) -> None:
         if view is not None and view not in VIEWS:
             raise ValueError(f"view must be {', '.join(VIEWS[:-1])} or {VIEWS[-1]}, got {view!r}")
@@ -104,7 +101,7 @@ class SmallLMDrafter(RetrievingDrafter):
             chunk=chunk, chunks=chunks, every=every, adaptive=adaptive, layer=layer, scorer=scorer,
         )  # fmt: skip
         default = "opt" if view == "retrieval" else "dynamic"
-        self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold, acceptance)
+        self.tree = tree_kind(default, widths, nodes, tree, depth, top_k, threshold)
         self.draft, self.view = draft, view
         # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)

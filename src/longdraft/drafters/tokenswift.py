@@ -29,7 +29,6 @@ def tokenswift(
     depth: int | None = None,
     top_k: int | None = None,
     threshold: float | None = None,
-    acceptance: str = "draw",
     view: str = "tokens",
     budget: int | None = None,
     sink: int | None = None,
@@ -44,8 +43,8 @@ def tokenswift(
     """TokenSwift's drafter (Wu et al. 2025, arXiv:2502.18890, section 3).
 
     Args:
-        heads, widths, nodes, tree, depth, top_k, threshold, acceptance: as
-            :class:`~longdraft.drafters.heads.HeadsDrafter` takes them; the first of ``widths`` is the level that the
+        heads, widths, nodes, tree, depth, top_k, threshold: as :class:`~longdraft.drafters.heads.HeadsDrafter`
+            takes them; the first of ``widths`` is the level that the
             target itself says, where it drafts. ``nodes`` counts those of the heads alone.
         view, budget, sink, window, chunk, refresh, view_dtype: what of its KV the target reads to draft, as
             :class:`~longdraft.drafters.self_drafter.SelfDrafter` takes them; "none": it does not draft, and the heads
@@ -65,6 +64,6 @@ def tokenswift(
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk, "refresh": refresh}
         if given := [name for name, value in (sizes | {"view_dtype": view_dtype}).items() if value is not None]:
             raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    own = HeadsDrafter(draft, heads, widths, nodes, tree, depth, top_k, threshold, acceptance, source)
+    own = HeadsDrafter(draft, heads, widths, nodes, tree, depth, top_k, threshold, source)
     phrases = ReuseDrafter(reuse_n, reuse_k)
     return UnitedDrafter(phrases, own) if reuse else own

@@ -27,10 +27,6 @@ class TreeDrafter(Drafter):
     def max_nodes(self) -> int:  # type: ignore[override]
         return self.tree.max_nodes
 
-    @property
-    def samples(self) -> bool:  # type: ignore[override]
-        return self.tree.samples
-
     def follow_plan(self) -> None:
         """Grows what a planner can size, a chain or an OPT-Tree, unless another tree was asked for."""
         self.tree = self.tree.fit(LARGEST)
@@ -66,7 +62,6 @@ class TreeDrafter(Drafter):
             ids,
             device,
             sampled=sampled,
-            samplers=[s.draft_sampler for s in sequences],
             likeliest=likeliest,
             lift=lift,
             foresee=foresee if sampled and all(s.sampler.foresees for s in sequences) else None,

@@ -41,10 +41,6 @@ class UnitedDrafter(Drafter):
         return self.unpaid.max_nodes + self.paid.max_nodes
 
     @property
-    def samples(self) -> bool:  # type: ignore[override]
-        return self.unpaid.samples or self.paid.samples
-
-    @property
     def forwards(self) -> int:  # type: ignore[override]
         return self.paid.forwards
 

@@ -5,9 +5,6 @@ If a child carries that token, the child is accepted and the walk goes on from i
 all the same and the walk ends. Every emitted token is thus a sample from p(. | its own path), so the output has the
 target's distribution for any tree, whoever drafted it and however well: the tree only decides how many samples
 one forward can serve.
-
-Where a drafter sampled a node's children and says from what distribution, the token is found by residual acceptance
-instead (:mod:`longdraft.engine.residual`): distributed alike, and more often one of theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from itertools import islice
 import torch
 
 from longdraft.attention.transfer import on_device
-from longdraft.engine import residual
 from longdraft.engine.sampler import Sampler
 from longdraft.model.runner import not_a_number
 from longdraft.trees.tree import TokenTree
@@ -63,7 +59,7 @@ def decide(nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]]) -> list[lis
         if sampler.plain_greedy:
             tokens.append(likeliest)
         else:
-            tokens.append(None if tree.sampled else sampler.samples(own[: tree.size], tree.depths))
+            tokens.append(sampler.samples(own[: tree.size], tree.depths))
     found = torch.cat([torch.stack(wrong).long(), *(x for x in tokens if x is not None)]).tolist()
     if any(found[: len(nodes)]):
         raise not_a_number()
@@ -96,11 +92,7 @@ def accept(
             token = decided[node]
         else:
             upto = empty if prefix is None else torch.cat([prefix, on_device(tokens, prefix.device, torch.long)])
-            sampled = None if sampler.greedy else tree.sampled.get(node)
-            if sampled is None:
-                token = sampler.sample(upto, logits[node])
-            else:
-                token = residual.sample(sampler.distribution(upto, logits[node]), sampled, sampler.draws.generator)
+            token = sampler.sample(upto, logits[node])
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:

@@ -27,9 +27,6 @@ class Drafter(ABC):
     free: bool = False
     """Whether it can propose without a forward of a draft."""
 
-    samples: bool = False
-    """Whether it samples what it proposes where the target's tokens are sampled, for residual acceptance."""
-
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""
 

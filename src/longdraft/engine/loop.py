@@ -187,8 +187,6 @@ class Engine:
             s.slot = self.cache.choose(self._free, s.prompt[:-1])
             self._free.remove(s.slot)
             self._active.append(self._waiting.popleft())
-            if self.drafter.samples and not s.greedy:
-                s.draft_sampler = s.sampler.draft_sampler(s.ids, self.runner.vocab_size, s.index)
 
     def _leave(self, s: Sequence) -> None:
         if s in self._waiting:
@@ -289,14 +287,10 @@ class Engine:
         going = [s for s in batch if s.finish_reason is None]
         if budget is not None and not self.drafter.free:
             going = budget.choose(going, [roots[s.index] for s in going])
-        found: dict[int, TokenTree] = {}
-        # Greedy and sampled text are drafted apart where that makes a difference to the drafter.
-        kinds = (True, False) if self.drafter.samples else (None,)
-        for group in ([s for s in going if kind is None or s.greedy == kind] for kind in kinds):
-            proposed = self.drafter.propose(group, budget) if group else []
-            # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-            found |= {s.index: tree.limited(s.remaining - 1) for s, tree in zip(group, proposed, strict=True)}
-        return [found.get(s.index, roots[s.index]) for s in batch]
+        proposed = self.drafter.propose(going, budget) if going else []
+        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
+        drafted = {s.index: tree.limited(s.remaining - 1) for s, tree in zip(going, proposed, strict=True)}
+        return [drafted.get(s.index, roots[s.index]) for s in batch]
 
     def _prune(self, trees: list[TokenTree]) -> list[TokenTree]:
         """What is worth verifying of each tree; without a planner, all of it."""

@@ -33,8 +33,8 @@ class Request:
         prompt: a text, or token ids.
         max_new_tokens: emitted at most.
         sampling: temperature and filters together; None: those below, by which it is greedy where none is given.
-        seed: the same seed gives the same text, whatever the method and whoever else is decoded (but see
-            :attr:`Speculator.draws_anew`); None: another text each time.
+        seed: the same seed gives the same text, whatever the method and whoever else is decoded; None: another
+            text each time.
         processors: logits processors of transformers' interface, applied before those of ``sampling``. One with a state
             belongs to one request.
         eos_token_ids: where to end; None takes the model's own, an empty list none.

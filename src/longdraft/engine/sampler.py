@@ -24,7 +24,6 @@ from longdraft.arguments import answering_class, check_number, whole
 from longdraft.engine import processors as row_processors
 from longdraft.engine.draws import Draws, OwnDraws
 from longdraft.errors import values_checked
-from longdraft.trees.draft_sampler import DraftSampler
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -179,23 +178,6 @@ class Sampler:
             if isinstance(processor, _BY_SCORES):
                 scores = processor(tokens.reshape_as(scores), scores)
         return (scores.view_as(log_probs) - numbers[tokens].clamp_min(_TINY).log()).log_softmax(-1)
-
-    def draft_sampler(self, text: Callable[[], torch.Tensor], vocabulary: int, number: int) -> DraftSampler:
-        """What a drafter samples with, for residual acceptance: processed as the target's tokens are, other numbers.
-
-        Its random numbers follow from the next ones of this sampler, which stay as they are: a seed fixes both.
-
-        Args:
-            text: gives the (n,) token ids so far, on the device where logits are. vocabulary: of the target.
-            number: of the sequence: several may share a generator.
-        """
-        twin = self.rehearsal()
-        generator = twin.draws.generator
-        assert generator is not None, "greedy tokens are not sampled"
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        own = torch.Generator(text().device)
-        own.manual_seed(seed + number)
-        return DraftSampler(twin.processors if len(twin.processors) else None, own, text, vocabulary)
 
     def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         """Args:

@@ -10,7 +10,6 @@ import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.engine.sampler import Sampler
-from longdraft.trees.draft_sampler import DraftSampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 # Told the sequence after each emitted token: a reason to finish, or None.
@@ -32,9 +31,6 @@ class Sequence:
         sampler: decides its tokens from the target's logits; None: given before the sequence is decoded. Drafters may
             rehearse coming tokens with it, but not sample.
         rules: asked in order after each emitted token whether the sequence is over.
-
-    Attributes:
-        draft_sampler: what a drafter that samples does it with; None where it does not, or tokens are greedy.
     """
 
     sampler: Sampler
@@ -61,7 +57,6 @@ class Sequence:
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None
-        self.draft_sampler: DraftSampler | None = None
         if sampler is not None:
             self.sampler = sampler
         seen = prompt if shown is None else shown

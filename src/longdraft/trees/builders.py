@@ -65,17 +65,13 @@ def union(
 
 
 def merged(first: TokenTree, second: TokenTree) -> TokenTree:
-    """Two trees on the same root in one; of a node that both have, the larger probability counts.
-
-    What one of them sampled stays sampled: a child that the other adds is taken when the target's token is it.
-    """
+    """Two trees on the same root in one; of a node that both have, the larger probability counts."""
     if not second.drafted or not first.drafted:
         return first if first.drafted else second
     looked_up = first.looked_up
     tokens, parents = list(first.tokens), list(first.parents)
     log_probs = list(first.log_probs or (0.0,) * first.size)
     known = {(parents[i], tokens[i]): i for i in reversed(range(1, first.size))}
-    sampled = dict(first.sampled)
     place = [0]  # of the second tree's nodes in the whole
     for node in range(1, second.size):
         key = (place[second.parents[node]], second.tokens[node])
@@ -89,5 +85,4 @@ def merged(first: TokenTree, second: TokenTree) -> TokenTree:
             log_probs.append(log_prob)
         place.append(known[key])
     looked_up |= {place[node] for node in second.looked_up}
-    sampled |= {place[node]: children for node, children in second.sampled.items()}
-    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), sampled, looked_up)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), looked_up)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from longdraft.trees.draft_sampler import DraftSampler
 from longdraft.trees.level import Expand, Foresee, Growth, Lift, Likeliest, Scored, root_level, to_trees
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
@@ -22,12 +20,10 @@ class TreeKind(ABC):
     Attributes:
         nodes: verify only this many drafted nodes, the most probable; None: all.
         asked: whether the user chose the tree: a planner then leaves it as it is.
-        samples: whether its tokens are sampled by chance where the target's are, for residual acceptance.
     """
 
     nodes: int | None = None
     asked: bool = False
-    samples: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -73,7 +69,6 @@ class TreeKind(ABC):
         device: torch.device | str = "cpu",
         *,
         sampled: bool = False,
-        samplers: Sequence[DraftSampler | None] = (),
         likeliest: Likeliest | None = None,
         foresee: Foresee | None = None,
         lift: Lift | None = None,
@@ -87,7 +82,6 @@ class TreeKind(ABC):
             ids: (draft vocabulary,) target id of each draft id; None: they are the same.
             device: where the draft's logits are.
             sampled: the target's tokens are sampled, not greedy.
-            samplers: each sequence's, for a kind that samples; without, its tokens are the likeliest.
             likeliest: the draft, where it can say the likeliest tokens without giving logits; None: ``expand`` does.
             foresee: says which tokens will be sampled; None: nobody does.
             lift: what to believe of the draft's probabilities; None: what they say.

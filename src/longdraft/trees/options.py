@@ -6,17 +6,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from longdraft.trees.beam import SAMPLED_WIDTHS, Beam
-from longdraft.trees.chain import LENGTH, Chain
+from longdraft.trees.chain import Chain
 from longdraft.trees.dynamic import Dynamic
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.opt import Opt
-from longdraft.trees.sampled import SampledStatic
 from longdraft.trees.static import Static
 
 KINDS: dict[str, type[TreeKind]] = {"chain": Chain, "static": Static, "beam": Beam, "dynamic": Dynamic, "opt": Opt}
 _WIDE = ("beam", "static")  # take widths
-# How sampled text is accepted: one sample from the target a node, or by what the drafter sampled its tokens from.
-ACCEPTANCES = ("draw", "residual")
 
 
 def tree_kind(
@@ -27,7 +24,6 @@ def tree_kind(
     depth: int | None = None,
     top_k: int | None = None,
     threshold: float | None = None,
-    acceptance: str = "draw",
 ) -> TreeKind:
     """The kind of tree from a method's options, None for those that were not given.
 
@@ -40,8 +36,6 @@ def tree_kind(
         tree: "chain", "beam", "dynamic", "opt" or "static"; None: what the options given are of, else ``default``.
         depth, top_k: of a dynamic tree or an OPT-Tree; ``depth`` of a chain too.
         threshold: of an OPT-Tree: tokens by which a level has to make the expected accepted length longer.
-        acceptance: of sampled text: "draw", one sample from the target a node; or "residual", by what the draft sampled
-            its tokens from, which are a static tree, a chain of ``depth`` tokens where no ``widths`` are given.
 
     Raises:
         ValueError: sizes that make no tree, or options of two kinds together.
@@ -49,10 +43,6 @@ def tree_kind(
     options = {"widths": widths, "nodes": nodes, "depth": depth, "top_k": top_k, "threshold": threshold}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     asked = bool(given) or tree is not None
-    if acceptance not in ACCEPTANCES:
-        raise ValueError(f"acceptance must be {' or '.join(ACCEPTANCES)}, got {acceptance!r}")
-    if acceptance == "residual":
-        return _sampled(given if tree is None else given | {"tree": tree})
     if tree is None:
         tree = _meant(default, given)
     if tree not in KINDS:
@@ -86,19 +76,6 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     if not levels or min(levels) < 1:
         raise ValueError(f"widths must be numbers of nodes, one or more for each level, got {levels}")
     return given | {"widths": levels}
-
-
-def _sampled(given: dict[str, Any]) -> SampledStatic:
-    """A tree of sampled tokens. Its shape is fixed: one that followed the samples would make them others."""
-    if wrong := [name for name in ("nodes", "tree", "top_k", "threshold") if name in given]:
-        raise ValueError(
-            f"acceptance=residual samples a tree of a fixed shape: leave {' and '.join(wrong)} out, and give widths "
-            "(children of a node, level by level) or depth (of a chain)"
-        )
-    if "widths" in given and "depth" in given:
-        raise ValueError("widths and depth both say how deep a sampled tree is: give one of them")
-    given = _checked(given)
-    return SampledStatic(widths=given.get("widths") or (1,) * given.get("depth", LENGTH), asked=True)
 
 
 def _meant(default: str, given: Collection[str]) -> str:

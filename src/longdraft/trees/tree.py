@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp
-
-import torch
-
-
-@dataclass(frozen=True)
-class SampledChildren:
-    """Children of a node that a drafter sampled, one after the other, none twice.
-
-    Attributes:
-        q: (vocabulary,) the draft distribution that the first was sampled from; each later one was from what is left.
-        tokens: in the order in which they were sampled.
-    """
-
-    q: torch.Tensor
-    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -35,16 +20,12 @@ class TokenTree:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root, and for it alone.
         log_probs: the drafter's log-probability of each node given its path, 0.0 where it has none to offer.
-        sampled: which nodes' children were sampled, and from what; they are then accepted by it. Such a tree is
-            verified as it was sampled, or cut at a depth that nothing sampled decides: to leave nodes out for being
-            unlikely would be to sample them otherwise than ``sampled`` says.
         looked_up: nodes that a lookup proposed, not a draft: to be shown.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
-    sampled: Mapping[int, SampledChildren] = field(default_factory=dict, compare=False, repr=False)
     looked_up: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +120,7 @@ class TokenTree:
         if not self.drafted or max(self.depths) <= max_depth:
             return self
         kept = [i for i, depth in enumerate(self.depths) if depth <= max_depth]
-        return self._only(kept, {i: children for i, children in self.sampled.items() if self.depths[i] < max_depth})
+        return self._only(kept)
 
     def best(self, nodes: int) -> TokenTree:
         """The tree's best drafted nodes by cumulative log-probability; with a node always its ancestors."""
@@ -147,15 +128,14 @@ class TokenTree:
             return self
         scores = self.path_log_probs
         # A child never scores above its parent; of equal ones the parent comes first, for sorting keeps their order.
-        return self._only([0, *sorted(sorted(range(1, self.size), key=lambda i: -scores[i])[:nodes])], {})
+        return self._only([0, *sorted(sorted(range(1, self.size), key=lambda i: -scores[i])[:nodes])])
 
-    def _only(self, kept: Sequence[int], sampled: Mapping[int, SampledChildren]) -> TokenTree:
+    def _only(self, kept: Sequence[int]) -> TokenTree:
         """The tree of these nodes, in order and closed under parents."""
         new = {old: i for i, old in enumerate(kept)} | {-1: -1}
         return TokenTree(
             tuple(self.tokens[i] for i in kept),
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.log_probs[i] for i in kept) if self.log_probs else (),
-            {new[i]: children for i, children in sampled.items()},
             frozenset(new[i] for i in kept if i in self.looked_up),
         )
