@@ -28,8 +28,8 @@ from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
-from longdraft.planning.mode import checked, planned, planner_for
 from longdraft.planning.planner import Planner
+from longdraft.planning.plans import checked, planned, planner_for
 from longdraft.recipes import Recipe, asked_for, recipe
 from longdraft.views.view import dtype_of
 

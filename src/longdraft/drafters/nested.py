@@ -117,11 +117,11 @@ class NestedDrafter(Drafter):
     def query_window(self) -> int:  # type: ignore[override]
         return max(self.inner.query_window, self.level.query_window)
 
-    def follow_plan(self) -> None:
+    def use_planner(self) -> None:
         """The level stops where another token does not pay, unless a length was asked for."""
         if not self._asked:
             self.max_nodes = max(self.max_nodes, LONGEST)
-        self.inner.follow_plan()
+        self.inner.use_planner()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)

@@ -60,7 +60,7 @@ def tree_kind(
     given = _checked(given)
     if tree == "beam" and widths is None:
         given["sampled_widths"] = SAMPLED_WIDTHS
-    return KINDS[tree](**given, asked=asked)
+    return KINDS[tree](**given, chosen_by_user=asked)
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
