@@ -57,7 +57,7 @@ def main() -> None:
         )
         for name, view in views.items():
             cache = TrueCache(full, partial(runner.new_store, resident=True), view, 1)
-            looks = 8 if name == "specpv" else max(1, view.looks)
+            looks = 8 if name == "specpv" else max(1, view.query_count)
             queries = torch.randn(full.shape.layers, model.config.num_attention_heads, looks, full.shape.head_dim)
             first = milliseconds(cache.choose, 0, queries)
             whole, alone = [], []

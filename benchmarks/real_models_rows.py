@@ -27,7 +27,7 @@ from longdraft.engine.loop import PREFILL_CHUNK
 from longdraft.engine.schedule import verify_trees
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.planning.load import Others
+from longdraft.planning.load import OtherProcesses
 from longdraft.trees.builders import chain
 
 Cell = dict[str, Any]
@@ -105,7 +105,7 @@ def _plain(model: Model, length: int) -> Cell:
     for turn in range(model.args.repeats):
         model.say(f"  turn {turn + 1} of {model.args.repeats}: llama-bench, then ours")
         theirs.append(model.llama(new=new, depth=length))
-        others = Others()
+        others = OtherProcesses()
         own.append(new / _decode(model, store, new))
         busy.append(others.cores)
     return _against(own, theirs, busy)
@@ -161,7 +161,7 @@ def _prompt(model: Model, length: int) -> Cell:
     for turn in range(model.args.repeats):
         model.say(f"  turn {turn + 1} of {model.args.repeats}: llama-bench, then ours")
         theirs.append(model.llama(prompt=length))
-        others = Others()
+        others = OtherProcesses()
         (result,) = spec.generate([model.text(length)], max_new_tokens=1, eos_token_ids=[])
         own.append(length / result.prefill_seconds)
         busy.append(others.cores)
@@ -181,7 +181,7 @@ def _verify(model: Model, length: int) -> Cell:
     sizes = [1, *model.args.verify_rows]
     if (cell := model.too_long(length + max(sizes))) is not None:
         return cell
-    store, others = _filled(model, length), Others()
+    store, others = _filled(model, length), OtherProcesses()
     seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
     for turn in range(-1, model.args.verify_turns):
         for rows, own in seconds.items():
@@ -221,7 +221,7 @@ def _default(model: Model, file: Path) -> Cell:
     depth = int(median(len(job.prompts[0]) for job in jobs))
     model.say(f"  llama-bench at {depth:,} tokens")
     theirs = [model.llama(new=model.args.new_tokens, depth=depth)]
-    others, found = Others(), []
+    others, found = OtherProcesses(), []
     for i, job in enumerate(jobs, 1):
         model.say(f"  prompt {i} of {len(jobs)}: {len(job.prompts[0]):,} tokens")
         found.append(_raced(ours, job, model.args.repeats))

@@ -40,7 +40,7 @@ class Notes:
 
     def __init__(self, draft: Any, **options: Any) -> None:
         super().__init__(draft, **options)  # type: ignore[call-arg]
-        self.follow_plan()  # type: ignore[attr-defined]
+        self.use_planner()  # type: ignore[attr-defined]
         Notes.last = self
         self.trees: list[TokenTree] = []
         self.seconds: list[float] = []

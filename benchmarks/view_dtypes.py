@@ -47,7 +47,7 @@ def main() -> None:
     print(f"{'budget':>7} {'':>9} {'choosing':>9}" + "".join(f"{rows:>9} rows" for rows in options.rows))
     for budget in options.budget:
         view = replace(self_view(options.view, budget, None, None, None), room=max(64, budget // 4))
-        queries = torch.randn(full.shape.layers, 9, max(1, view.looks), full.shape.head_dim)
+        queries = torch.randn(full.shape.layers, 9, max(1, view.query_count), full.shape.head_dim)
         caches = {}
         for name, dtype in DTYPES.items():
             new_store = partial(runner.new_store, resident=True, dtype=dtype)

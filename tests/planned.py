@@ -9,13 +9,13 @@ import pytest
 
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine.schedule import Schedule
-from longdraft.planning import mode
+from longdraft.planning import plans
 from longdraft.planning.costs import CostTable
 
 
 def draft_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's own drafts are tried as others are, not only where texts are so long that they must pay."""
-    monkeypatch.setattr(SelfDrafter, "own_rows", lambda self, length: None)
+    monkeypatch.setattr(SelfDrafter, "rows_read", lambda self, length: None)
 
 
 def use_costs(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> None:
@@ -24,7 +24,7 @@ def use_costs(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> None:
     Args:
         table: of one length of text; None: nothing could be measured, so nothing is planned.
     """
-    monkeypatch.setattr(mode, "table_for", lambda runner, progress=None, seconds=None: table)
+    monkeypatch.setattr(plans, "table_for", lambda runner, progress=None, seconds=None: table)
     if table is None:
         return
     now, forward = [0.0], Schedule.forward

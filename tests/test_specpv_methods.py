@@ -104,7 +104,7 @@ def test_trees_are_planned_by_what_the_partial_cache_holds(model, monkeypatch):
     monkeypatch.setattr(Plan, "node_limit", noted)
     spec = Speculator("specpv", target=model, plan="auto", drafter="prompt-lookup", **SMALL)
     steps = list(spec.stream([PROMPTS[0]], max_new_tokens=40))
-    most = partial_view(8, 4, 4, 4, 6).limit
+    most = partial_view(8, 4, 4, 4, 6).capacity
     assert read[0] == 91 and max(read[1:]) < 2 * most
     assert {step.mode for step in steps} == {"prefill", "refresh", "partial"}
 

@@ -28,8 +28,8 @@ from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
-from longdraft.planning.mode import checked, planned, planner_for
 from longdraft.planning.planner import Planner
+from longdraft.planning.plans import checked, planned, planner_for
 from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
@@ -291,8 +291,7 @@ class Speculator:
             temperature: 0 is greedy, as is None; above 0, ``top_k``, ``top_p`` and ``min_p`` may leave tokens out.
             repetition_penalty: above 1 makes tokens of the text less likely, in greedy text too.
             sampling: all of these in one object, in their place.
-            seed: the same seed gives the same text, whatever the method; prompt i samples
-                with seed + i.
+            seed: the same seed gives the same text, whatever the method; prompt i samples with seed + i.
             eos_token_ids: where to end; None takes the model's own, an empty list none.
             stop: strings that end the output, or one; they are cut from the text.
             chat: wrap text prompts in the tokenizer's chat template, where it has one.

@@ -16,7 +16,7 @@ from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.model.runner import TargetRunner
-from longdraft.planning import mode
+from longdraft.planning import plans
 from longdraft.planning.costs import CostTable
 from tests.drafts import random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -367,7 +367,7 @@ def test_rows_say_how_much_a_draft_sees(loaded):
 
 def test_each_contender_may_have_a_plan_of_its_own(loaded, monkeypatch):
     table = CostTable((0,), (1, 2), ((1e-9, 1.0),))  # a second row costs an age
-    monkeypatch.setattr(mode, "table_for", lambda runner, progress=None, seconds=None: table)
+    monkeypatch.setattr(plans, "table_for", lambda runner, progress=None, seconds=None: table)
     planned = "prompt-lookup:plan=auto"
     wanted = settings(
         methods=("prompt-lookup", planned), plan="fixed", max_tokens=40, ignore_eos=True,

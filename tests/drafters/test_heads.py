@@ -116,7 +116,7 @@ def test_sizes(model, draft, options, drafted, depth):
 
 def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     drafter = HeadsDrafter(draft)
-    drafter.follow_plan()
+    drafter.use_planner()
     text, tree = proposals(model, drafter, limit=NodeLimit(8, 0.9))[0]
     assert tree.drafted == 8
     # The most probable paths: of a child that is in, so is every likelier sibling.
@@ -128,7 +128,7 @@ def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     best = sorted(map(float, every), reverse=True)[:8]
     assert kept == pytest.approx(best, abs=1e-4)
     asked = HeadsDrafter(draft, widths=(2, 2))
-    asked.follow_plan()
+    asked.use_planner()
     assert proposals(model, asked, limit=NodeLimit(8, 0.9))[0][1].drafted == 6
 
 

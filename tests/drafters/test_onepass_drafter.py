@@ -295,7 +295,7 @@ def test_no_tree_is_deeper_than_the_rows(draft):
 
 def test_a_planner_pays_for_the_forward_once(draft, monkeypatch):
     drafter = OnePassDrafter(draft)
-    drafter.follow_plan()
+    drafter.use_planner()
     assert drafter.tree.fit(LARGEST).depth == 3
     found = []
     monkeypatch.setattr(OnePassDrafter.__mro__[1], "propose", lambda self, sequences, budget: found.append(budget))

@@ -291,7 +291,7 @@ def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
         ({"margin": 0}, "margin must be"),
         ({"block": 0}, "block must be"),
         ({"budget": -4}, "budget must be"),
-        ({"selector": "best"}, "selector must be minmax"),
+        ({"selector": "best"}, "selector must be"),
         ({"reduction": "sum"}, "reduction must be one of mean"),
     ],
     ids=str,

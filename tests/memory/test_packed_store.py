@@ -62,7 +62,7 @@ def test_a_view_holds_the_texts_rows_rounded(dtype, monkeypatch):
     for count in (40, 3, 2, 30):
         full.put_rows(0, full.lengths[0], *(torch.randn(2, 3, count, 16) for _ in range(2)))
         full.commit(0, range(count))
-        chosen = [view.follow(0, queries) for view in views]
+        chosen = [view.update(0, queries) for view in views]
         assert chosen[0] == chosen[1]
         same(views[1].store, views[0].store, 0, dtype)
     # What waits is shown to drafters as what it stands for.

@@ -113,9 +113,9 @@ def test_rounded_copies_are_what_torch_makes_of_the_rows(dtype, kind, seed):
                 patch.setattr(caches, "view_kernels", lambda *stores: None)
             cache = TrueCache(full, lambda slots, rows: PackedStore(shape, slots, rows, dtype), view, 2)
         full.lengths[0] = 301
-        cache.follow(0, queries)
+        cache.update(0, queries)
         full.lengths[0] = 318
-        cache.follow(0, queries)
+        cache.update(0, queries)
         kept = [x[:, 0, :, : cache.store.lengths[0]].to(torch.float32) for x in (cache.store.keys, cache.store.values)]
         found.append(torch.cat(kept, -1))
     if kind == "mean-key":  # chunks stay in their places: another order of the same rows

@@ -14,7 +14,7 @@ from longdraft.errors import MemoryBudgetError
 from longdraft.model.runner import TargetRunner
 from longdraft.planning import costs
 from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
-from longdraft.planning.load import Others
+from longdraft.planning.load import OtherProcesses
 from tests.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
@@ -131,7 +131,7 @@ def test_a_table_from_a_busy_machine_is_measured_again(runner, tmp_path):
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_table_knows_whether_others_were_in_the_way(runner, tmp_path, monkeypatch, caplog, busy):
-    monkeypatch.setattr(Others, "in_the_way", busy)
+    monkeypatch.setattr(OtherProcesses, "in_the_way", busy)
     monkeypatch.setattr(logging.getLogger("longdraft"), "propagate", True)
     table = table_for(runner, tmp_path)
     assert table.busy is busy and ("beside other work" in caplog.text) is busy

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longdraft.planning import load
-from longdraft.planning.load import Others
+from longdraft.planning.load import OtherProcesses
 
 
 @pytest.mark.parametrize(("others", "cores", "threads", "expected"), [
@@ -20,7 +20,7 @@ def test_in_the_way(monkeypatch, others, cores, threads, expected):
     monkeypatch.setattr(load, "_own", lambda: clock["own"])
     monkeypatch.setattr(psutil, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    seen = Others()
+    seen = OtherProcesses()
     assert seen.cores == 0.0 and not seen.in_the_way
     clock.update(now=2.0, busy=100.0 + 2 * (others + threads), own=50.0 + 2 * threads)
     assert seen.cores == pytest.approx(others) and seen.in_the_way is expected

@@ -53,7 +53,7 @@ def event(s: Sequence, verified: TokenTree, accepted: int) -> Event:
     """Of a chain of zeros, so many of which were right."""
     accepted = min(accepted, verified.drafted)
     came = (0,) * accepted + (1,)
-    return Event(s, verified, accepted, tuple(range(accepted + 1)), came, accepted, came=came)
+    return Event(s, verified, accepted, tuple(range(accepted + 1)), came, accepted, target_tokens=came)
 
 
 def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):
@@ -288,7 +288,7 @@ def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, aske
     """A step takes 1 + length / 10,000; a draft forward reads 1,000 rows."""
     planner = Planner(CostTable((0, 100_000), (1, 64), ((1.0, 1.5), (11.0, 16.5))))
     drafter = SuffixDrafter()
-    drafter.share, drafter.own_rows = 0.8, lambda n: min(n, 1000)
+    drafter.prior_acceptance, drafter.rows_read = 0.8, lambda n: min(n, 1000)
     planner.expect(drafter)
     s, plan = sequence(), planner.start()
     budget = plan.node_limit([s], [length])

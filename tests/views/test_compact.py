@@ -117,7 +117,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             before = len(text)
             cache.ready(slot, what)
             rows = cache.store.lengths[slot]
-            assert rows + what <= cache.retrieval.view.limit
+            assert rows + what <= cache.retrieval.view.capacity
             if not cache.whole(slot):
                 # The selection as it was when it was gathered, and behind it what has been fed since.
                 at = rows - cache._copied[slot]
@@ -189,7 +189,7 @@ def test_recent_rows_slide_on():
         feed(cache, 0, [token])
         text.append(token)
         n = cache.store.lengths[0]
-        assert 9 <= n <= cache.retrieval.view.limit
+        assert 9 <= n <= cache.retrieval.view.capacity
         assert_holds(cache, 0, text[:2] + text[-(n - 2) :])
 
 
@@ -203,7 +203,7 @@ def test_a_retrievals_choice_is_gathered():
     target = RUNNER.new_store(1, 120)
     forward(RUNNER, [text], target, [0], logits="none")
     target.commit(0, range(99))
-    retrieval.look(target, 0, {0: torch.randn(6, 1, 16)})
+    retrieval.observe(target, 0, {0: torch.randn(6, 1, 16)})
     assert retrieval.chosen(0) is not None
     cache.ready(0, 1)
     assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])

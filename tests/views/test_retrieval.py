@@ -44,7 +44,7 @@ def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Ten
 
 def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor, accepted: int = 0) -> None:
     (layer,) = retrieval.layers(store.shape.layers)
-    retrieval.look(store, slot, {layer: query[:, None]}, accepted)
+    retrieval.observe(store, slot, {layer: query[:, None]}, accepted)
 
 
 # --- which ---

@@ -94,7 +94,7 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, t
             cache.forget(1, start)
             taken_back = True
         else:
-            taken_back &= not cache.follow(1, queries if flag else None, flag)
+            taken_back &= not cache.update(1, queries if flag else None, flag)
             n = full.readable(1)
             assert cache.store.lengths[1] <= cache.store.capacity - 5
             found = [positions(cache, 1, layer, head) for layer in range(2) for head in range(2)]
@@ -124,12 +124,12 @@ def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
         full.commit(0, range(count))
 
     grow(24)
-    assert not cache.follow(0, queries, due=True) and cache.whole(0)  # all of it is there: nothing to choose
+    assert not cache.update(0, queries, due=True) and cache.whole(0)  # all of it is there: nothing to choose
     grow(1)
-    assert cache.follow(0, queries, due=False) and not cache.whole(0) and cache.store.lengths == [16]
+    assert cache.update(0, queries, due=False) and not cache.whole(0) and cache.store.lengths == [16]
     grow(8)
-    assert not cache.follow(0, queries, due=False) and cache.store.lengths == [24]
-    assert cache.follow(0, queries, due=True) and cache.store.lengths == [16]
+    assert not cache.update(0, queries, due=False) and cache.store.lengths == [24]
+    assert cache.update(0, queries, due=True) and cache.store.lengths == [16]
     assert positions(cache, 0, 1, 1)[-4:] == [29, 30, 31, 32]
 
 
@@ -145,7 +145,7 @@ def test_an_offloaded_text(tmp_path, scorer, store):
         for count in (50, 2, 3):
             fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
             full.commit(0, range(count))
-            cache.follow(0, queries)
+            cache.update(0, queries)
         found.append([positions(cache, 0, layer, head) for layer in range(2) for head in range(2)])
     assert found[0] == found[1]
 
@@ -181,7 +181,7 @@ def test_one_layer_alone():
     for count in (30, 2, 9):
         fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
         full.commit(0, range(count))
-        cache.follow(0, {1: torch.randn(4, 1, 4)})
+        cache.update(0, {1: torch.randn(4, 1, 4)})
         n = cache.store.lengths[0]
         values = cache.store.values[0, 0, 1, :n]
         rows = (values[:, 0] - 1e5 - 1e4).long()

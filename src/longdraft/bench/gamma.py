@@ -22,7 +22,7 @@ from longdraft.bench.settings import REFERENCE, Settings, method_name
 from longdraft.errors import CapabilityError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.checkpoints import LoadedModel
-from longdraft.planning.mode import planner_for
+from longdraft.planning.plans import planner_for
 from longdraft.speculator import Speculator
 
 

@@ -101,7 +101,7 @@ class SelfDrafter(Drafter):
             partial.choose(slot, {layer: q[:, -1:] for layer, q in event.queries.items()})
             self._verified[slot] = 0
         else:
-            partial.follow(slot)
+            partial.update(slot)
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]

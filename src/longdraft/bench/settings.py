@@ -15,7 +15,7 @@ from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
 from longdraft.methods import METHODS, method_of, resolve
-from longdraft.planning import mode
+from longdraft.planning import plans
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
@@ -82,7 +82,7 @@ class Settings:
                 resolve(
                     method_name(name), self.options(name), alone=True
                 )  # a wrong option, or a draft that cannot be read
-            mode.checked(self.plan_of(name))
+            plans.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
         if self.snapshots is not None and (self.cold or max(self.batches) > 1):

@@ -24,7 +24,7 @@ from longdraft.errors import CheckpointError
 from longdraft.methods import method_of
 from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.model.stored import is_stored
-from longdraft.planning.load import Others
+from longdraft.planning.load import OtherProcesses
 
 DRAFTED = "self:lookup=true"  # what decodes on a CPU where nobody names a method
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -174,7 +174,7 @@ def bench(
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
-    others = Others()
+    others = OtherProcesses()
     measured, complete = _measure(measuring, groups, file)
     found = report.document(measuring.names, measured, measuring.notes, complete)
     found["hardware"]["busy_cores"] = round(others.cores, 1)

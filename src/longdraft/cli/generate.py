@@ -24,7 +24,7 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt, encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.kernels_said import serving
-from longdraft.planning.load import Others
+from longdraft.planning.load import OtherProcesses
 from longdraft.speculator import Speculator
 
 
@@ -128,7 +128,7 @@ def generate(
         console.note(f"Sampling with --seed {seed}")
     restored = kv_cache is not None and kv_cache.exists()
     cache = PromptCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else PromptCache()
-    others = Others()
+    others = OtherProcesses()
     with Cancel() as cancel:
         run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
         text = TextOutput(silent=output.as_json)

@@ -111,7 +111,7 @@ class Eagle3Drafter(RetrievingDrafter):
         own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
         # Without a window, one that no text of this run outgrows.
         rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
-        beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.limit + self.tree.depth)
+        beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.capacity + self.tree.depth)
         beside += SPARE if self.retrieval is None else 2 * SPARE
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         sizes.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
@@ -196,7 +196,7 @@ class Eagle3Drafter(RetrievingDrafter):
         reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
         what, remedy = "this one has", f"window={reach}"
         if self.retrieval is not None:
-            length = min(length, self.retrieval.view.limit + self.tree.depth)
+            length = min(length, self.retrieval.view.capacity + self.tree.depth)
             what, remedy = "its working cache has", "fewer chunks"
         if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
             return

@@ -197,7 +197,7 @@ def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
     Args:
         ahead: a static tree that nobody asked for begins with the one token that the target itself says.
     """
-    if ahead and isinstance(tree, Static) and not tree.asked:
+    if ahead and isinstance(tree, Static) and not tree.chosen_by_user:
         tree = replace(tree, widths=(1, *tree.widths))
     return tree.limited(levels)
 

@@ -64,7 +64,7 @@ def magicdec_small_lm(draft: SmallLMDraft, **options: Any) -> Drafter:
     if own.view_dtype is not None:
         raise ValueError("view_dtype is of view=snapkv where a small language model drafts: leave it out")
     chain = TreeOptions(tree="chain", depth=own.depth).kind("chain")
-    chain = replace(chain, asked=own.depth is not None)
+    chain = replace(chain, chosen_by_user=own.depth is not None)
     longest = max(LONGEST, chain.depth)
     budget = own.budget
     if budget is None and own.window is None:

@@ -84,8 +84,7 @@ class NestedDrafter(Drafter):
         depth: tokens that the level emits before the target verifies them; None: 6, and with a planner as many as pay.
 
     Raises:
-        ValueError: a level that cannot verify or sees no more than the drafter under it, a drafter that needs to know
-            how its own tokens were sampled, or no tokens.
+        ValueError: a level that cannot verify or sees no more than the drafter under it, or no tokens.
     """
 
     def __init__(self, inner: Drafter, level: Drafter, depth: int | None = None) -> None:
@@ -122,11 +121,11 @@ class NestedDrafter(Drafter):
     def query_window(self) -> int:  # type: ignore[override]
         return max(self.inner.query_window, self.level.query_window)
 
-    def follow_plan(self) -> None:
+    def use_planner(self) -> None:
         """The level stops where another token does not pay, unless a length was asked for."""
         if not self._asked:
             self.max_nodes = max(self.max_nodes, LONGEST)
-        self.inner.follow_plan()
+        self.inner.use_planner()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)

@@ -93,7 +93,7 @@ class RetrievingDrafter(TreeDrafter):
 
     @property
     def query_window(self) -> int:  # type: ignore[override]
-        return 1 if self.retrieval is None else max(1, self.retrieval.view.looks)
+        return 1 if self.retrieval is None else max(1, self.retrieval.view.query_count)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The one whose attention ranks chunks, for the retrieval."""
@@ -107,7 +107,7 @@ class RetrievingDrafter(TreeDrafter):
         if event.begins:
             self.retrieval.reset(slot)
         if event.queries:
-            self.retrieval.look(store, slot, event.queries, event.accepted)
+            self.retrieval.observe(store, slot, event.queries, event.accepted)
         if event.taken_back:
             self.retrieval.truncate(slot, store.readable(slot))
 

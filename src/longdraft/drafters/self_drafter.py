@@ -99,17 +99,17 @@ class SelfDrafter(TreeDrafter):
         self.refresh = Refresh(REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh, own.adaptive)
         self.tree = tree.kind("chain")
         more = log2(max(1.0, self.view.budget / BUDGET))
-        self.share = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
+        self.prior_acceptance = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
         self._agreement: dict[int, Agreement] = {}  # of each text
         self.whole: WholeLM | None = None
         # Rows that trees fill which another one drafted and this one judges.
         self.judged = 0
 
     @property
-    def lightness(self) -> float:  # type: ignore[override]
+    def forward_ratio(self) -> float:  # type: ignore[override]
         return LIGHTER if self.whole is not None and self.whole.lighter else 1.0
 
-    def own_rows(self, length: int) -> float | None:
+    def rows_read(self, length: int) -> float | None:
         kept = self.runner.kv_dtype
         return min(length, self.view.budget) * (self.view_dtype or kept).itemsize / kept.itemsize
 
@@ -119,11 +119,11 @@ class SelfDrafter(TreeDrafter):
 
     @property
     def query_window(self) -> int:  # type: ignore[override]
-        return max(1, self.view.looks)
+        return max(1, self.view.query_count)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """All, where rows are chosen: each layer for itself."""
-        return tuple(range(runner.kv_shape.layers)) if self.view.looks else ()
+        return tuple(range(runner.kv_shape.layers)) if self.view.query_count else ()
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes memory for the views.
@@ -145,7 +145,7 @@ class SelfDrafter(TreeDrafter):
 
         self.cache = TrueCache(full, new_store, self.view, self.rows)
         self.whole = WholeLM.of(runner)
-        self._queries = LastQueries(self.view.looks)
+        self._queries = LastQueries(self.view.query_count)
 
     @property
     def rows(self) -> int:
@@ -165,7 +165,7 @@ class SelfDrafter(TreeDrafter):
 
     def agreement(self, sequence: Sequence) -> Agreement:
         """How often it chooses what the target does in a text."""
-        return self._agreement.setdefault(sequence.index, Agreement(self.share))
+        return self._agreement.setdefault(sequence.index, Agreement(self.prior_acceptance))
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -176,8 +176,8 @@ class SelfDrafter(TreeDrafter):
     def follow(self, sequences: SequenceOf[Sequence]) -> None:
         """Brings the views up to the rows that can be read of each text, chosen anew where that is due."""
         for s in sequences:
-            due = self.view.looks > 0 and self.refresh.due(s.slot)
-            if self.cache.follow(s.slot, self._queries.of(s.slot), due):
+            due = self.view.query_count > 0 and self.refresh.due(s.slot)
+            if self.cache.update(s.slot, self._queries.of(s.slot), due):
                 self.refresh.done(s.slot)
 
     def observe(self, event: Event) -> None:
@@ -185,7 +185,7 @@ class SelfDrafter(TreeDrafter):
         slot = event.sequence.slot
         if event.begins:  # nothing is kept of the last text in the slot
             self._begin(slot)
-        if self.view.looks and event.queries:
+        if self.view.query_count and event.queries:
             self._queries.add(slot, event.queries)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
@@ -196,7 +196,7 @@ class SelfDrafter(TreeDrafter):
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot, event.accepted)
             if event.tree.log_probs:
-                self.agreement(event.sequence).saw(event.tree, event.came)
+                self.agreement(event.sequence).saw(event.tree, event.target_tokens)
 
     def release(self, sequence: Sequence) -> None:
         self._agreement.pop(sequence.index, None)

@@ -45,7 +45,7 @@ class SparseLMDrafter(SelfDrafter):
 
     query_window = 1  # of the target's
 
-    def own_rows(self, length: int) -> float | None:
+    def rows_read(self, length: int) -> float | None:
         return None
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class SparseLMDrafter(SelfDrafter):
         own = self._bound.runner
         # In a batch, short chains of new tokens are padded to the longest.
         self.host(own, own.new_store(store.slots, store.capacity + PIECE))
-        self._taps = Taps(queries=tuple(range(own.kv_shape.layers))) if self.view.looks else NO_TAPS
+        self._taps = Taps(queries=tuple(range(own.kv_shape.layers))) if self.view.query_count else NO_TAPS
         self._vocabulary = runner.vocab_size
         # What was fed of each slot's text, token by token.
         self._fed: list[list[int]] = [[] for _ in range(store.slots)]
@@ -131,7 +131,7 @@ class SparseLMDrafter(SelfDrafter):
     def _read(self, s: Sequence, tokens: list[int]) -> None:
         """Feeds a text in pieces, the last of which has all rows whose queries are wanted."""
         while tokens:
-            count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.looks, PIECE))
+            count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.query_count, PIECE))
             piece, tokens = tokens[:count], tokens[count:]
             self._feed([s], [piece], NO_TAPS if tokens else self._taps, prompt=True)
 

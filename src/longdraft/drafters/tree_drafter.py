@@ -27,7 +27,7 @@ class TreeDrafter(Drafter):
     def max_nodes(self) -> int:  # type: ignore[override]
         return self.tree.max_nodes
 
-    def follow_plan(self) -> None:
+    def use_planner(self) -> None:
         """Grows what a planner can size, a chain or an OPT-Tree, unless another tree was asked for."""
         self.tree = self.tree.fit(LARGEST)
 

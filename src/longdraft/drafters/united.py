@@ -45,15 +45,15 @@ class UnitedDrafter(Drafter):
         return self.paid.forwards
 
     @property
-    def share(self) -> float:  # type: ignore[override]
-        return self.paid.share
+    def prior_acceptance(self) -> float:  # type: ignore[override]
+        return self.paid.prior_acceptance
 
     @property
-    def lightness(self) -> float:  # type: ignore[override]
-        return self.paid.lightness
+    def forward_ratio(self) -> float:  # type: ignore[override]
+        return self.paid.forward_ratio
 
-    def own_rows(self, length: int) -> float | None:
-        return self.paid.own_rows(length)
+    def rows_read(self, length: int) -> float | None:
+        return self.paid.rows_read(length)
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -63,9 +63,9 @@ class UnitedDrafter(Drafter):
     def query_window(self) -> int:  # type: ignore[override]
         return self.paid.query_window
 
-    def follow_plan(self) -> None:
-        self.unpaid.follow_plan()
-        self.paid.follow_plan()
+    def use_planner(self) -> None:
+        self.unpaid.use_planner()
+        self.paid.use_planner()
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.paid.feature_layers(runner)

@@ -100,5 +100,5 @@ def accept(
         node = child
         path.append(node)
     if decided is not None and not sampler.greedy:
-        sampler.draws.took(len(tokens))
+        sampler.draws.advance(len(tokens))
     return Accepted(tuple(path), tuple(tokens))

@@ -30,10 +30,10 @@ class Drafter(ABC):
     forwards: int = 0
     """Forwards of a draft so far; none where drafting costs next to nothing."""
 
-    share: float = 0.0
-    """Chance of a drafted token to be right that is believed before one was seen; of drafters with :meth:`own_rows`."""
+    prior_acceptance: float = 0.0
+    """Chance that a drafted token is right before any was seen; for drafters with :meth:`rows_read`."""
 
-    lightness: float = 1.0
+    forward_ratio: float = 1.0
     """Time of a forward of the target's own layers on the weights that it drafts with, of one on the target's."""
 
     query_window: int = 1
@@ -44,10 +44,10 @@ class Drafter(ABC):
         """What it sees of texts that are longer, once it is bound; none: all of them, or nothing."""
         return ()
 
-    def follow_plan(self) -> None:  # noqa: B027
+    def use_planner(self) -> None:  # noqa: B027
         """Called first if a planner sizes the trees: each :meth:`propose` then brings a limit."""
 
-    def own_rows(self, length: int) -> float | None:
+    def rows_read(self, length: int) -> float | None:
         """Rows of a text's KV that a forward reads, as many bytes each as the target's; None: of another model."""
         return None
 

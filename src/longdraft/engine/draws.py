@@ -38,7 +38,7 @@ class Draws(Protocol):
     def ahead(self, count: int) -> torch.Tensor | None:
         """(vocabulary,) exponentials of the sample behind the next ``count``; None where they cannot be told."""
 
-    def took(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         """Told that ``count`` samples were made with the numbers of :meth:`ahead`: the next ones come behind them."""
 
     def rehearsal(self) -> Draws:
@@ -69,7 +69,7 @@ class OwnDraws:
             self._made.append(self._draw(self._like))
         return self._made[count]
 
-    def took(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         for _ in range(count):
             self._made.popleft()
 
@@ -137,7 +137,7 @@ class StepDraws:
             self.generator.set_state(now)
         return self._blocks[step][row]
 
-    def took(self, row: int, step: int) -> None:
+    def advance(self, row: int, step: int) -> None:
         """A row will not ask for this step again."""
         if row in self._next:
             self._next[row] = step + 1
@@ -182,10 +182,10 @@ class RowDraws:
         numbers = self._draws.at(self._step, self._row, probabilities)
         assert numbers is not None
         token = int((probabilities / numbers).argmax())
-        self.took(1)
+        self.advance(1)
         return token
 
-    def took(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         self._step += count
         if not self._rehearsed:
-            self._draws.took(self._row, self._step - 1)
+            self._draws.advance(self._row, self._step - 1)

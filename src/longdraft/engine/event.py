@@ -25,7 +25,7 @@ class Event:
         tree: what was drafted, on the last token before; a root alone where nothing was.
         accepted: how many drafted tokens were right.
         path: the accepted nodes of ``tree``, the root first.
-        came: tokens that were accepted behind the tree's root, final or not, the last of them not drafted.
+        target_tokens: tokens that were accepted behind the tree's root, final or not, the last of them not drafted.
         emitted: tokens that are final now; from_draft: how many of them, from the first on, were drafted.
         mode: what the logits were computed on. "prefill": the prompt has been read and the first token emitted; the
             first event of a sequence, and the only one of this kind.
@@ -49,7 +49,7 @@ class Event:
     replaced: int | None = None
     taken_back: int = 0
     unconfirmed: int = 0
-    came: tuple[int, ...] = ()
+    target_tokens: tuple[int, ...] = ()
 
     @property
     def begins(self) -> bool:

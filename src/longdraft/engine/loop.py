@@ -82,8 +82,8 @@ class Engine:
         self._opened = -1
         self._read_last = False
         if planner is not None:
-            self.drafter.follow_plan()
-            self.schedule.follow_clock()
+            self.drafter.use_planner()
+            self.schedule.use_planner()
             planner.expect(self.drafter)
 
     # --- requests ---
@@ -259,7 +259,7 @@ class Engine:
         if self._plan is not None:
             drafting = self._drafted - start
             self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
-            self.schedule.took(events, seconds, self._plan.plain(batch))
+            self.schedule.observe_round(events, seconds, self._plan.plain(batch))
         for s, event in zip(batch, events, strict=True):
             self.stats[s.index].count(event)
         # The first of a round's steps carries its seconds.
@@ -267,7 +267,7 @@ class Engine:
 
     def _round(self, batch: list[Sequence]) -> list[Event]:
         """One verification of every sequence of a batch."""
-        trees = self._propose([self.schedule.seen(s) for s in batch])
+        trees = self._propose([self.schedule.drafter_sequence(s) for s in batch])
         trees = self._prune(trees)
         events = []
         found = self.schedule.verify(batch, trees)
@@ -343,5 +343,7 @@ class Engine:
         looked = self._looked.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in looked.items()}
         self.cache.remember(s.slot, s.prompt)
-        self.drafter.observe(Event(self.schedule.seen(s), root, emitted=emitted, mode="prefill", queries=queries))
+        self.drafter.observe(
+            Event(self.schedule.drafter_sequence(s), root, emitted=emitted, mode="prefill", queries=queries)
+        )
         return emitted

@@ -123,11 +123,11 @@ class SpecPV(Schedule):
     def _pays(self) -> bool:
         return self._trial is None or self._trial.on
 
-    def follow_clock(self) -> None:
+    def use_planner(self) -> None:
         # What is confirmed later brings less than it seems to: that it pays has to be seen first.
         self._trial = Trial(on=not self.exact)
 
-    def took(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
+    def observe_round(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
         assert self._trial is not None
         modes = {event.mode for event in events}
         # Its first refresh has nothing to put right: the cycle begins there.
@@ -192,7 +192,7 @@ class SpecPV(Schedule):
 
     def waiting(self, sequence: Sequence) -> list[int]:
         """Tokens before the root whose KV the full store lacks."""
-        return self.seen(sequence).tokens[self.store.lengths[sequence.slot] : -1]
+        return self.drafter_sequence(sequence).tokens[self.store.lengths[sequence.slot] : -1]
 
     def _walk(self, sequence: Sequence, tree: TokenTree, longer: TokenTree, logits: torch.Tensor) -> Verified:
         """What is walked after a full pass: the drafted tree; the tokens before it are final already."""
@@ -255,17 +255,17 @@ class ExactSpecPV(SpecPV):
         self._rehearsing: set[int] = set()
         self._margins: defaultdict[int, int] = defaultdict(lambda: (self.view.room + 1) // 2)
 
-    def seen(self, sequence: Sequence) -> Sequence:
+    def drafter_sequence(self, sequence: Sequence) -> Sequence:
         if sequence.index not in self._guesses:
             self._guesses[sequence.index] = sequence.fork()
         return self._guesses[sequence.index]
 
     def _margin(self, sequence: Sequence) -> int:
-        over = self.seen(sequence).finish_reason is not None
+        over = self.drafter_sequence(sequence).finish_reason is not None
         return -1 if over else self._margins[sequence.index]
 
     def _guessing(self, sequence: Sequence) -> Sequence:
-        guess = self.seen(sequence)
+        guess = self.drafter_sequence(sequence)
         if sequence.index not in self._rehearsing:
             self._rehearsing.add(sequence.index)
             guess.sampler = sequence.sampler.rehearsal()
@@ -291,7 +291,7 @@ class ExactSpecPV(SpecPV):
         if waiting:
             margin = 2 * self._margins[sequence.index] if confirmed else right
             self._margins[sequence.index] = min(max(margin, 2), self.view.room)
-        guess = self.seen(sequence)
+        guess = self.drafter_sequence(sequence)
         self._rehearsing.discard(sequence.index)
         guess.sampler = sequence.sampler
         guess.follow(sequence)
@@ -301,7 +301,7 @@ class ExactSpecPV(SpecPV):
             # What was drafted behind a wrong guess is neither right nor wrong.
             tree=event.tree if confirmed else event.tree.best(0),
             path=tuple(node - waiting for node in accepted.path[waiting:]) if confirmed else (0,),
-            came=accepted.tokens[right:] if confirmed else (),
+            target_tokens=accepted.tokens[right:] if confirmed else (),
             accepted=accepted.from_draft - right,
             # A walk that ended with the text refuted nothing.
             taken_back=0 if sequence.finish_reason else waiting - right,

@@ -196,7 +196,7 @@ class Sampler:
 
         Returns:
             (n,) token ids; None where they depend on more than logits and random numbers that can be told. Who samples
-            by them says so (:meth:`Draws.took`).
+            by them says so (:meth:`Draws.advance`).
         """
         # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
         if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):

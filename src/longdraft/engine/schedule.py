@@ -51,7 +51,7 @@ class Verified:
             accepted.from_draft,
             self.mode,
             {layer: q[:, node : node + 1] for layer, q in self.queries.items()},
-            came=accepted.tokens,
+            target_tokens=accepted.tokens,
         )
 
 
@@ -89,7 +89,7 @@ class Schedule:
         """
         self.runner, self.store, self.query_layers = runner, store, query_layers
 
-    def seen(self, sequence: Sequence) -> Sequence:
+    def drafter_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence as its drafter sees it."""
         return sequence
 
@@ -101,7 +101,7 @@ class Schedule:
         """The target's logits for a tree of each sequence, none of them committed.
 
         Args:
-            trees: rooted at the last token of :meth:`seen`.
+            trees: rooted at the last token of :meth:`drafter_sequence`.
         """
         out = self.forward(trees, sequences, Taps(queries=self.query_layers))
         assert out.logits is not None
@@ -127,10 +127,10 @@ class Schedule:
         self.store.commit(verified.sequence.slot, accepted.path)
         return verified.event(accepted)
 
-    def follow_clock(self) -> None:
-        """Told at first that rounds are planned, so that :meth:`took` says what each took."""
+    def use_planner(self) -> None:
+        """Told at first that rounds are planned, so that :meth:`observe_round` says what each took."""
 
-    def took(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
+    def observe_round(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
         """Told how long a planned round took, with drafting, and what came of it.
 
         Args:

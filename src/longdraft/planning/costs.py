@@ -28,7 +28,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import is_stored
-from longdraft.planning.load import Others
+from longdraft.planning.load import OtherProcesses
 from longdraft.planning.machine import device_name
 from longdraft.trees.tree import TokenTree
 
@@ -203,7 +203,7 @@ def measure(
         None where memory does not even allow the shortest length; lengths that do not fit are left out.
     """
     wanted = [n for n in lengths if n + rows[-1] <= runner.context_length] or [max(1, runner.context_length - rows[-1])]
-    others, start = Others(), time.perf_counter()
+    others, start = OtherProcesses(), time.perf_counter()
     seconds: list[list[float]] = []
     for i, length in enumerate(wanted):
         try:

@@ -12,7 +12,7 @@ import torch
 SLACK = 0.3
 
 
-class Others:
+class OtherProcesses:
     """Cores that other processes keep busy from the time this is made."""
 
     def __init__(self) -> None:

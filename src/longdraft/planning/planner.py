@@ -117,13 +117,13 @@ class Plan:
         """Before the first draft: what a forward of the target on a part of its KV takes is known, and so is whether a
         chain of them pays."""
         planner, drafter = self._planner, self._planner.drafter
-        rows = [None if drafter is None else drafter.own_rows(length) for length in self._lengths]
+        rows = [None if drafter is None else drafter.rows_read(length) for length in self._lengths]
         if drafter is not None and None not in rows:
             own = self._costs.verification(1, [max(1, round(n or 0)) for n in rows])
-            planner.forward = drafter.lightness * own / self._plain
+            planner.forward = drafter.forward_ratio * own / self._plain
             planner.hope.steps = planner.forward
-            if drafter.share:
-                planner.hope.chain(drafter.share, len(rows) * planner.forward + self._row())
+            if drafter.prior_acceptance:
+                planner.hope.chain(drafter.prior_acceptance, len(rows) * planner.forward + self._row())
 
     def _choose(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Sequence]:
         """The sequences whose drafts are worth asking, told what is proposed for nothing."""
@@ -227,6 +227,6 @@ class Plan:
         for event in events:
             if event.sequence.index in self._without:
                 without, new = self._without[event.sequence.index]
-                added = max(0, event.accepted - without.follows(event.came))
+                added = max(0, event.accepted - without.follows(event.target_tokens))
                 for worth in (self._worth[event.sequence.index], planner.worth[event.sequence.greedy]):
                     worth.saw(added, new, steps)

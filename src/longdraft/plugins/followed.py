@@ -109,7 +109,7 @@ class Requests:
         mode = "prefill" if followed.new else "full"
         self.drafter.observe(
             Event(
-                s, root, len(emitted) - 1, emitted=emitted, came=emitted, mode=mode,  # type: ignore[arg-type]
+                s, root, len(emitted) - 1, emitted=emitted, target_tokens=emitted, mode=mode,  # type: ignore[arg-type]
                 queries=followed.queries,
             )
         )  # fmt: skip

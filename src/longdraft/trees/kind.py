@@ -19,11 +19,11 @@ class TreeKind(ABC):
 
     Attributes:
         nodes: verify only this many drafted nodes, the most probable; None: all.
-        asked: whether the user chose the tree: a planner then leaves it as it is.
+        chosen_by_user: whether the user chose the tree: a planner then leaves it as it is.
     """
 
     nodes: int | None = None
-    asked: bool = False
+    chosen_by_user: bool = False
 
     @property
     @abstractmethod
@@ -58,7 +58,7 @@ class TreeKind(ABC):
 
     def fit(self, limit: NodeLimit | None) -> TreeKind:
         """The tree to grow within a planner's limit; this one if there is none, or if the user asked for it."""
-        return self if limit is None or self.asked else self._fit(limit)
+        return self if limit is None or self.chosen_by_user else self._fit(limit)
 
     def grow(
         self,

@@ -60,14 +60,14 @@ class TreeOptions(Options):
             ValueError: options of two kinds together, or sizes that make no tree.
         """
         given: dict[str, Any] = self.given()
-        asked = bool(given)
+        chosen_by_user = bool(given)
         tree = given.pop("tree", None) or _implied(default, given)
         _check_of_one_kind(tree, given)
         if "widths" in given:
             given["widths"] = tuple(given["widths"])
         elif tree == "beam":
             given["sampled_widths"] = SAMPLED_WIDTHS
-        return KINDS[tree](**given, asked=asked)
+        return KINDS[tree](**given, chosen_by_user=chosen_by_user)
 
 
 def _implied(default: str, given: Collection[str]) -> str:

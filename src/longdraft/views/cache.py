@@ -75,8 +75,8 @@ class TrueCache:
     ) -> None:
         self.full, self.view, self._first = full, view, first
         # No text has more rows than the full store.
-        self.store = new_store(full.slots, min(view.limit, full.capacity) + scratch)
-        self._copied = Copied(full.slots, view.limit)
+        self.store = new_store(full.slots, min(view.capacity, full.capacity) + scratch)
+        self._copied = Copied(full.slots, view.capacity)
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
         self._summaries = Summaries(full, view.chunk, kinds) if kinds else None
@@ -92,7 +92,7 @@ class TrueCache:
         """Whether anything of the text is there."""
         return self._copied.sizes[slot] > 0
 
-    def follow(self, slot: int, queries: Queries | None = None, due: bool = False) -> bool:
+    def update(self, slot: int, queries: Queries | None = None, due: bool = False) -> bool:
         """Takes in the rows that the full store has gained; chooses anew where there is no room for them.
 
         Args:

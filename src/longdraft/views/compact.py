@@ -107,7 +107,7 @@ class CompactCache:
     ) -> None:
         self.retrieval, view = retrieval, retrieval.view
         self.fresh = view.room
-        self.reach = min(trained, max(view.limit, view.sink + view.window + PIECE))
+        self.reach = min(trained, max(view.capacity, view.sink + view.window + PIECE))
         self.piece = max(1, min(PIECE, (self.reach - view.sink) // 2))
         behind = View("streaming", 0, view.sink, self.reach - view.sink - self.piece, shared=True)
         self._reading = Retrieval(behind, Refresh(0))
@@ -132,7 +132,7 @@ class CompactCache:
 
     def ready(self, slot: int, count: int) -> None:
         version = self.retrieval.version(slot)
-        room = self.store.lengths[slot] + count <= self.retrieval.view.limit
+        room = self.store.lengths[slot] + count <= self.retrieval.view.capacity
         if not room or not (self.whole(slot) or self._versions[slot] == version):
             self._gather(slot, self.retrieval)
             self._versions[slot] = version

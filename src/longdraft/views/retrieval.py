@@ -47,7 +47,7 @@ class Retrieval:
     def __init__(self, view: View, refresh: Refresh, layer: int | None = None) -> None:
         assert view.shared
         self.view, self.refresh, self._layer = view, refresh, layer
-        self._queries = LastQueries(view.looks)
+        self._queries = LastQueries(view.query_count)
         self._states: defaultdict[int, _State] = defaultdict(_State)
         self._versions: defaultdict[int, int] = defaultdict(int)
 
@@ -59,10 +59,10 @@ class Retrieval:
         """
         if self._layer is not None and self._layer >= count:
             raise ValueError(f"layer must be one of the target's {count}, 0 to {count - 1}, got {self._layer}")
-        return (count - 1 if self._layer is None else self._layer,) if self.view.looks else ()
+        return (count - 1 if self._layer is None else self._layer,) if self.view.query_count else ()
 
     @torch.inference_mode()
-    def look(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor], accepted: int = 0) -> None:
+    def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor], accepted: int = 0) -> None:
         """Told after the prompt and after each verification; scores the chunks when it is time to.
 
         Args:
@@ -96,7 +96,7 @@ class Retrieval:
         """Grows whenever the choice has changed, and with :meth:`reset`."""
         return self._versions[slot]
 
-    def seen(self, slot: int, length: int) -> list[int]:
+    def visible_chunks(self, slot: int, length: int) -> list[int]:
         """Chunks of a text of ``length`` rows that are seen beside sink and window: sorted, none twice.
 
         A text that has room is there whole. Where fewer chunks are chosen than there is room for, the latest of those
@@ -111,7 +111,7 @@ class Retrieval:
 
     def rows(self, slot: int, length: int) -> torch.Tensor:
         """The rows that are seen, (n,) int64 on the host: sorted, below ``length``, n at most the view's ``most``."""
-        return self.view.rows_of(torch.tensor([self.seen(slot, length)], dtype=torch.long), length)[0]
+        return self.view.rows_of(torch.tensor([self.visible_chunks(slot, length)], dtype=torch.long), length)[0]
 
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""

@@ -44,7 +44,7 @@ class RetrievedKV(TrueCache):
         self._versions: list[int | None] = [None] * full.slots
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor:
-        return torch.tensor([[self.retrieval.seen(slot, end)]], dtype=torch.long, device=self.full.device)
+        return torch.tensor([[self.retrieval.visible_chunks(slot, end)]], dtype=torch.long, device=self.full.device)
 
     def forget(self, slot: int, start: int = 0) -> None:
         if start < self._copied.ends[slot]:
@@ -59,7 +59,7 @@ class RetrievedKV(TrueCache):
         """
         for slot in slots:
             version = self.retrieval.version(slot)
-            self.follow(slot, due=self._versions[slot] != version)
+            self.update(slot, due=self._versions[slot] != version)
             self._versions[slot] = version
         return *self.store.layer(0), [self.store.lengths[slot] for slot in slots]
 
@@ -95,7 +95,7 @@ class CompactWindow(Window):
     ) -> None:
         super().__init__(shape, slots, rows, 0, device)
         self.together = False  # what is seen is gathered and turned slot by slot
-        limit = retrieval.view.limit
+        limit = retrieval.view.capacity
         # Never full: with `depth` rows to spare, nodes of no level lose sight of the oldest keys.
         self.near = Window(shape, slots, limit + depth, scratch, device)
         self._copied = Copied(slots, limit)

@@ -99,7 +99,7 @@ class View:
         return self.budget + self.chunk - 1
 
     @property
-    def limit(self) -> int:
+    def capacity(self) -> int:
         """Rows that it holds at most, new ones among them."""
         return self.most + self.room
 
@@ -114,7 +114,7 @@ class View:
         return " + ".join((ends[0], f"{self.chunks:,} x {self.chunk}", ends[1]) if self.chunks else ends)
 
     @property
-    def looks(self) -> int:
+    def query_count(self) -> int:
         """By how many of a text's last queries it is chosen, where the scorer decides that."""
         scorer = SCORERS[self.scorer]
         if scorer is None:
