@@ -103,9 +103,7 @@ class TrainConfig(RunConfig):
 class Eagle3Config(RunConfig):
     """An EAGLE-3 run. The draft has the target's head counts, head size and rotary base."""
 
-    ttt: int = setting(
-        5, "steps of the training-time test: how deep the draft drafts on its own outputs", ONE_OR_MORE
-    )
+    ttt: int = setting(5, "steps of the training-time test: how deep the draft drafts on its own outputs", ONE_OR_MORE)
     decay: float = setting(0.8, "weight of a step relative to the step before it", POSITIVE_SHARE)
     retain: float = setting(
         1.0, "share of a batch's documents that goes on from a step to the next; less is cheaper", POSITIVE_SHARE
@@ -113,7 +111,9 @@ class Eagle3Config(RunConfig):
     feature_layers: tuple[int, ...] = setting(
         (), "decoder layers whose output is read (0: the first); none: 1, L//2-1 and L-4, or those of init"
     )
-    window: int | None = setting(None, "keys of its own that the draft sees, a row's own included; none: all", ONE_OR_MORE)
+    window: int | None = setting(
+        None, "keys of its own that the draft sees, a row's own included; none: all", ONE_OR_MORE
+    )
     distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
     rope_theta: float | None = setting(
         None, "base of the draft's rotary embedding; none: that of init, or the target's", POSITIVE
@@ -158,7 +158,9 @@ class LmConfig(RunConfig):
         None, "layer of the target (0: the first) that the draft names for retrieval; none: the last", ZERO_OR_MORE
     )
     max_length: int = setting(
-        1024, "tokens, the longest text that it sees while drafting; of a longer prompt and answer, the end", ONE_OR_MORE
+        1024,
+        "tokens, the longest text that it sees while drafting; of a longer prompt and answer, the end",
+        ONE_OR_MORE,
     )
     distill: float = setting(0.8, "share of the loss that follows the target's distribution", SHARE)
 

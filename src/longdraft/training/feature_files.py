@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError, LongdraftError
-from longdraft.training.branches import Said
+from longdraft.training.branches import TokenFeatures
 from longdraft.training.features import Features
 
 INDEX = "index.json"
@@ -69,7 +69,7 @@ def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def joined(texts: Sequence[Said] | Sequence[Features]) -> dict[str, torch.Tensor]:
+def joined(texts: Sequence[TokenFeatures] | Sequence[Features]) -> dict[str, torch.Tensor]:
     """The tensors of texts laid end to end: ``tokens``, likeliest tokens (``ids``, ``lps``), and ``rows`` by name."""
     tensors = {
         "tokens": torch.cat([text.tokens for text in texts]).int(),

@@ -11,7 +11,7 @@ import torch
 
 from longdraft.errors import CheckpointError
 from longdraft.training import feature_files
-from longdraft.training.branches import Said, hidden_name
+from longdraft.training.branches import TokenFeatures, hidden_name
 from longdraft.training.documents import Document
 from longdraft.training.feature_files import INDEX
 from longdraft.training.features import FeatureReader, Features
@@ -47,7 +47,7 @@ class KeptFeatures:
         """The passages, of these, that have no file."""
         return [number for number in passages if not _file(self.folder, number).exists()]
 
-    def write(self, number: int, passage: Said, answers: Sequence[Said]) -> None:
+    def write(self, number: int, passage: TokenFeatures, answers: Sequence[TokenFeatures]) -> None:
         """Writes the file of a passage and its answers, at least one. Raises CheckpointError if that fails."""
         parts = {"passage": feature_files.joined([passage]), "answers": feature_files.joined(answers)}
         tensors = {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}

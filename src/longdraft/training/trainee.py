@@ -149,7 +149,9 @@ class Trainee(nn.Module):
             end = tokens - self.ahead
             first = end - self.learned(tokens, document.start, shift)
             if first >= end:
-                raise ValueError(f"a document of {tokens} tokens has no row to learn (start {document.start}, {shift=})")
+                raise ValueError(
+                    f"a document of {tokens} tokens has no row to learn (start {document.start}, {shift=})"
+                )
             spans.append((0 if before is None else max(0, first - before), first, end))
         return Pack(documents, spans)
 
