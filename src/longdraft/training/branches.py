@@ -222,7 +222,7 @@ class Branches:
 
     @torch.inference_mode()
     def read(self, passage: int, tokens: Sequence[int]) -> TokenFeatures | None:
-        """Reads a passage into a place, empties the place's rows, and returns the passage's features if they are kept."""
+        """Reads a passage into a place and empties the place's rows; returns the passage's features, if kept."""
         rows = slice(passage * self.per_passage, (passage + 1) * self.per_passage)
         self.store.lengths[rows] = 0
         self._prefix_lengths[rows] = len(tokens)

@@ -41,7 +41,7 @@ NOISE = 0.3
 
 
 class Eagle3Trainee(Trainee):
-    """The block, which alone has parameters, its head among them.
+    """A training step of an EAGLE-3 block, which has a head of its own.
 
     Args:
         rotary: the draft's own rotary embedding.
@@ -50,9 +50,10 @@ class Eagle3Trainee(Trainee):
         window: keys of its own that a row sees, the row included; None for all.
         retain: share of a batch's documents that goes on from each step to the next. Less makes later steps cheaper and
             gives them less weight (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
-        kept, distill, product_dtype: see :class:`~longdraft.training.trainee.Trainee`; features get that dtype too.
+        product_dtype: dtype of the products with the head, and of the features.
     """
 
+    block: Eagle3Block
     ahead = 2
     slides = True
     """The window of a later step's row ends with that row, as a node's does in drafting."""
@@ -70,9 +71,8 @@ class Eagle3Trainee(Trainee):
         product_dtype: torch.dtype = torch.float32,
         retain: float = 1.0,
     ) -> None:
-        super().__init__(parts, kept, distill, product_dtype)
-        self.block, self.retain = block, retain
-        self.steps, self.decay, self.window, self._rotary = steps, decay, window, rotary
+        super().__init__(block, parts, kept, distill, product_dtype)
+        self.steps, self.decay, self.window, self.retain, self._rotary = steps, decay, window, retain, rotary
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
@@ -150,8 +150,7 @@ class _Steps:
     """Attention of one batch, step after step. It keeps the keys of all steps.
 
     Args:
-        lengths: rows of each document.
-        counts: learned rows of each document, which are its last ones.
+        lengths, counts: rows of each document, and how many of them, the last ones, are learned.
         window: keys that a row of step 0 sees.
         slides: rows of later steps see ``window`` keys too, their own included. Otherwise they see what their anchor
             sees, and the later steps' keys beside it.
@@ -261,8 +260,7 @@ def run(
     runner = session.runner
     plan = _new(config, session) if init is None else _further(config, init, session)
     plan = replace(plan, block=adapt(plan.block))
-    reader = session.reader(plan.layers)
-    if (source := session.source(reader)) is None:
+    if (source := session.source(plan.layers)) is None:
         return
     if init is None:
         fit(plan.block, source[0], len(plan.layers))
@@ -278,7 +276,7 @@ def run(
         session.product_dtype,
         config.retain,
     )
-    yield from session.train(trainee, reader, source, kind, plan.described(config), levels=config.ttt)
+    yield from session.train(trainee, source, kind, plan.described(config), levels=config.ttt)
 
 
 def fit(block: Eagle3Block, document: Features, layers: int) -> None:
@@ -352,7 +350,7 @@ def _read(folder: str, kind: str) -> Eagle3Draft:
 
 
 def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Plan:
-    """The draft in ``init``. It keeps its sizes, vocabulary and layers, and its positions unless a setting changes them."""
+    """The draft in ``init`` with its sizes, vocabulary and layers, and its positions unless a setting changes them."""
     init.check(session.runner)
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:

@@ -1,8 +1,8 @@
 """Features on disk: the target runs once, and the draft trains on its features for any number of epochs.
 
-A cache is a folder of shards, a safetensors file for each 128 documents laid end to end, and an ``index.json`` that says
-what they were computed from. A shard appears whole or not at all, so a killed run continues with the next one. Several
-processes fill shards side by side.
+A cache is a folder of shards, a safetensors file for each 128 documents laid end to end, and an ``index.json`` that
+says what they were computed from. A shard appears whole or not at all, so a killed run continues with the next one.
+Several processes fill shards side by side.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class FeatureCache:
         folder: folder of the shards.
         documents, offsets: the documents and their anchor-offsets.
         identity: what else the features depend on: the target, the dtype.
-        top: how many of the target's likeliest tokens there are.
-        names: names of what the draft reads, see :class:`Features`.
+        reader: computes them.
     """
 
     def __init__(
@@ -49,15 +48,14 @@ class FeatureCache:
         documents: Sequence[Document],
         offsets: Sequence[int],
         identity: dict[str, Any],
-        top: int,
-        names: Sequence[str] = ("keys", "values"),
+        reader: FeatureReader,
     ) -> None:
-        self.folder, self.documents, self.offsets, self.top, self.names = folder, documents, offsets, top, names
+        self.folder, self.documents, self.offsets, self.reader = folder, documents, offsets, reader
         self.index = identity | {
             "lengths": [len(d.tokens) for d in documents],
             "starts": [d.start for d in documents],
             "offsets": list(offsets),
-            "top": top,
+            "top": reader.top,
         }
 
     @property
@@ -86,16 +84,13 @@ class FeatureCache:
                 tokens=torch.tensor(document.tokens),
                 start=document.start,
                 offset=self.offsets[i],
-                rows={name: file.get_slice(name)[rows] for name in self.names},
+                rows={name: file.get_slice(name)[rows] for name in self.reader.names},
                 top_ids=file.get_slice("ids")[learned].long(),
                 top_log_probs=file.get_slice("lps")[learned].float(),
             )
 
-    def prepare(self, bytes_per_token: int) -> None:
+    def prepare(self) -> None:
         """Checks what the folder holds, and the free space, before the target runs.
-
-        Args:
-            bytes_per_token: bytes of what the draft reads for one token.
 
         Raises:
             CheckpointError: the folder holds other documents' features or a damaged shard, or the disk is too full.
@@ -110,7 +105,7 @@ class FeatureCache:
             with feature_files.opened(self.path(shard), ADVICE) as file:
                 if file.get_tensor("tokens").tolist() != [t for d in self._documents_of(shard) for t in d.tokens]:
                     raise feature_files.refused(self.folder, OTHER)
-        needed = bytes_needed(missing, bytes_per_token, self.top)
+        needed = bytes_needed(missing, self.reader.bytes_per_token, self.reader.top)
         free = shutil.disk_usage(self.folder).free
         if needed > USABLE * free:
             raise CheckpointError(
@@ -122,7 +117,6 @@ class FeatureCache:
 
     def fill(
         self,
-        reader: FeatureReader,
         progress: Callable[[int, int], None] = lambda done, total: None,
         share: tuple[int, int] = (0, 1),
         stop: Callable[[], bool] = lambda: False,
@@ -148,10 +142,10 @@ class FeatureCache:
             if self.path(shard).exists():
                 done += sum(len(d.tokens) for d in documents)
                 continue
-            reader.forget()  # so that a shard is the same to the bit, whoever fills it and when
+            self.reader.forget()  # so that a shard is the same to the bit, whoever fills it and when
             features = []
             for document, offset in zip(documents, self.offsets[shard * SHARD :], strict=False):
-                features.append(reader.read(document, offset))
+                features.append(self.reader.read(document, offset))
                 done += len(document.tokens)
                 progress(done, total)
                 if stop():

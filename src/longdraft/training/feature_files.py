@@ -81,7 +81,7 @@ def joined(texts: Sequence[TokenFeatures] | Sequence[Features]) -> dict[str, tor
 
 @contextmanager
 def opened(path: Path, advice: str) -> Iterator[Any]:
-    """An open safetensors file. A file that is missing or damaged, or lacks what is read of it, is a CheckpointError."""
+    """An open safetensors file. Raises CheckpointError if it is missing or damaged, or lacks what is read."""
     with readable(path, advice), safe_open(path, framework="pt") as file:
         yield file
 

@@ -90,11 +90,11 @@ def generate(
 
     A row has ``tokens`` (prompt and answer, the answer's end-of-sequence token included), ``start`` (the answer's first
     token), ``temperature``, ``text`` (the answer) and ``at`` (its passage, its number there, and how many answers the
-    passage has). A passage's answers are written together, so a killed run continues with the passages that are missing.
-    The answers to a passage depend on ``seed`` alone, up to rounding: rows beside a row change its last bits.
+    passage has). A passage's answers are written together, so a killed run continues with the missing passages. The
+    answers to a passage depend on ``seed`` alone, up to rounding: rows beside a row change its last bits.
 
-    An answer ends with the target's end of sequence, after ``max_new_tokens``, or when it repeats itself. One that begins
-    like another answer to the same passage is dropped.
+    An answer ends with the target's end of sequence, after ``max_new_tokens``, or when it repeats itself. One that
+    begins like another answer to the same passage is dropped.
 
     Args:
         passages: prompts, those about a passage together. Prompts too long for the context are left out.

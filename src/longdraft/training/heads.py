@@ -22,13 +22,13 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 
 class HeadsTrainee(Trainee):
-    """The heads, which alone have parameters.
+    """A training step of all heads.
 
     Args:
         decay: weight of a head relative to the head before it.
-        kept, distill, head_dtype: see :class:`~longdraft.training.trainee.Trainee`.
     """
 
+    block: HeadsBlock
     ahead = 2  # token t + 1 is the root, which the target predicts itself
 
     def __init__(
@@ -36,13 +36,12 @@ class HeadsTrainee(Trainee):
         block: HeadsBlock,
         parts: SharedParts,
         kept: torch.Tensor | None = None,
-        decay: float = 1.0,
         distill: float = 0.0,
-        head_dtype: torch.dtype = torch.float32,
+        product_dtype: torch.dtype = torch.float32,
+        decay: float = 1.0,
     ) -> None:
-        super().__init__(parts, kept, distill, head_dtype)
-        self.block, self.decay = block, decay
-        self._head = self.borrowed_head()
+        super().__init__(block, parts, kept, distill, product_dtype)
+        self.decay = decay
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
@@ -67,7 +66,7 @@ class HeadsTrainee(Trainee):
         hidden = torch.cat([state[row.to(self.device)] for state, row in zip(states, rows, strict=True)])
         labels = self.labels(pack).at(torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
         depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(self.device)
-        return self.output(hidden, self._head, labels, depths, (self.decay ** (depths - 1))[:, None])
+        return self.output(hidden, self.target_head, labels, depths, (self.decay ** (depths - 1))[:, None])
 
 
 def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
@@ -82,8 +81,7 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable
     else:
         kept = init.ids
         init.check(runner)
-    reader = session.reader((runner.kv_shape.layers - 1,))
-    if (source := session.source(reader)) is None:
+    if (source := session.source((runner.kv_shape.layers - 1,))) is None:
         return
     if init is None:
         block = HeadsBlock(HeadsShape(runner.parts.hidden_size, heads, runner.parts.rms_norm_eps))
@@ -91,6 +89,6 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable
         block.initialise(first_norm, float(source[0].hidden.cpu().float().square().mean(-1).sqrt().median()))
     else:
         block = init.trainable()
-    trainee = HeadsTrainee(block, runner.parts, kept, config.decay, config.distill, session.product_dtype)
+    trainee = HeadsTrainee(block, runner.parts, kept, config.distill, session.product_dtype, config.decay)
     described = block.shape.as_dict() | {"trained_length": config.max_length}
-    yield from session.train(trainee, reader, source, KIND, described, levels=heads, measured=heads)
+    yield from session.train(trainee, source, KIND, described, levels=heads, measured=heads)

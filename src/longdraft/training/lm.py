@@ -15,7 +15,6 @@ from torch import nn
 
 from longdraft.drafters.small_lm_draft import KIND, TrainedLM
 from longdraft.model import small_models
-from longdraft.model.parts import SharedParts
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import by_text
@@ -27,24 +26,7 @@ from longdraft.training.vocabulary import rows_of
 
 
 class LmTrainee(Trainee):
-    """The decoder, which alone has parameters.
-
-    Args:
-        decoder: made by :func:`longdraft.model.small_models.decoder`.
-        kept, distill, head_dtype: see :class:`~longdraft.training.trainee.Trainee`.
-    """
-
-    def __init__(
-        self,
-        decoder: nn.Module,
-        parts: SharedParts,
-        kept: torch.Tensor | None = None,
-        distill: float = 0.8,
-        head_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(parts, kept, distill, head_dtype)
-        self.decoder = decoder
-        self._head = self.borrowed_head()
+    """A training step of a decoder that :func:`longdraft.model.small_models.decoder` has made."""
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int] = ()) -> StepOutput:
         """The loss of packed documents. ``shifts`` are not used, and all ``depths`` of the result are 1."""
@@ -55,9 +37,9 @@ class LmTrainee(Trainee):
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return pack.attend(causal, q, k, v)
 
-        hidden = small_models.hidden_states(self.decoder, x, positions, attend)[pack.learned.to(self.device)]
+        hidden = small_models.hidden_states(self.block, x, positions, attend)[pack.learned.to(self.device)]
         labels = self.labels(pack)
-        return self.output(hidden, self._head, labels, torch.ones_like(labels.text))
+        return self.output(hidden, self.target_head, labels, torch.ones_like(labels.text))
 
 
 def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
@@ -70,13 +52,12 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], b
         learned = [replace(d, start=1) if len(d.tokens) < length else d for d in session.data.learned]
         session = replace(session, data=replace(session.data, learned=learned))
     trainee = LmTrainee(decoder, runner.parts, kept, config.distill, session.product_dtype)
-    reader = session.reader(None)
-    if (source := session.source(reader)) is None:
+    if (source := session.source(None)) is None:
         return
     described = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
-    yield from session.train(trainee, reader, source, KIND, described, levels=1, ranks_of=by_text)
+    yield from session.train(trainee, source, KIND, described, levels=1, ranks_of=by_text)
 
 
 def _draft(config: LmConfig, session: Session) -> tuple[nn.Module, dict[str, Any], torch.Tensor | None]:

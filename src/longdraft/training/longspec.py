@@ -14,7 +14,6 @@ import torch
 
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.longspec_draft import KIND, LongSpecDraft, check_rotary
-from longdraft.model.parts import SharedParts
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import by_shift
@@ -25,19 +24,9 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 
 class LongSpecTrainee(Trainee):
-    """The block, which alone has parameters. Arguments are those of :class:`~longdraft.training.trainee.Trainee`."""
+    """A training step of a LongSpec block."""
 
-    def __init__(
-        self,
-        block: LongSpecBlock,
-        parts: SharedParts,
-        kept: torch.Tensor | None = None,
-        distill: float = 0.0,
-        head_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(parts, kept, distill, head_dtype)
-        self.block = block
-        self._head = self.borrowed_head()
+    block: LongSpecBlock
 
     def learned(self, tokens: int, start: int, shift: int) -> int:
         """The number of learned rows; a row before ``shift`` has no key that far back."""
@@ -61,7 +50,7 @@ class LongSpecTrainee(Trainee):
 
         hidden = self.block(x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
         depths = torch.tensor(shifts).repeat_interleave(torch.tensor(pack.counts)).to(self.device)
-        return self.output(hidden, self._head, self.labels(pack), depths)
+        return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
 def train_longspec(
@@ -73,13 +62,12 @@ def train_longspec(
     check_rotary(runner)
     block, kept = _draft(config, session)
     trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
-    reader = session.reader()
-    if (source := session.source(reader)) is None:
+    if (source := session.source(())) is None:
         return
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
     yield from session.train(
-        trainee, reader, source, KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
+        trainee, source, KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
     )
 
 

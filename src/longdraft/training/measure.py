@@ -2,8 +2,8 @@
 
 On text that the target wrote greedily, drafting follows the true tokens up to its first wrong one. So the ranks of the
 true next token at every level tell how far a tree of given widths would come from any position: a level is accepted if
-the true token is among its first choices. (Levels are shifts j = 1, 2, ... for LongSpec, steps of the training-time test
-for EAGLE-3, and all the same for a language model.)
+the true token is among its first choices. (Levels are shifts j = 1, 2, ... for LongSpec, steps of the training-time
+test for EAGLE-3, and all the same for a language model.)
 
 Rounds follow each other as in decoding. The first root is the first learned token, which prefill has given; a round
 emits the accepted tokens and one more, and that one is the next root.
@@ -39,8 +39,8 @@ class Simulated:
     tree: float
 
 
-# trainee, document, levels -> (levels, L - 1) ranks of the text's next token; UNSEEN where a level has none. Column t is
-# for the token after t, which level d predicts as the d-th token beyond what the target has read.
+# trainee, document, levels -> (levels, L - 1) ranks of the text's next token; UNSEEN where a level has none. Column t
+# is for the token after t, which level d predicts as the d-th token beyond what the target has read.
 Ranks = Callable[[Callable[..., StepOutput], Features, int], torch.Tensor]
 UNSEEN = 1 << 30
 

@@ -6,8 +6,8 @@ that with an ordinary causal kernel:
 
     O[j:] = attention(Q[j:], K[:-j], V[:-j])
 
-If only the last rows of a text are learned, the queries are those rows, and the causal mask is aligned to the lower right
-corner: the last query sees the last key.
+If only the last rows of a text are learned, the queries are those rows, and the causal mask is aligned to the lower
+right corner: the last query sees the last key.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from longdraft.training.trainee import StepOutput
 
 
 class OnePassTrainee(Eagle3Trainee):
-    """The block, which alone has parameters. Arguments are those of :class:`Eagle3Trainee`."""
+    """A training step of a one-pass block. Arguments are those of :class:`Eagle3Trainee`."""
 
     block: OnePassBlock
     slides = False

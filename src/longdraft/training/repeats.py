@@ -1,7 +1,7 @@
 """Texts that repeat themselves, which teach a small draft to copy from its context.
 
-A draft that cannot quote has no use for chunks that were retrieved for it, and plain text repeats little within the short
-length that a draft is trained at. Half of these texts repeat passages, half repeat facts.
+A draft that cannot quote has no use for chunks that were retrieved for it, and plain text repeats little within the
+short length that a draft is trained at. Half of these texts repeat passages, half repeat facts.
 """
 
 from __future__ import annotations

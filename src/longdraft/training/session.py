@@ -3,12 +3,12 @@
 :func:`begin` starts processes, loads the target and reads the documents. :class:`Session` finds the vocabulary and the
 target's features, and trains. What lies between is the kind of draft: its module, new or read from a folder.
 
-Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared, how much is done, and of
-how much, 0 if unknown), and a ``stop`` (called after each step and while the target reads; True writes a checkpoint and
-ends). It yields a report for each step, and resumes the run in ``config.out`` if there is one. The draft with the best
-simulated acceptance is saved in ``out/best``, the last one in ``out/last``. Under torchrun or ``accelerate launch``,
-every process calls it. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does not fit, or a
-target that takes no drafts.
+Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared, how much is done, and
+of how much, 0 if unknown), and a ``stop`` (called after each step and while the target reads; True writes a checkpoint
+and ends). It yields a report for each step, and resumes the run in ``config.out`` if there is one. The draft with the
+best simulated acceptance is saved in ``out/best``, the last one in ``out/last``. Under torchrun or ``accelerate
+launch``, every process calls it. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does
+not fit, or a target that takes no drafts.
 """
 
 from __future__ import annotations
@@ -97,23 +97,23 @@ class Session:
             counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def reader(self, layers: tuple[int, ...] | None = ()) -> FeatureReader:
-        """A reader of what the draft reads: hidden states of ``layers``, the last layer's KV (), or nothing (None)."""
-        dtype = torch.bfloat16 if self.half else self.runner.kv_shape.dtype
-        return FeatureReader(self.runner, self.config.top, dtype, layers)
+    def source(self, layers: tuple[int, ...] | None) -> FeatureSource | None:
+        """The features of the learned documents; None if ``stop`` ended the filling of the cache.
 
-    def source(self, reader: FeatureReader) -> FeatureSource | None:
-        """Where the learned documents' features come from; None if ``stop`` ended the filling of the cache."""
+        Args:
+            layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+        """
         config, runner, learned = self.config, self.runner, self.data.learned
+        dtype = torch.bfloat16 if self.half else runner.kv_shape.dtype
+        reader = FeatureReader(runner, config.top, dtype, layers)
         if not config.anchor_offset and self._kept(learned):
             return KeptSource(learned, runner.parts.description, reader)
         if any(d.kept for d in learned):
-            self.progress(
-                "features kept beside answers are not used: they need plain positions (anchor_offset: 0), a target that "
-                "is not stretched, and kept features for all data",
-                0,
-                0,
+            line = (
+                "features kept beside answers are not used: all data must have them, with plain positions "
+                "(anchor_offset: 0) and a target that is not stretched"
             )
+            self.progress(line, 0, 0)
         offsets = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
         if config.cache is None:
             return LiveFeatures(reader, learned, offsets)
@@ -128,12 +128,11 @@ class Session:
             identity["layers"] = list(reader.layers)
         if not reader.names:
             identity["reads"] = "text"
-        cache = FeatureCache(folder, self.data.learned, offsets, identity, reader.top, reader.names)
+        cache = FeatureCache(folder, self.data.learned, offsets, identity, reader)
         if accelerator.is_main_process:
-            cache.prepare(reader.bytes_per_token)
+            cache.prepare()
         accelerator.wait_for_everyone()
         complete = cache.fill(
-            reader,
             lambda done, total: self.progress("the target reads", done, total),
             (accelerator.process_index, accelerator.num_processes),
             self.stop,
@@ -157,7 +156,6 @@ class Session:
     def train(
         self,
         trainee: Trainee,
-        reader: FeatureReader,
         source: FeatureSource,
         kind: str,
         config: Mapping[str, Any],
@@ -170,15 +168,15 @@ class Session:
         """Trains a module; yields a report for each step.
 
         Args:
-            trainee: the module; the parameters of its one submodule are the draft's weights.
+            trainee, source: the module, and the features of the learned documents.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
-        held_out = self.held_out(reader)
+        held_out = self.held_out(source.reader)
 
         def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
-            own = {path.partition(".")[2]: t for path, t in weights.items()}  # without the submodule's name
+            own = {name.removeprefix("block."): t for name, t in weights.items()}
             draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
             draft_folder.save(Path(self.config.out) / name, draft)
 

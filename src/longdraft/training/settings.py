@@ -115,7 +115,9 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
         raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
     hints = get_type_hints(config)
     converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}
-    return config(**converted, fields_set=tuple(values))
+    make: Any = config
+    made: Config = make(**converted, fields_set=tuple(values))
+    return made
 
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -93,9 +94,10 @@ class Pack:
 
 
 class Trainee(nn.Module):
-    """The module to train, with the parts it borrows from the target. Borrowed parts are neither trained nor saved.
+    """A module to train, with the parts it borrows from the target. Borrowed parts are neither trained nor saved.
 
     Args:
+        block: the module to train, which has the draft's weights.
         parts: the target's embedding, head and rotary embedding.
         kept: (V',) target ids of the draft's vocabulary; None for all.
         distill: share of the loss that follows the target's distribution.
@@ -106,12 +108,16 @@ class Trainee(nn.Module):
     """Row t predicts token t + ahead."""
 
     def __init__(
-        self, parts: SharedParts, kept: torch.Tensor | None, distill: float, product_dtype: torch.dtype
+        self,
+        block: nn.Module,
+        parts: SharedParts,
+        kept: torch.Tensor | None = None,
+        distill: float = 0.0,
+        product_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.kept, self.distill = kept, distill
-        self._parts = parts  # no nn.Module, so nothing of the target is registered
-        self._product_dtype = product_dtype
+        self.block, self.kept, self.distill = block, kept, distill
+        self._parts, self._product_dtype = parts, product_dtype
         vocabulary = parts.head.shape[0]
         table = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary)
         self._to_draft = table.to(parts.head.device)
@@ -120,7 +126,8 @@ class Trainee(nn.Module):
     def device(self) -> torch.device:
         return self._to_draft.device
 
-    def borrowed_head(self) -> torch.Tensor:
+    @cached_property
+    def target_head(self) -> torch.Tensor:
         """(V', hidden size) rows of the target's head for the draft's vocabulary."""
         return rows_of(self._parts.head, self.kept).detach().to(self._product_dtype)
 

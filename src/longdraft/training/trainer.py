@@ -23,7 +23,7 @@ from longdraft.training import checkpoints, corpus
 from longdraft.training.batches import Batch, Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.documents import Document
-from longdraft.training.features import Features
+from longdraft.training.features import FeatureReader, Features
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report, RunLog
 from longdraft.training.trainee import StepOutput, Trainee
@@ -31,6 +31,8 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 class FeatureSource(Protocol):
     """The features of the learned documents, from disk or computed when asked for."""
+
+    reader: FeatureReader
 
     def __len__(self) -> int: ...
 
