@@ -23,9 +23,9 @@ from longdraft.training.session import Session
 from longdraft.training.settings import read_config
 
 
-def measured(self: Session, trainee: Any, reader: Any, *_: Any, **how: Any) -> Iterator[Any]:
+def measured(self: Session, trainee: Any, source: Any, *_: Any, **how: Any) -> Iterator[Any]:
     """In the place of training: what a trainee would have accepted."""
-    documents = self.held_out(reader)
+    documents = self.held_out(source.reader)
     levels, ranks_of = how.get("measured", DEPTH), how.get("ranks_of", by_step)
     with self.accelerator.autocast():
         found = simulate(trainee.eval(), documents, levels, ranks_of=ranks_of)

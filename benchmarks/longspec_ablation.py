@@ -38,7 +38,7 @@ def probe(folder: str, parts: SharedParts) -> LongSpecTrainee:
     draft = LongSpecDraft(folder, contents)
     block = LongSpecBlock(draft.shape)
     block.load_state_dict({name: contents.tensors[name].float() for name in block.state_dict()})
-    return LongSpecTrainee(block, parts, draft.ids, head_dtype=torch.bfloat16).eval()
+    return LongSpecTrainee(block, parts, draft.ids, product_dtype=torch.bfloat16).eval()
 
 
 def span(document: Features, low: int, high: int) -> Features:

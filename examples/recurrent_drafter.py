@@ -121,33 +121,29 @@ def _chain(tokens: Sequence[int], log_probs: Sequence[float]) -> TokenTree:
 class CellTrainee(Trainee):
     """The cell, reading the text's tokens from every learned state on, as deep as it will draft."""
 
+    block: Cell
     ahead = 2  # the token after a row's is the root, which the target says itself
 
-    def __init__(self, cell: Cell, runner: TargetRunner, kept: torch.Tensor | None) -> None:
-        super().__init__(runner.parts, kept, distill=0.0, product_dtype=torch.float32)
-        self.cell = cell
-        self._head = self.borrowed_head()
-
     def forward(self, documents: Sequence[Any], shifts: Sequence[int] = (), levels: int = LEVELS) -> StepOutput:
-        device = self._head.device
+        device = self.device
         said: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         truth: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         for document in documents:
             tokens, first = document.tokens.to(device), document.start - 1
             with torch.no_grad():
                 embedded = self._parts.embedding(tokens).float()
-            state = self.cell.begin(document.hidden[first : len(tokens) - 2].to(device).float())
+            state = self.block.begin(document.hidden[first : len(tokens) - 2].to(device).float())
             for level in range(levels):
                 rows = len(tokens) - 2 - first - level  # those that have a token so far behind them
-                state = self.cell.step(embedded[first + 1 + level :][:rows], state[:rows])
-                said[level].append(self.cell.norm(state))
+                state = self.block.step(embedded[first + 1 + level :][:rows], state[:rows])
+                said[level].append(self.block.norm(state))
                 truth[level].append(self._to_draft[tokens[first + 2 + level :]])
         depths = [torch.full((sum(map(len, each)),), i + 1) for i, each in enumerate(truth)]
         wanted = torch.cat([t for each in truth for t in each])
         hidden = torch.cat([h for each in said for h in each])
         known = (wanted >= 0)[:, None]  # the draft's vocabulary may lack a token
-        loss, ranks = soft_cross_entropy(hidden, self._head, wanted.clamp_min(0)[:, None], known.float())
-        return StepOutput(loss, torch.where(known[:, 0], ranks, len(self._head)), torch.cat(depths).to(device))
+        loss, ranks = soft_cross_entropy(hidden, self.target_head, wanted.clamp_min(0)[:, None], known.float())
+        return StepOutput(loss, torch.where(known[:, 0], ranks, len(self.target_head)), torch.cat(depths).to(device))
 
 
 def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):
@@ -156,16 +152,15 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
 
     session = begin(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
-    reader = session.reader((runner.kv_shape.layers - 1,))
-    if (source := session.source(reader)) is None:
+    if (source := session.source((runner.kv_shape.layers - 1,))) is None:
         return
     torch.manual_seed(config.seed)
     cell = Cell(runner.parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
     nn.init.constant_(cell.norm.weight, 1 / float(runner.parts.head.float().norm(dim=-1).median()))
     sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
-    trainee = CellTrainee(cell, runner, kept)
-    yield from session.train(trainee, reader, source, NAME, sizes, levels=LEVELS, measured=LEVELS)
+    trainee = CellTrainee(cell, runner.parts, kept)
+    yield from session.train(trainee, source, NAME, sizes, levels=LEVELS, measured=LEVELS)
 
 
 # 5. From here on it is a method like any other, with or without --draft, under specpv and nested, on the command line.

@@ -1,4 +1,4 @@
-"""The settings of training runs, below the help of the commands that take them."""
+"""The table of settings in the help of the training commands."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def with_settings(settings: Callable[[], Sequence[Described]], title: str, base: type[Any] = TyperCommand) -> type[Any]:
-    """A kind of command whose help ends with settings.
+    """A command class whose help ends with a table of settings.
 
     Args:
-        settings: asked when the help is shown: loading them takes time. base: the kind of command.
+        settings: called when the help is shown, because loading them takes time.
     """
 
     class Documented(base):

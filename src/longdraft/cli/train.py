@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def common_settings() -> list[Described]:
-    """Those of every training run."""
     from longdraft.training.config import RunConfig
     from longdraft.training.settings import described
 
@@ -36,18 +35,18 @@ _TITLE = "those of every run; each kind has more: longdraft train KIND --help"
 
 
 class Trainers(with_settings(common_settings, _TITLE, TyperGroup)):  # type: ignore[misc]
-    """A command for each kind of draft that says how it is trained, those of ``--load`` among them, and ``data``."""
+    """The commands: one for each kind of draft that can be trained, those of ``--load`` included, and ``data``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*_trained(), *super().list_commands(ctx)]
+        return [*_trainings(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = _trained().get(cmd_name)
-        return super().get_command(ctx, cmd_name) if found is None else _command(cmd_name, found)
+        training = _trainings().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if training is None else _command(cmd_name, training)
 
 
-def _trained() -> dict[str, Training]:
-    """How drafts are trained, by the name of the command."""
+def _trainings() -> dict[str, Training]:
+    """The training of each kind of draft, by the name of its command."""
     return {kind.training.command or kind.name: kind.training for kind in KINDS.values() if kind.training is not None}
 
 
@@ -82,16 +81,16 @@ def _command(name: str, training: Training) -> Any:
     alone.command(
         name,
         cls=with_settings(settings_of, "every setting, with its default and the values it takes (key=value, or YAML)"),
-        help=f"{training.summary}; goes on where its folder holds a run. Ctrl-C writes a checkpoint first.",
+        help=f"{training.summary}; continues the run in its folder if there is one. Ctrl-C writes a checkpoint first.",
     )(interruptible(options.spread(train)))
     return typer.main.get_command(alone)
 
 
 def _train(path: Path | None, words: list[str], training: Training, output: options.Output) -> None:
-    """Runs a recipe on its settings, shows how it goes, and says where the draft is."""
+    """Reads the settings, trains, shows the steps, and prints where the draft is."""
     from longdraft.training.settings import read_config
 
-    # One of several processes (torchrun, accelerate launch) speaks for all.
+    # Of several processes (torchrun, accelerate launch) only the first prints.
     main = int(os.environ.get("RANK", "0")) == 0
     try:
         settings_: RunConfig = read_config(path, words, training.load_settings())
@@ -102,7 +101,7 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
                 raise ConfigError(f"There is no file {file}: check data and vocabulary_from.")
         if settings_.init and not Path(settings_.init).is_dir():
             raise ConfigError(
-                f"There is no draft folder {settings_.init}: check init, or leave it out to start afresh."
+                f"There is no draft folder {settings_.init}: check init, or leave it out for a new draft."
             )
     except ConfigError:
         if main:
@@ -111,7 +110,7 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
     if find_spec("accelerate") is None:
         raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
-        # Settings are checked before: this takes seconds.
+        # After the settings are checked, because this takes seconds.
         display.prepare("Loading what training needs", 0, 0)
         run = training.load_run()
         report = None
@@ -120,32 +119,27 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
                 display.step(report)
     if not main:
         raise typer.Exit(cancel.exit_code if cancel() else 0)
-    finished = report is None or report.step == report.steps
-    if cancel() and (report is None or not finished):
+    if cancel() and (report is None or report.step < report.steps):
         where = "before the first step" if report is None else f"after step {report.step:,} of {report.steps:,}"
-        console.note(f"Stopped {where}. The same command goes on from there.")
+        console.note(f"Stopped {where}. The same command continues from there.")
         raise typer.Exit(cancel.exit_code)
     best = Path(settings_.out) / "best"
     target = f"--model {settings_.target} " if settings_.target else ""
     console.note(f"The draft is in {best} (the last step's in {best.with_name('last')}). Use it:")
     console.note(f"  longdraft generate {target}--draft {best} --prompt ...")
-    output.json(_payload(report, best))
-
-
-def _payload(report: Any, best: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"draft": str(best)}
+    payload: dict[str, Any] = {"draft": str(best)}
     if report is not None:
-        found |= {"steps": report.steps, "loss": report.loss}
-        found["simulated"] = None if report.simulated is None else vars(report.simulated)
-    return found
+        simulated = None if report.simulated is None else vars(report.simulated)
+        payload |= {"steps": report.steps, "loss": report.loss, "simulated": simulated}
+    output.json(payload)
 
 
-# Answers, or texts that repeat themselves, where nobody says how many.
+# Default number of answers, or of texts that repeat themselves.
 ROWS = 1000
 
 
 class Kind(str, Enum):
-    """What ``train data`` writes."""
+    """The kinds of rows that ``train data`` writes."""
 
     answers = "answers"
     tokens = "tokens"
@@ -155,12 +149,12 @@ class Kind(str, Enum):
 def data(
     *,
     files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz): rows with `text`, for tokens also chats.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write; an unfinished one is gone on with.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue.")],
     kind: Annotated[
         Kind,
         typer.Option(
-            help="answers: what the target says about passages of the text; tokens: the rows, encoded; repeats: texts "
-            "made of passages and facts that come twice, from which a small language model learns to copy."
+            help="answers: the target's answers about passages of the text; tokens: the rows, encoded; repeats: texts "
+            "of passages and facts that come twice, from which a small language model learns to copy."
         ),
     ] = Kind.answers,
     target: Annotated[
@@ -169,14 +163,12 @@ def data(
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Rows to have in the end: so many answers or texts.", show_default=f"{ROWS}; tokens: all"
-        ),
+        typer.Option(min=1, help="Rows of the file in the end: answers or texts.", show_default=f"{ROWS}; tokens: all"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 96,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens an answer, at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
     features: Annotated[
-        bool, typer.Option(help="Keep what drafts read of the target beside the file, for training.")
+        bool, typer.Option(help="Keep the features that drafts read beside the file, for training.")
     ] = True,
     layers: Annotated[
         str | None,
@@ -187,9 +179,9 @@ def data(
     top: Annotated[int, typer.Option(min=1, help="How many of the target's likeliest tokens are kept.")] = 8,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
-    temperatures: Annotated[str, typer.Option(help="Of a passage's answers, one after the other.")] = "0,0,1",
+    temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
     method: Annotated[str | None, typer.Option(hidden=True)] = None,
-    seed: Annotated[int, typer.Option(help="Of passages, prompts and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of passages, prompts and sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     threads: options.Threads = None,
@@ -197,11 +189,11 @@ def data(
 ) -> None:
     """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
     lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
-    heats = method_options.numbers("--temperatures", temperatures)
-    asked = None if layers is None else method_options.whole_numbers("--layers", layers)
+    answer_temperatures = method_options.numbers("--temperatures", temperatures)
+    chosen_layers = None if layers is None else method_options.whole_numbers("--layers", layers)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
-    if not heats or min(heats) < 0:
+    if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
     if method is not None:
         console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
@@ -220,7 +212,7 @@ def data(
     total = ROWS if rows is None else rows
     skipped = documents.Skipped()
     texts: list[str] = []
-    if kind is not Kind.tokens:  # before the model is loaded: a wrong path is said at once
+    if kind is not Kind.tokens:  # before the model is loaded, so that a wrong path is reported at once
         for row in documents.rows(files, skipped):
             if isinstance(row.get("text"), str):
                 texts.append(row["text"])
@@ -245,14 +237,14 @@ def data(
             kept = None
             if features:
                 count = runner.kv_shape.layers
-                wanted = asked or (*usual_layers(count), count - 1)
-                if asked and not {*range(count)}.issuperset(wanted):
+                if chosen_layers and not {*range(count)}.issuperset(chosen_layers):
                     raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {layers!r}.")
-                # A shallow target has no layer at some of the usual places.
-                held = sorted({layer for layer in wanted if layer >= 0})
-                kept = KeptFeatures(documents.features_of(out), runner.parts.description, held, top)
+                # In a shallow target some of the usual layers are negative.
+                usual = [layer for layer in (*usual_layers(count), count - 1) if layer >= 0]
+                kept_layers = sorted({*(chosen_layers or usual)})
+                kept = KeptFeatures(documents.features_of(out), runner.parts.description, kept_layers, top)
             together = min(batch, per_passage)
-            passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, heats, seed)
+            passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
             with Counter("The target answers", "rows", total) as counter:
                 have = generations.generate(
                     runner, loaded.tokenizer, passages, out, places=batch // together, per_passage=together,
@@ -263,7 +255,7 @@ def data(
         if skipped.total:
             console.note(f"Left out: {skipped}.")
         console.note(
-            f"Stopped. {'The same command goes on from there.' if kind is Kind.answers else 'Nothing written.'}"
+            f"Stopped. {'The same command continues from there.' if kind is Kind.answers else 'Nothing written.'}"
         )
         raise typer.Exit(cancel.exit_code)
     _written(out, have, skipped, output)

@@ -1,4 +1,4 @@
-"""A training run as it happens: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of training runs: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TrainingDisplay(Bar):
-    """Shows preparation and steps."""
+    """Shows the preparation and the steps of a run."""
 
     def __init__(self, silent: bool = False) -> None:
         super().__init__(silent=silent)
@@ -21,7 +21,7 @@ class TrainingDisplay(Bar):
         self._agreement = ""
 
     def prepare(self, what: str, done: int, total: int) -> None:
-        """What is being prepared: a line where ``total`` is 0, a bar of tokens else."""
+        """Shows what is being prepared: as a bar of tokens, or as a line if ``total`` is 0."""
         if not total:
             self.say(what)
         else:
@@ -30,7 +30,7 @@ class TrainingDisplay(Bar):
                 self.say(f"{what}: {done:,} of {total:,} tokens")
 
     def step(self, report: Report) -> None:
-        """A step: figures on the bar; a line for every measurement."""
+        """Shows a step's figures on the bar, and a line for every measurement."""
         now = time.monotonic()
         if self._started is None:
             self._started = (now, report.step)
@@ -58,26 +58,26 @@ class TrainingDisplay(Bar):
 
 
 class Counter(Bar):
-    """Counts rows as they are made.
+    """Counts the rows of a file that is written.
 
     Args:
-        what: is being done. unit: of what is counted. total: None where it is not known.
+        what: names the work. unit: names what is counted. total: None if unknown.
     """
 
     def __init__(self, what: str, unit: str, total: int | None = None) -> None:
         super().__init__(total=total)
-        self._doing, self._unit = what, unit
+        self._work, self._unit = what, unit
         self._began = time.monotonic()
 
     def update(self, done: int, tokens: int) -> None:
-        """So many rows there are, and so many tokens this run has made."""
+        """Shows the rows in the file, and the speed from the tokens that this run has made."""
         speed = f"{tokens / max(1e-9, time.monotonic() - self._began):,.0f} tokens/s"
-        self.draw(self._doing, done, figures=speed)
+        self.draw(self._work, done, figures=speed)
         if self.due():
             of = "" if self._total is None else f" of {self._total:,}"
-            self.say(f"{self._doing}: {done:,}{of} {self._unit}  {speed}")
+            self.say(f"{self._work}: {done:,}{of} {self._unit}  {speed}")
 
 
 def _percent(shares: Sequence[float | None]) -> str:
-    """In per cent; a dash for a level that a batch does not have."""
+    """The shares in per cent; a dash for a level that a batch does not have."""
     return " ".join("-" if share is None else f"{100 * share:.0f}" for share in shares) + " %"

@@ -1,4 +1,4 @@
-"""Which documents make which batch: a function of seed and epoch alone, so that a resumed run sees the same."""
+"""The documents of each batch: a function of seed and epoch alone, so that a resumed run sees the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices of packed documents and the shift j of each (flash noisy training)."""
+    """Indices of packed documents, and the shift j of each (flash noisy training)."""
 
     documents: tuple[int, ...]
     shifts: tuple[int, ...]
 
 
 def epoch_batches(rows: Sequence[int], budget: int, noise: int, seed: int, epoch: int) -> list[Batch]:
-    """The batches of one epoch, in order; every document is in one of them.
+    """The batches of one epoch, in order. Every document is in one of them.
 
     Args:
         rows: learned tokens of each document.
@@ -29,30 +29,30 @@ def epoch_batches(rows: Sequence[int], budget: int, noise: int, seed: int, epoch
     batches: list[Batch] = []
     current: list[int] = []
     filled = 0
+
+    def close() -> None:
+        batches.append(Batch(tuple(current), tuple(rng.randint(1, noise) for _ in current)))
+
     for i in order:
         if current and filled + rows[i] > budget:
-            batches.append(_batch(current, noise, rng))
+            close()
             current, filled = [], 0
         current.append(i)
         filled += rows[i]
     if current:
-        batches.append(_batch(current, noise, rng))
+        close()
     return batches
 
 
-def _batch(documents: list[int], noise: int, rng: random.Random) -> Batch:
-    return Batch(tuple(documents), tuple(rng.randint(1, noise) for _ in documents))
-
-
 class Schedule:
-    """Which batches each step takes: a group of ``processes * accumulate``.
+    """The batches of each step: a group of ``processes * accumulate``.
 
-    A last, narrower group of an epoch is left out; another epoch's shuffle takes other documents into it. Where an
-    epoch makes no whole group, its one step takes as many batches as every process can have alike, so that none
-    waits for the others; ``at`` is then empty where there are fewer batches than processes.
+    An incomplete last group of an epoch is left out; the next epoch's shuffle puts other documents into it. If an epoch
+    makes no complete group, its one step takes as many batches as all processes can have alike, so that none waits for
+    the others; :meth:`at` then returns no batch if there are fewer batches than processes.
 
     Args:
-        rows, budget, noise, seed: as :func:`epoch_batches` takes them.
+        rows, budget, noise, seed: see :func:`epoch_batches`.
         epochs: a fraction stops part of the way through the last one.
     """
 
@@ -70,8 +70,8 @@ class Schedule:
         self._processes = processes
         self.width = processes * accumulate
         self._epochs: dict[int, list[Batch]] = {}
-        whole = int(epochs) + (epochs % 1 > 0)
-        self.counts = [max(1, len(self._make(epoch)) // self.width) for epoch in range(whole)]
+        begun = int(epochs) + (epochs % 1 > 0)
+        self.counts = [max(1, len(self._make(epoch)) // self.width) for epoch in range(begun)]
         """Steps of each epoch."""
         if epochs % 1:
             self.counts[-1] = max(1, int(self.counts[-1] * (epochs % 1)))
@@ -81,12 +81,12 @@ class Schedule:
         return sum(self.counts)
 
     def at(self, step: int) -> list[Batch]:
-        """The batches of one step: as many for each process, process i takes every n-th from the i-th on."""
+        """The batches of one step. Process i takes every n-th of them from the i-th on."""
         epoch = 0
         while step >= self.counts[epoch]:
             step -= self.counts[epoch]
             epoch += 1
         if epoch not in self._epochs:
             self._epochs = {epoch: self._make(epoch)}
-        found = self._epochs[epoch][step * self.width : (step + 1) * self.width]
-        return found[: len(found) // self._processes * self._processes]
+        group = self._epochs[epoch][step * self.width : (step + 1) * self.width]
+        return group[: len(group) // self._processes * self._processes]

@@ -1,12 +1,12 @@
-"""Many answers to one passage at a time: the passage's KV is read once a step for all of them.
+"""Many answers to one passage, decoded together: a step reads the passage's KV once for all of them.
 
-Speculation trades arithmetic for fewer readings of the weights. Where hundreds of answers are wanted there is no need
-to: dozens of rows share one reading as it is, and what is left to share is the KV of the passages they are about. A
-step multiplies one row an answer; its attention has two parts, the passage's keys, which all its answers meet in one
-product, and each answer's own.
+Speculation reads the weights less often at the price of arithmetic. Where hundreds of answers are wanted that is not
+needed: dozens of rows share one reading of the weights, and share the KV of their passage too. A step computes one row
+for each answer. Its attention has two parts: the passage's keys, in one product for all its answers, and the keys of
+each answer's own tokens.
 
-What a draft will learn from is at hand while the target speaks: the last layer's keys and values lie in the store, and
-hidden states and likeliest tokens are kept as they come, so that nothing is computed a second time.
+Meanwhile the features that a draft learns from are kept: the last layer's keys and values, hidden states, and likeliest
+tokens. So the target need not read the answers again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from longdraft.memory.store import KVShape, turned_rows
 from longdraft.model.hosting import Hosted
 from longdraft.model.runner import TargetRunner, not_a_number
 
-# Tokens of a passage that go through the head at a time, for what the target would have said in their place.
+# Tokens of a passage whose likeliest next tokens are found at a time.
 CHUNK = 512
 
 
 @dataclass
-class Said:
-    """What the target computed for T tokens in a row.
+class TokenFeatures:
+    """Features of T consecutive tokens.
 
     Attributes:
         tokens: (T,) int64.
-        rows: by name, (T, ...) each: ``keys`` and ``values`` (T, Hkv, d) of the last layer, :func:`hidden_name`
-            (T, hidden size).
-        top_ids, top_log_probs: (T, K): what the target says after each token.
+        rows: by name, ``keys`` and ``values`` (T, Hkv, d) of the last layer, and :func:`hidden_name` (T, hidden size).
+        top_ids, top_log_probs: (T, K) the target's likeliest tokens after each token.
     """
 
     tokens: torch.Tensor
@@ -46,20 +45,21 @@ class Said:
 
 
 def hidden_name(layer: int) -> str:
-    """What a decoder layer's output hidden states are called."""
+    """The name of a decoder layer's output hidden states."""
     return f"hidden.{layer}"
 
 
 class BranchStore:
-    """Keys and values of a few passages, and of the rows that go on from them, with the attention that reads both.
+    """Keys and values of a few passages and of the answers to them, and the attention that reads both.
 
-    A row belongs to the passage in place ``row // per_passage``.
+    Every answer has a row, which belongs to the passage in place ``row // per_passage``.
 
     Args:
-        passages: places for passages. per_passage: rows of each. capacity: tokens of a row, the passage's not counted.
+        passages: places for passages. per_passage: rows of each.
+        capacity: tokens of a row, without the passage's.
 
     Raises:
-        MemoryBudgetError: when the rows do not fit the memory that is free.
+        MemoryBudgetError: the rows do not fit the free memory.
     """
 
     def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
@@ -68,23 +68,23 @@ class BranchStore:
         sizes.require(shape.bytes_per_token * rows * capacity, device, f"The KV of {rows} answers")
         size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
         self.keys = turned_rows(size, shape.dtype, device)
-        # Zeros: torch multiplies rows that are not there yet by 0 (see continued), which a NaN would outlive.
+        # Zeros, because :func:`continued` multiplies unwritten rows by 0, and 0 * NaN is NaN.
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        # Of each passage and layer: keys (Hkv, d, L), turned for the product, and values (Hkv, L, d).
+        # For each passage and layer: keys (Hkv, d, L), transposed for the product, and values (Hkv, L, d).
         self.prefixes: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(passages)]
         self._reading: int | None = None
         self._layer = 0
-        # The passages of the rows of a step, and which of those rows are theirs.
+        # Each passage of a step, and its rows among the rows of the step.
         self._parts: list[tuple[int, slice]] = []
         self._rows = self._ends = torch.zeros(0, dtype=torch.long)
 
     def read_into(self, passage: int) -> None:
-        """The next forward reads the passage of this place, from its first token on."""
+        """Announces a forward that reads the passage of this place."""
         self._reading, self.prefixes[passage] = passage, []
 
     def step(self, rows: torch.Tensor) -> None:
-        """The next forward appends one token to each of these rows, which are in rising order."""
+        """Announces a forward that appends one token to each of these rows, which are in rising order."""
         self._reading, self._rows, self._parts = None, rows, []
         self._ends = self.lengths[rows] + 1
         start = 0
@@ -93,7 +93,7 @@ class BranchStore:
             start += int(count)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
-        """Keys and values (B, Hkv, T, d) of a layer."""
+        """Stores a layer's keys and values (B, Hkv, T, d)."""
         self._layer = layer
         if self._reading is not None:
             self.prefixes[self._reading].append((keys[0].transpose(1, 2).contiguous(), values[0].contiguous()))
@@ -103,7 +103,7 @@ class BranchStore:
         self.values[layer, self._rows, :, at] = values[:, :, 0]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows' own keys and values (rows, Hkv, capacity, d)."""
+        """Keys and values of all rows, (rows, Hkv, capacity, d), without the passages'."""
         return self.keys[index], self.values[index]
 
     def attend(
@@ -112,7 +112,7 @@ class BranchStore:
         """Attention of the forward that :meth:`read_into` or :meth:`step` announced; q (B, Hq, T, d) -> the same."""
         if self._reading is not None:
             turned, v = self.prefixes[self._reading][self._layer]
-            # Repeated: for groups of heads torch takes a path that forms all scores, three times slower on a CPU.
+            # Repeated, because for grouped heads torch computes all scores, three times slower on a CPU.
             times = q.shape[1] // len(v)
             k, v = (x.repeat_interleave(times, 0)[None] for x in (turned.transpose(1, 2), v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -120,15 +120,18 @@ class BranchStore:
         grouped = q.view(batch, self.shape.kv_heads, -1, d)
         part = self._of_passages(grouped * scale)
         grouped = grouped.float()
-        found = native.kernels()
-        goes_on = found.attend_on if found and native.fits(grouped, keys[0], values[0]) else continued
-        out = goes_on(grouped, keys, values, self._rows, self._ends, scale, part)
+        kernels = native.kernels()
+        attend = kernels.attend_on if kernels and native.fits(grouped, keys[0], values[0]) else continued
+        out = attend(grouped, keys, values, self._rows, self._ends, scale, part)
         return out.to(q.dtype).view(batch, heads, 1, d)
 
     def _of_passages(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the passages' keys give q (B, Hkv, G, d), already scaled: values mixed, maxima and sums of the weights.
+        """Attention of the scaled queries q (B, Hkv, G, d) to the passages, before it is divided by the weights' sum.
 
-        Products are of the model's dtype, as its own attention's are; sums, and what is returned, float32.
+        Products have the model's dtype, as in its own attention; sums and results are float32.
+
+        Returns:
+            Mixed values (B, Hkv, G, d), the largest score and the sum of the weights (B, Hkv, G).
         """
         out = torch.empty(q.shape, device=q.device)
         high, total = torch.empty(2, *q.shape[:3], device=q.device)
@@ -163,20 +166,20 @@ def continued(
     scores = scores.masked_fill_(behind[:, None, None], float("-inf"))
     largest = torch.maximum(scores.amax(-1), high)
     weights, kept = (scores - largest[..., None]).exp_(), (high - largest).exp_()
-    found = weights @ v[slots, :, :longest].float() + out * kept[..., None]
-    return found / (total * kept + weights.sum(-1))[..., None]
+    mixed = weights @ v[slots, :, :longest].float() + out * kept[..., None]
+    return mixed / (total * kept + weights.sum(-1))[..., None]
 
 
 class Branches:
-    """Rows of answers to passages, a token each a step.
+    """Decodes answers to passages, one token of each at a step.
 
     Args:
-        passages, per_passage, capacity: as of :class:`BranchStore`.
+        passages, per_passage, capacity: see :class:`BranchStore`.
         layers: decoder layers whose output hidden states are kept (0 is the first).
-        top: likeliest tokens that are kept. 0 keeps nothing for drafts.
+        top: how many of the likeliest tokens are kept; 0 keeps no features.
 
     Raises:
-        MemoryBudgetError: when the rows do not fit the memory that is free.
+        MemoryBudgetError: the rows do not fit the free memory.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class Branches:
     def _forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, head: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Logits (B, T, vocabulary) if they are wanted, and hidden states of ``layers`` side by side."""
+        """Logits (B, T, vocabulary), or None without ``head``, and hidden states of ``layers`` side by side."""
         count, size = tokens.shape
         device = tokens.device
         block = Block.make(
@@ -218,8 +221,8 @@ class Branches:
         return out.logits if head else None, hidden
 
     @torch.inference_mode()
-    def read(self, passage: int, tokens: Sequence[int]) -> Said | None:
-        """Puts a passage into a place, whose rows begin anew; returns what is kept of it for drafts, if anything is."""
+    def read(self, passage: int, tokens: Sequence[int]) -> TokenFeatures | None:
+        """Reads a passage into a place and empties the place's rows; returns the passage's features, if kept."""
         rows = slice(passage * self.per_passage, (passage + 1) * self.per_passage)
         self.store.lengths[rows] = 0
         self._prefix_lengths[rows] = len(tokens)
@@ -231,19 +234,19 @@ class Branches:
         top_ids, log_probs = (torch.cat(x) for x in zip(*map(self.likely, logits[0].split(CHUNK)), strict=True))
         keys, values = self.store.prefixes[passage][-1]
         kept = {"keys": keys.permute(2, 0, 1).contiguous(), "values": values.transpose(0, 1).contiguous()}
-        return Said(ids, kept | self._by_layer(hidden[0]), top_ids, log_probs)
+        return TokenFeatures(ids, kept | self._by_layer(hidden[0]), top_ids, log_probs)
 
     def _by_layer(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = hidden.chunk(len(self.layers), -1) if self.layers else ()
         return {hidden_name(layer): part.clone() for layer, part in zip(self.layers, parts, strict=True)}
 
     def begin(self, row: int) -> None:
-        """A row goes on from its passage."""
+        """Empties a row."""
         self.store.lengths[row] = 0
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Appends a token to each of some rows, which are in rising order; returns logits (rows, vocabulary).
+        """Appends a token to each of these rows, which are in rising order; returns logits (rows, vocabulary).
 
         Raises:
             NumericalError: a logit is NaN.
@@ -264,50 +267,50 @@ class Branches:
         return logits
 
     def likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens (rows, top) of at most ``CHUNK`` rows or one step's, and their log-probabilities."""
-        # Made once: a CPU takes as long to get large memory as to compute with it.
+        """The likeliest tokens (rows, top) of one step's rows or of ``CHUNK`` rows, and their log-probabilities."""
+        # Allocated once: a CPU takes as long to get large memory as to compute with it.
         if self._room is None:
             self._room = torch.empty(max(len(self.store.lengths), CHUNK), logits.shape[1], device=logits.device)
         p = self._room[: len(logits)].copy_(logits)
         torch.softmax(p, -1, out=p)
-        found = top_of(p, self.top)
-        # What is too small for float32 is not minus infinity.
-        log_probs = found.values.clamp_min_(torch.finfo(torch.float32).tiny).log_()
-        return found.indices.int(), log_probs.half()
+        values, ids = top_of(p, self.top)
+        # A probability that is 0 in float32 has a finite logarithm too.
+        log_probs = values.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+        return ids.int(), log_probs.half()
 
-    def said(self, row: int, tokens: Sequence[int]) -> Said:
-        """A row's own tokens with what was kept of them."""
+    def features(self, row: int, tokens: Sequence[int]) -> TokenFeatures:
+        """A row's tokens with their features."""
         size = len(tokens)
         keys, values = (x[-1, row, :, :size].transpose(0, 1).contiguous() for x in (self.store.keys, self.store.values))
         rows = {"keys": keys, "values": values} | self._by_layer(self._hidden[row, :size])
         ids, log_probs = self._ids[row, :size].clone(), self._log_probs[row, :size].clone()
-        return Said(torch.tensor(tokens), rows, ids, log_probs)
+        return TokenFeatures(torch.tensor(tokens), rows, ids, log_probs)
 
 
 def top_of(logits: torch.Tensor, count: int, width: int = 256) -> torch.return_types.topk:
-    """``logits.topk(count)``, for long rows: the largest lie in the pieces whose largest are the largest."""
+    """``logits.topk(count)``, faster for long rows: it searches only the ``count`` pieces with the largest maxima."""
     rows, size = logits.shape
     if size % width or size // width < 2 * count:
         return logits.topk(count)
     pieces = logits.view(rows, -1, width)
     chosen = pieces.amax(-1).topk(count).indices
-    found = pieces.gather(1, chosen[..., None].expand(-1, -1, width)).flatten(1).topk(count)
-    at = chosen.gather(1, found.indices // width) * width + found.indices % width
-    return torch.return_types.topk((found.values, at))
+    top = pieces.gather(1, chosen[..., None].expand(-1, -1, width)).flatten(1).topk(count)
+    at = chosen.gather(1, top.indices // width) * width + top.indices % width
+    return torch.return_types.topk((top.values, at))
 
 
 def sample(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """A token a row: the likeliest at temperature 0, else the one whose share of the distribution holds ``uniform``.
+    """A token for each row: the likeliest at temperature 0, else sampled by inverting the distribution at ``uniform``.
 
     Args:
-        logits: (rows, vocabulary). temperatures, uniform: (rows,), the latter in [0, 1), float64: as float32 one may
-            become 1.
+        logits: (rows, vocabulary). temperatures: (rows,).
+        uniform: (rows,) in [0, 1), float64, because in float32 a number may round to 1.
     """
     tokens = top_of(logits, 1).indices[:, 0]
     warm = (temperatures > 0).nonzero()[:, 0]
     if len(warm):
         p = torch.softmax(logits[warm] / temperatures[warm, None].float(), -1)
         mass = p.cumsum(-1, dtype=torch.float64)
-        found = torch.searchsorted(mass, uniform[warm, None] * mass[:, -1:], right=True)
-        tokens[warm] = found[:, 0].clamp_max(logits.shape[-1] - 1)
+        sampled = torch.searchsorted(mass, uniform[warm, None] * mass[:, -1:], right=True)
+        tokens[warm] = sampled[:, 0].clamp_max(logits.shape[-1] - 1)
     return tokens

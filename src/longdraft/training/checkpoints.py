@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a folder each, which appears whole or not at all."""
+"""Checkpoints of a run: a folder for each, which appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ STATE = "state.json"
 
 
 def save(accelerator: Accelerator, folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Writes a checkpoint and removes all but the last ``keep``. Called by every process.
-
-    Under FSDP every process writes its shards into the same folder, which they all must see.
+    """Writes a checkpoint and removes all but the last ``keep``. Called by every process; all must see the same disk.
 
     Raises:
-        CheckpointError: no space, no permission; earlier checkpoints are kept.
+        CheckpointError: it cannot be written; earlier checkpoints are kept.
     """
     final = folder / f"step-{step:08d}"
     part = folder / f".{final.name}.part"
     try:
         if accelerator.is_main_process:
-            for left in folder.glob(".step-*.part"):  # of a run that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for unfinished in folder.glob(".step-*.part"):  # left by a killed run
+                shutil.rmtree(unfinished, ignore_errors=True)
             part.mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(part))
@@ -47,23 +45,21 @@ def save(accelerator: Accelerator, folder: Path, step: int, state: dict[str, Any
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints there are, ascending."""
-    if not folder.is_dir():
-        return []
-    found = (re.fullmatch(r"step-(\d+)", p.name) for p in folder.iterdir() if (p / STATE).exists())
-    return sorted(int(m[1]) for m in found if m)
+    """Steps of the whole checkpoints in a folder, ascending."""
+    names = [path.parent.name for path in folder.glob(f"step-*/{STATE}")]
+    return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint and the state that :func:`save` was given; None where there is none.
+    """The newest checkpoint and the state that :func:`save` was given; None if there is none.
 
     Raises:
         CheckpointError: its state cannot be read.
     """
-    found = steps(folder)
-    if not found:
+    saved = steps(folder)
+    if not saved:
         return None
-    path = folder / f"step-{found[-1]:08d}"
+    path = folder / f"step-{saved[-1]:08d}"
     try:
         return path, json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -71,18 +67,18 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def restore(accelerator: Accelerator, path: Path) -> None:
-    """Reads a checkpoint into what the accelerator has prepared. Called by every process.
+    """Reads a checkpoint into the accelerator's modules and optimizers. Called by every process.
 
     Raises:
-        CheckpointError: when it is damaged.
+        CheckpointError: it is damaged.
     """
     try:
         accelerator.load_state(str(path))
-    except Exception as error:  # safetensors and pickle each have their own
+    except Exception as error:  # safetensors and pickle have errors of their own
         raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {path} cannot be read: {error}. Delete it: the run goes on from the one before."
+        f"The checkpoint {path} cannot be read: {error}. Delete it: the run then continues from the one before."
     )

@@ -1,4 +1,4 @@
-"""From rows to the documents of a run: cut, split into learned and held out, in a fixed order."""
+"""The documents of a run: cut to length, split into learned and held out, in a fixed order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
 
-# Documents that share this many first tokens are the same passage with other instructions.
+# Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Attributes:
-    learned, held_out: documents to train on and to measure on; no passage is in both.
-    skipped: rows and documents that were left out.
-    """
+    """The documents to train on and to measure on. No passage is in both."""
 
     learned: list[Document]
     held_out: list[Document]
@@ -38,19 +35,20 @@ def collect(
     sample: float = 1.0,
     keep_end: bool = False,
 ) -> Corpus:
-    """Cuts, filters and splits.
+    """Cuts, filters and splits documents.
 
-    Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt, or with kept features, is cut at
-    its end, and left out where nothing learned would be left; with ``keep_end`` it is cut at its beginning.
+    Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt or with kept features is cut at its
+    end, and left out if nothing learned would remain; with ``keep_end`` it is cut at its beginning.
 
     Args:
+        skipped: counts the documents that are left out.
         max_length, min_length: tokens.
         shortest_learned: a document must have more learned tokens than this (the largest shift).
         held_out: share of the documents to measure on, chosen by how they begin.
-        sample: share of the documents to take at all, chosen likewise.
+        sample: share of the documents to use at all, chosen in the same way.
 
     Raises:
-        PromptError: when nothing is left to train on.
+        PromptError: there is nothing to train on.
     """
     kept: list[tuple[Document, bool]] = []
     for document in documents:
@@ -66,7 +64,7 @@ def collect(
             if not pieces:
                 skipped.add("with a prompt longer than max_length")
         for piece in pieces:
-            # What is cut off its beginning still tells which passage it is about.
+            # A document that is cut at its beginning is assigned by the passage it began with.
             whole = piece if document.start == 1 and not document.kept else document
             if _share(whole, "sample") >= sample:
                 continue
@@ -74,7 +72,7 @@ def collect(
                 skipped.add("too short")
             else:
                 kept.append((piece, _share(whole, "held out") < held_out))
-    # In order of their tokens: those that begin alike lie together, and the target reads the beginning once.
+    # In order of tokens, so that documents that begin alike are neighbours and the target reads the beginning once.
     kept.sort(key=lambda pair: pair[0].tokens)
     learned = [d for d, is_held_out in kept if not is_held_out]
     measured = [d for d, is_held_out in kept if is_held_out]
@@ -87,22 +85,22 @@ def collect(
 
 
 def _share(document: Document, purpose: str) -> float:
-    """A number in [0, 1) that depends on how the document begins, or on its passage's number where that is known."""
-    # Its number alone: the folder may be moved, or split into several.
+    """A number in [0, 1) that depends on how the document begins, or on its passage's number if that is known."""
+    # The number without the folder, which may be moved or split.
     passage = document.kept[1] if document.kept else document.tokens[:SAME_PASSAGE]
-    found = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
-    return int.from_bytes(found[:6], "big") / 2**48
+    hashed = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
+    return int.from_bytes(hashed[:6], "big") / 2**48
 
 
 def digest(documents: Iterable[Document]) -> str:
-    """Names a list of documents by their content: a resumed run must have the same."""
-    found = hashlib.sha256()
+    """A name for a list of documents that depends on their content; a resumed run must have the same."""
+    hashed = hashlib.sha256()
     for document in documents:
-        found.update(array("q", [len(document.tokens), document.start, *document.tokens]).tobytes())
-    return found.hexdigest()[:16]
+        hashed.update(array("q", [len(document.tokens), document.start, *document.tokens]).tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def offsets(documents: Sequence[Document], anchor_offset: int, context_length: int, seed: int) -> list[int]:
-    """One random anchor-offset a document, uniform in 0 .. ``anchor_offset``, less where it would leave the context."""
+    """A random offset for each document, uniform in 0 .. ``anchor_offset``, or less to stay in the context."""
     rng = random.Random(f"{seed}/offsets")
     return [rng.randint(0, max(0, min(anchor_offset, context_length - len(d.tokens)))) for d in documents]

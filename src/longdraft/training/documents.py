@@ -1,4 +1,4 @@
-"""Reading training text: rows of JSONL become documents of token ids."""
+"""Training text: rows of JSONL files become documents of token ids."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Document:
     """Token ids of one text.
 
     Attributes:
-        tokens: the whole text, its end-of-sequence token included where it has one.
-        start: the first token that is learned; those before it (a chat's prompt) are context alone.
-        kept: where its features lie, if ``longdraft train data`` has written them: folder, passage, answer (-1: the
-            passage itself).
-        cut: tokens that were left out at its beginning. Features that were kept are the target's, who saw them.
+        tokens: the whole text, with its end-of-sequence token if it has one.
+        start: the first token that is learned; those before it (a chat's prompt) are only context.
+        kept: place of its features if ``longdraft train data`` has kept them: folder, passage, answer (-1: the passage
+            itself).
+        cut: tokens that were cut off at its beginning. The target saw them when it computed kept features.
     """
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class Document:
 
 @dataclass
 class Skipped:
-    """Rows that were left out, counted by reason."""
+    """The rows that were left out, counted by reason."""
 
     reasons: dict[str, int] = field(default_factory=dict)
 
@@ -59,10 +59,10 @@ class Skipped:
 
 
 def rows(paths: Iterable[Path], skipped: Skipped) -> Iterator[dict[str, Any]]:
-    """The JSON objects of JSONL files (``.gz`` and ``.xz`` too). Broken lines are skipped and counted.
+    """The JSON objects of JSONL files (also ``.gz`` and ``.xz``). Broken lines are skipped and counted.
 
     Raises:
-        PromptError: a file that is missing or unreadable, naming it.
+        PromptError: a file is missing or cannot be read.
     """
     for path in paths:
         try:
@@ -90,24 +90,25 @@ def documents(
 ) -> Iterator[Document]:
     """The documents of JSONL files.
 
-    A row has ``text``; or ``messages``, a chat whose text from the first assistant turn on is learned; or
-    ``tokens`` (ids) and ``start``, as ``longdraft train data`` writes them. Rows of none of these kinds, and rows
-    that cannot be encoded, are skipped and counted.
+    A row has ``text``; or ``messages``, a chat that is learned from the first assistant turn on; or ``tokens`` (ids)
+    and ``start``, as ``longdraft train data`` writes them. Other rows, and rows that cannot be encoded, are skipped and
+    counted.
     """
-    for row, features in ((row, features_of(path)) for path in paths for row in rows([path], skipped)):
-        try:
-            document = _document(row, tokenizer, features)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            skipped.add("without usable text, messages or tokens")
-            continue
-        if not all(0 <= t < vocab_size for t in document.tokens):
-            skipped.add("with token ids outside the vocabulary")
-            continue
-        yield document
+    for path in paths:
+        for row in rows([path], skipped):
+            try:
+                document = _document(row, tokenizer, features_of(path))
+            except (KeyError, TypeError, ValueError, AttributeError):
+                skipped.add("without usable text, messages or tokens")
+                continue
+            if all(0 <= t < vocab_size for t in document.tokens):
+                yield document
+            else:
+                skipped.add("with token ids outside the vocabulary")
 
 
 def features_of(answers: Path) -> Path:
-    """The folder beside a file of answers that holds their features, if there are any."""
+    """The folder beside a file of answers for their features."""
     return answers.with_name(f"{answers.name.partition('.')[0]}.features")
 
 
@@ -118,16 +119,14 @@ def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features:
     if "messages" in row:
         return _chat(row["messages"], tokenizer)
     tokens = encode(tokenizer, row["text"])
-    # EOS is learned: a draft that never proposes it costs a verification at every end.
+    # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
     if tokenizer.eos_token_id is not None:
         tokens = [*tokens, tokenizer.eos_token_id]
     return Document(tokens)
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
-    first = next(i for i, m in enumerate([*messages, {"role": "assistant"}]) if m["role"] == "assistant")
-    if first == len(messages):
-        raise ValueError("no assistant turn")
+    first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
     render = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
     prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, **render)
     whole = tokenizer.apply_chat_template(messages, **render)
@@ -137,21 +136,18 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def write(
-    found: Iterable[Document | str],
+    texts: Iterable[Document | str],
     out: Path,
     progress: Callable[[int, int], None] = lambda rows, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Writes documents as rows of ``tokens`` and ``start``, texts as rows of ``text``.
+    """Writes documents as rows of ``tokens`` and ``start``, strings as rows of ``text``; returns the number of rows.
 
     The file appears whole or not at all.
 
     Args:
-        progress: told rows and tokens so far, now and then.
-        stop: asked likewise; True ends it, and nothing is written.
-
-    Returns:
-        The number of rows.
+        progress: called now and then with the rows and tokens so far.
+        stop: called as often; True ends the work, and nothing is written.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -161,9 +157,9 @@ def write(
     rows, tokens = 0, 0
     try:
         with part.open("w", encoding="utf-8") as file:
-            for rows, one in enumerate(found, 1):
-                tokens += 0 if isinstance(one, str) else len(one.tokens)
-                row = {"text": one} if isinstance(one, str) else {"tokens": one.tokens, "start": one.start}
+            for rows, text in enumerate(texts, 1):
+                tokens += 0 if isinstance(text, str) else len(text.tokens)
+                row = {"text": text} if isinstance(text, str) else {"tokens": text.tokens, "start": text.start}
                 file.write(json.dumps(row) + "\n")
                 if rows % 100 == 0:
                     progress(rows, tokens)

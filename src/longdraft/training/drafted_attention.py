@@ -1,11 +1,11 @@
-"""Attention of the training-time test: what a row sees when the rows before it were drafted, for all rows at once.
+"""Attention of the training-time test: a row sees what it would see if the rows before it had been drafted.
 
-At step i a row stands at the end of i drafted rows. It sees the keys of step 0 (made from the target's features) up to
-i positions back, and behind them one key of every later step: that of step s, s = 1 .. i, at the row i - s back. The
-first part is causal attention with a shift, the second a diagonal of i keys a row; one softmax goes over both.
+At step i a row is the last of i drafted rows. It sees the keys of step 0 (made from the target's features) up to i
+positions back, and after them one key of each later step: of step s = 1 .. i, the key of the row i - s back. The first
+part is causal attention with a shift, the second has i keys for each row; one softmax goes over both.
 
-Weights are never kept: a block of queries at a time, forward and again in the backward pass, so that memory grows with
-the length of a text alone.
+Weights are computed for a block of queries at a time, in the forward pass and again in the backward pass, and never
+kept. So memory grows with the length of the text, not with its square.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-# Query rows of a block, and the weights that it may have at a time.
+# Query rows of a block at most, and attention weights of a block at most.
 BLOCK = 256
 WEIGHTS = 1 << 26
 
@@ -33,9 +33,9 @@ def drafted(
     Args:
         q: (Hq, n, d), the last n rows of the text.
         k, v: (Hkv, T, d) of step 0, all rows of the text, after RoPE.
-        later: keys and values of steps 1 .. i as the rows see them: (Hkv, n, i, d) each, the row itself last; None at
-            step 0. No row has fewer than i + 1 rows of the text up to itself.
-        window: keys that a row sees, its own included; more than i. None: all.
+        later: keys and values of steps 1 .. i that each row sees, (Hkv, n, i, d) each, the row's own last; None at step
+            0. Every row has at least i rows before it.
+        window: keys that a row sees, its own included; more than i. None for all.
 
     Returns:
         (Hq, n, d).
@@ -54,11 +54,11 @@ def drafted(
 
 @dataclass
 class _Block:
-    """Some of the queries, and what they see.
+    """Some of the queries, and the keys they see.
 
     Attributes:
-        rows: of the queries. keys: of step 0, as far as any of the queries sees them.
-        first: the row of the first of these queries in the text.
+        rows: these queries among all queries. first: the first one's row in the text.
+        keys: rows of the text whose keys of step 0 any of the queries sees.
     """
 
     rows: slice
@@ -76,15 +76,15 @@ class _Block:
         return self.keys.stop - self.keys.start
 
     def hide(self, scores: torch.Tensor) -> None:
-        """Strikes out, of (..., size, count) scores, what a query does not see: two corners."""
+        """Masks the keys of step 0 that a query does not see, two corners of (..., size, count) scores."""
         at = torch.arange(self.size, device=scores.device)[:, None]
         newest = self.first - self.shift - self.keys.start  # column of the first query's newest key
         columns = torch.arange(newest + 1, self.count, device=scores.device)
         scores[..., newest + 1 :].masked_fill_(columns > at + newest, float("-inf"))
-        if self.window is not None and (lost := self.first + self.size - self.window - self.keys.start) > 0:
-            oldest = self.first - self.window + 1 - self.keys.start  # and of its oldest
-            columns = torch.arange(lost, device=scores.device)
-            scores[..., :lost].masked_fill_(columns < at + oldest, float("-inf"))
+        if self.window is not None and (width := self.first + self.size - self.window - self.keys.start) > 0:
+            oldest = self.first - self.window + 1 - self.keys.start  # column of the first query's oldest key
+            columns = torch.arange(width, device=scores.device)
+            scores[..., :width].masked_fill_(columns < at + oldest, float("-inf"))
 
 
 def _blocks(heads: int, queries: int, rows: int, shift: int, window: int | None) -> Iterator[_Block]:
@@ -132,10 +132,10 @@ class _Drafted(torch.autograd.Function):
                 mass = p.sum(-1, keepdim=True)
                 lse[:, :, b.rows] = (largest + mass.log())[..., 0]
                 near = p[..., : b.count].to(v.dtype).view(heads, -1, b.count)
-                found = torch.bmm(near, v[:, b.keys]).view(heads, -1, b.size, dim).float()
+                mixed = torch.bmm(near, v[:, b.keys]).view(heads, -1, b.size, dim).float()
                 if b.shift:
-                    found += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], own_v[:, b.rows].float())
-                out[:, :, b.rows] = found.div_(mass)
+                    mixed += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], own_v[:, b.rows].float())
+                out[:, :, b.rows] = mixed.div_(mass)
         ctx.save_for_backward(grouped, k, v, own_k, own_v, out, lse)
         ctx.window = window
         return out.view(q.shape)
@@ -159,13 +159,13 @@ class _Drafted(torch.autograd.Function):
             ds = torch.bmm(flat, v[:, b.keys].transpose(1, 2)).float().view(near.shape)
             ds = ds.sub_(less).mul_(near).to(q.dtype).view(heads, -1, b.count)
             dk[:, b.keys] += torch.bmm(ds.transpose(1, 2), mine.reshape(heads, -1, dim))
-            found = torch.bmm(ds, k[:, b.keys]).view(mine.shape)
+            dq_block = torch.bmm(ds, k[:, b.keys]).view(mine.shape)
             if b.shift:
                 wide, values = up.float(), own_v[:, b.rows].float()
                 d_far = (torch.einsum("hgnd,hnsd->hgns", wide, values) - less) * far
                 d_own_v[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", far, wide).to(own_v.dtype)
                 d_own_k[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", d_far, mine.float()).to(own_k.dtype)
-                found = found + torch.einsum("hgns,hnsd->hgnd", d_far, own_k[:, b.rows].float())
-            dq[:, :, b.rows] = found
+                dq_block = dq_block + torch.einsum("hgns,hnsd->hgnd", d_far, own_k[:, b.rows].float())
+            dq[:, :, b.rows] = dq_block
         dq = dq.mul_(dim**-0.5).view(heads * group, queries, dim)
         return dq, dk.to(k.dtype), dv.to(v.dtype), d_own_k, d_own_v, None

@@ -1,13 +1,16 @@
-"""How an EAGLE-3 draft is trained: the training-time test, from a few documents' features to a loss, and a whole run.
+"""Training of EAGLE-3 drafts: the step with its loss (:class:`Eagle3Trainee`), and the run (:func:`train_eagle3`).
 
-Step 0 is the draft behind the target's own features. Step i > 0 stands in for the draft's i-th token beyond them: a
-row's g is the draft's output of the step before, one row back, while its token stays the text's. Every row goes through
-every step, and sees just what it will see when drafting (:mod:`longdraft.training.drafted_attention`).
+EAGLE-3, section 3, training-time test. Row t joins the target's features of position t with the embedding of token
+t + 1 and predicts token t + 2; its rotary position is t in every step. With f the block and o(i, t) its output:
 
-Row t joins the features of position t with token t+1 and says token t+2; its rotary position is t's in every step.
+    o(0, t) = f(token t + 1, features of t)
+    o(i, t) = f(token t + 1, o(i - 1, t - 1))        for steps i > 0, as when the draft reads its own output
+    loss    = sum over i and t of decay^i * cross-entropy(head(norm(o(i, t))), target's distribution of token t + 2)
 
-The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a draft of short texts, in any layout
-that decodes; ``rope_factor`` stretches its positions with YaRN.
+Every row sees the keys it will see when drafting (:mod:`longdraft.training.drafted_attention`).
+
+The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a draft of short texts in any layout that
+longdraft decodes, and ``rope_factor`` stretches its positions with YaRN.
 """
 
 from __future__ import annotations
@@ -33,25 +36,27 @@ from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
 
-# Size of a fresh fc's random part, against what passes through.
-REST = 0.3
+# Size of the random part of a fresh fc, relative to the layer that passes through.
+NOISE = 0.3
 
 
 class Eagle3Trainee(Trainee):
-    """The block with what it borrows from the target. The block alone has parameters, its head among them.
+    """A training step of an EAGLE-3 block, which has a head of its own.
 
     Args:
-        rotary: the draft's own.
-        steps: of the training-time test. decay: weight of a step, against the one before.
-        retain: share of a batch's documents that goes on from a step to the next: later steps then cost less, and weigh
-            less (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
-        window: keys of its own that a row sees, its own included; None for all.
-        kept, distill, product_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them; the dtype is that of
-            the features too.
+        rotary: the draft's own rotary embedding.
+        steps: number of steps of the training-time test.
+        decay: weight of a step relative to the step before it.
+        window: keys of its own that a row sees, the row included; None for all.
+        retain: share of a batch's documents that goes on from each step to the next. Less makes later steps cheaper and
+            gives them less weight (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
+        product_dtype: dtype of the products with the head, and of the features.
     """
 
-    ahead = 2  # the token after the row's is the one that the draft reads
-    slides = True  # the window of a later step's row ends with that row, as a node's does in drafting
+    block: Eagle3Block
+    ahead = 2
+    slides = True
+    """The window of a later step's row ends with that row, as a node's does in drafting."""
 
     def __init__(
         self,
@@ -66,96 +71,89 @@ class Eagle3Trainee(Trainee):
         product_dtype: torch.dtype = torch.float32,
         retain: float = 1.0,
     ) -> None:
-        super().__init__(parts, kept, distill, product_dtype)
-        self.block, self.retain = block, retain
-        self.steps, self.decay, self.window, self._rotary = steps, decay, window, rotary
+        super().__init__(block, parts, kept, distill, product_dtype)
+        self.steps, self.decay, self.window, self.retain, self._rotary = steps, decay, window, retain, rotary
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
     ) -> StepOutput:
-        """The loss of a packed batch, summed over rows and, with their weights, over steps.
+        """The loss of packed documents, summed over rows and, with their weights, over steps.
 
-        Documents lie end to end, and none sees another. A row takes part in step i when it has i learned rows before
-        it. Rows whose likeliest token (the target's) the draft cannot say teach nothing.
+        A row takes part in step i if i learned rows come before it. A row whose likeliest token (the target's) is
+        outside the draft's vocabulary has no weight.
 
         Args:
-            shifts: not used: every row goes through every step.
-            steps: another number of steps than training's, for measuring.
+            shifts: not used; every row goes through every step.
+            steps: number of steps if not the one for training (for measuring).
 
         Returns:
             ``depths`` are 1 for step 0, and so on.
         """
-        ids, features, positions, queries = [], [], [], []
-        firsts: list[int] = []
-        lengths: list[int] = []
-        counts: list[int] = []
-        for document in documents:
-            first, end = self.bounds(document)
-            low = 0 if self.window is None else max(0, first - self.window + 1)
-            ids.append(document.tokens[low + 1 : end + 1])
-            features.append(document.hidden[low:end])
-            positions.append(document.positions[low:end])
-            queries.append(torch.arange(first - low, end - low) + sum(lengths))
-            firsts.append(first)
-            lengths.append(end - low)
-            counts.append(end - first)
-        device = self._to_draft.device
-        said = self.said(documents, firsts)
-        with torch.no_grad():
-            x = self._parts.embedding(torch.cat(ids).to(device)).float()
-            cos, sin = self._rotary(torch.cat(positions).to(device))
+        device = self.device
+        pack = self.pack(documents, before=None if self.window is None else self.window - 1)
+        learned = pack.learned.to(device)
+        x = self.embed(pack.rows([d.tokens for d in documents], ahead=1))
+        cos, sin = self._rotary(pack.rows([d.positions for d in documents]).to(device))
+        # Sums of the residual stream are float32; autocast decides about the products.
+        features = pack.rows([d.hidden for d in documents]).to(device, self._product_dtype)
+        g = self.block.project(features).float()
+        attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
-        # Float32: sums of the residual stream are; the products are autocast's.
-        g = self.block.project(torch.cat(features).to(device, self._product_dtype)).float()
-        attention = _Steps(lengths, counts, self.window, self.slides)
-        out = self.block(x, g, cos, sin, attention, torch.cat(queries).to(device))
-        outputs, rows = [out], [torch.arange(sum(counts), device=device)]
-        x, g, cos, sin = (t[torch.cat(queries).to(device)] for t in (x, g, cos, sin))
+        out = self.block(x, g, cos, sin, attention, learned)
+        outputs, rows = [out], [torch.arange(len(learned), device=device)]
+        x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
-            kept = len(documents) * (self.retain**step if self.training else 1)
-            fed, following = (index.to(device) for index in attention.next_step(max(1, round(kept))))
-            if not len(following):  # short documents alone
+            retained = len(documents) * (self.retain**step if self.training else 1)
+            feeding, fed = (index.to(device) for index in attention.next_step(max(1, round(retained))))
+            if not len(fed):  # all documents are too short
                 break
-            x, g = self.feed(x, g, out, fed, following)
-            cos, sin = cos[following], sin[following]
+            x, g = self.feed(x, g, out, feeding, fed)
+            cos, sin = cos[fed], sin[fed]
             out = self.block(*self.enter(step, x, g), cos, sin, attention)
             outputs.append(out)
-            rows.append(rows[-1][following])
-        decays = [torch.full((len(r),), self.decay**i, device=device) for i, r in enumerate(rows)]
-        depths = torch.cat([torch.full((len(r),), i + 1, device=device) for i, r in enumerate(rows)])
+            rows.append(rows[-1][fed])
+
+        depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])
+        decays = torch.tensor([self.decay**i for i in range(len(rows))], device=device)[depths - 1]
         row = torch.cat(rows)
-        said = said.at(row)
-        weight = (said.likely[:, :1] >= 0) * torch.cat(decays)[:, None]
-        before = torch.cat([d.tokens[first + 1 : -1] for d, first in zip(documents, firsts, strict=True)])
-        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self._to_draft[before.to(device)][row])
-        return self.output(hidden, head, said, depths, weight)
+        labels = self.labels(pack).at(row)
+        weight = (labels.likely[:, :1] >= 0) * decays[:, None]
+        tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
+        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self._to_draft[tokens.to(device)][row])
+        return self.output(hidden, head, labels, depths, weight)
 
     def feed(
-        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, fed: torch.Tensor, following: torch.Tensor
+        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, feeding: torch.Tensor, fed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next step's embeddings and g, from this step's, its outputs, and which rows are fed to which."""
-        return x[following], out[fed]
+        """The next step's embeddings and g.
+
+        Args:
+            x, g, out: this step's embeddings, g and outputs.
+            feeding, fed: rows of this step; each row of ``feeding`` feeds the next step's row at its place in ``fed``.
+        """
+        return x[fed], out[feeding]
 
     def enter(self, step: int, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the block is given in a step, from what :meth:`feed` gave."""
+        """The block's two inputs in a step, from the result of :meth:`feed`."""
         return x, g
 
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States (N, size) and the head (V', size) that they are multiplied with.
+        """States (N, size), and the head (V', size) that they are multiplied with.
 
         Args:
-            before: (N,) draft ids of the tokens before those that are said; -1 where the draft has none.
+            before: (N,) draft ids of the tokens before the predicted ones; -1 where the vocabulary lacks the token.
         """
         return hidden, self.block.lm_head.weight.to(self._product_dtype)
 
 
 class _Steps:
-    """Attention of one batch, step after step: remembers every step's keys.
+    """Attention of one batch, step after step. It keeps the keys of all steps.
 
     Args:
-        lengths: rows of each document. counts: how many of them, the last ones, are learned.
-        window: keys that a row of step 0 sees. slides: so does one of a later step, its own among them; else it sees
-            what its anchor sees, and the later steps' keys beside that.
+        lengths, counts: rows of each document, and how many of them, the last ones, are learned.
+        window: keys that a row of step 0 sees.
+        slides: rows of later steps see ``window`` keys too, their own included. Otherwise they see what their anchor
+            sees, and the later steps' keys beside it.
     """
 
     def __init__(self, lengths: list[int], counts: list[int], window: int | None, slides: bool) -> None:
@@ -164,19 +162,18 @@ class _Steps:
         self._later: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in lengths]
 
     def next_step(self, documents: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every document loses its first row, and all but so many of them, the first, their other rows.
+        """Drops the first row of each document, and all rows of all but the first ``documents`` documents.
 
         Returns:
-            Among the rows until now, those whose output is fed (all but each document's last), and those that are left
-            (all but its first).
+            Indices of this step's rows that feed the next step (all but each document's last), and of those that take
+            part in it (all but each document's first).
         """
-        at = torch.arange(sum(self.counts)).split(self.counts)
-        fed, left = (torch.cat([i[part] for i in at[:documents]]) for part in (slice(-1), slice(1, None)))
+        rows = torch.arange(sum(self.counts)).split(self.counts)[:documents]
         self.counts = [max(0, n - 1) if d < documents else 0 for d, n in enumerate(self.counts)]
-        return fed, left
+        return torch.cat([each[:-1] for each in rows]), torch.cat([each[1:] for each in rows])
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Split, never sliced: the gradient of a slice is as large as what it was cut from.
+        # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
         if not self._first:
             each = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
             self._first = [(k.contiguous(), v.contiguous()) for k, v in each]
@@ -184,30 +181,30 @@ class _Steps:
             for kept, *pair in zip(self._later, k.split(self.counts, 1), v.split(self.counts, 1), strict=True):
                 kept.append((pair[0], pair[1]))
         out = []
-        for d, mine in enumerate(q.split(self.counts, 1)):
-            if mine.shape[1] == 0:
-                out.append(mine)
+        for queries, first, steps in zip(q.split(self.counts, 1), self._first, self._later, strict=True):
+            n = queries.shape[1]
+            if n == 0:
+                out.append(queries)
                 continue
-            # Step s has s - 1 rows more than this one, the last of which nobody sees any more.
-            n = mine.shape[1]
-            later = [torch.stack([pair[i][:, :n] for pair in self._later[d]], 2) for i in (0, 1) if self._later[d]]
+            # An earlier step has more rows; nobody sees its last ones any more.
+            later = [torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1) if steps]
             window = self.window
             if window is not None and not self.slides:
-                window += len(self._later[d])
-            out.append(drafted(mine, *self._first[d], (later[0], later[1]) if later else None, window))
+                window += len(steps)
+            out.append(drafted(queries, *first, (later[0], later[1]) if later else None, window))
         return torch.cat(out, 1)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run trains, and what its folder will say.
+    """The draft that a run trains.
 
     Attributes:
-        kept: target ids of the draft's vocabulary, None for all.
-        layers: decoder layers whose output is read.
-        rope: RoPE's parameters in training, as transformers names them.
-        rope_factor: YaRN's in training, rope_factor_inference: to decode with; None where nothing is stretched, or a
-            published draft stretches its positions in a way of its own.
+        kept: target ids of the draft's vocabulary; None for all.
+        layers: decoder layers whose output the draft reads.
+        rope: RoPE's parameters in training, named as in transformers.
+        rope_factor, rope_factor_inference: YaRN's factor in training and in decoding. None if nothing is stretched, or
+            if a published draft stretches its positions in another way.
     """
 
     block: Eagle3Block
@@ -219,7 +216,7 @@ class Plan:
     rope_factor_inference: float | None = None
 
     def described(self, config: Eagle3Config) -> dict[str, Any]:
-        """As the draft's config.json has it."""
+        """The draft's config.json."""
         rope, factor = self.rope, self.rope_factor
         own = factor is not None or rope["rope_type"] == "default"
         return self.block.shape.as_dict() | {
@@ -238,36 +235,36 @@ class Plan:
 def train_eagle3(
     config: Eagle3Config, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
-    """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, section 4.1), as :mod:`longdraft.training.session` says."""
+    """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, section 4.1); see :mod:`longdraft.training.session`."""
     return run(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
 
 
 def run(
     config: Eagle3Config,
     kind: str,
-    trained: type[Eagle3Trainee],
-    shaped: Callable[[Eagle3Block], Eagle3Block],
+    trainee_class: type[Eagle3Trainee],
+    adapt: Callable[[Eagle3Block], Eagle3Block],
     progress: Progress,
     stop: Callable[[], bool],
 ) -> Iterator[Report]:
-    """Trains a draft of EAGLE-3's make.
+    """Trains a draft whose layer is EAGLE-3's.
 
     Args:
-        kind: of draft. trained: its step. shaped: its block, from EAGLE-3's.
+        kind: kind of draft. trainee_class: its training step.
+        adapt: makes the block to train from EAGLE-3's block.
     """
-    # Read before the target is: a folder that will not do is said at once.
+    # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else _read(config.init, kind)
-    # A row for every step, the steps of measuring included.
+    # A document needs a row for every step, those of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
     runner = session.runner
-    plan = _plan(config, session) if init is None else _further(config, init, session)
-    plan = replace(plan, block=shaped(plan.block))
-    reader = session.reader(plan.layers)
-    if (source := session.source(reader)) is None:
+    plan = _new(config, session) if init is None else _further(config, init, session)
+    plan = replace(plan, block=adapt(plan.block))
+    if (source := session.source(plan.layers)) is None:
         return
     if init is None:
         fit(plan.block, source[0], len(plan.layers))
-    trainee = trained(
+    trainee = trainee_class(
         plan.block,
         runner.parts,
         Rotary(plan.block.shape.head_dim, plan.rope, device=runner.device),
@@ -279,32 +276,33 @@ def run(
         session.product_dtype,
         config.retain,
     )
-    yield from session.train(trainee, reader, source, kind, plan.described(config), levels=config.ttt)
+    yield from session.train(trainee, source, kind, plan.described(config), levels=config.ttt)
 
 
 def fit(block: Eagle3Block, document: Features, layers: int) -> None:
-    """Fits a fresh block to its target: logits of the right size, features as loud as each other.
+    """Scales a fresh block to its target's features, and its logits to unit size.
 
-    Layers differ by orders of magnitude, so ``fc`` is divided by the size of what it reads; by the median over a text,
-    for the first token's states can be a thousand times the others'. The latest layer, nearest to the head, passes
-    through beside the random rest. The last norm makes logits of unit size: with the target's rows for a head and unit
-    weights, a fresh draft is as sure as the target and always wrong, and takes a hundred steps to unlearn that.
+    States of different layers differ by orders of magnitude, so ``fc`` is divided by the size of each layer's states:
+    the median over a text, because the first token's states can be a thousand times as large as the others. The last
+    layer read, nearest to the head, passes through; the rest of ``fc`` is random. With the target's rows for a head and
+    a norm of ones, a fresh draft is as sure as the target and always wrong, and takes a hundred steps to unlearn that;
+    so the last norm scales logits to unit size.
     """
     features = document.hidden.cpu().float().chunk(layers, dim=-1)
     sizes = [part.square().mean(-1).sqrt().median().clamp_min(1e-6) for part in features]
     with torch.no_grad():
         columns = block.fc.weight.chunk(layers, dim=1)
         for part, size in zip(columns, sizes, strict=True):
-            part.mul_(REST / size)
+            part.mul_(NOISE / size)
         columns[-1].add_(torch.eye(block.shape.hidden_size) / sizes[-1])
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
-    """Those that EAGLE-3 reads.
+    """The layers that EAGLE-3 reads of a target with ``layers`` layers.
 
     Raises:
-        ConfigError: the target has too few layers to tell them apart.
+        ConfigError: the target has too few layers.
     """
     found = usual_layers(layers)
     if not 0 <= found[0] < found[1] < found[2]:
@@ -312,8 +310,7 @@ def default_layers(layers: int) -> tuple[int, ...]:
     return found
 
 
-def _plan(config: Eagle3Config, session: Session) -> Plan:
-    """A new draft."""
+def _new(config: Eagle3Config, session: Session) -> Plan:
     runner = session.runner
     parts, kv = runner.parts, runner.kv_shape
     layers = config.feature_layers or default_layers(kv.layers)
@@ -343,17 +340,17 @@ def _plan(config: Eagle3Config, session: Session) -> Plan:
 
 
 def _read(folder: str, kind: str) -> Eagle3Draft:
-    """The draft to start from: of the run's kind, or EAGLE-3's."""
-    found = kind_of(folder)
-    if found.name not in (KIND, kind):
-        raise CheckpointError(f"{folder} holds a draft for {found.name}, not for {kind}.")
-    init = found.load(folder)
+    """The draft to start from, which is of the run's kind or EAGLE-3's."""
+    its_kind = kind_of(folder)
+    if its_kind.name not in (KIND, kind):
+        raise CheckpointError(f"{folder} holds a draft for {its_kind.name}, not for {kind}.")
+    init = its_kind.load(folder)
     assert isinstance(init, Eagle3Draft)
     return init
 
 
 def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Plan:
-    """A draft as it is: it keeps its sizes, vocabulary and layers, and its positions where no setting changes them."""
+    """The draft in ``init`` with its sizes, vocabulary and layers, and its positions unless a setting changes them."""
     init.check(session.runner)
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:

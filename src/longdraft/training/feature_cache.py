@@ -1,22 +1,18 @@
-"""Features on disk: the target runs once, the draft trains on them for as many epochs as it likes.
+"""Features on disk: the target runs once, and the draft trains on its features for any number of epochs.
 
-A cache is a folder of shards, each a safetensors file of a few hundred documents laid end to end, and an
-``index.json`` that says what they were made from. A shard appears whole or not at all, so a run that was killed
-goes on with the next one; several processes fill shards side by side.
+A cache is a folder of shards, a safetensors file for each 128 documents laid end to end, and an ``index.json`` that
+says what they were computed from. A shard appears whole or not at all, so a killed run continues with the next one.
+Several processes fill shards side by side.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from longdraft.errors import CheckpointError
 from longdraft.training import feature_files
@@ -24,28 +20,26 @@ from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features
 
 SHARD = 128
-# Of the free bytes: what a cache may take.
+# Share of the free bytes that a cache may take.
 USABLE = 0.95
+# What to do about a damaged shard.
+ADVICE = "Delete the file and run again: the cache fills what is missing."
+OTHER = "other documents, settings or another target"
 
 
 def bytes_needed(documents: Sequence[Document], bytes_per_token: int, top: int) -> int:
-    """Bytes of a cache of these documents.
-
-    Args:
-        bytes_per_token: of what the draft reads. A token takes 4 more, and 6 for each of ``top`` predictions.
-    """
+    """Bytes of a cache: for each token ``bytes_per_token`` and 4 more, for each learned one 6 * ``top``."""
     return sum(len(d.tokens) * (bytes_per_token + 4) + (len(d.tokens) - d.start) * top * 6 for d in documents)
 
 
 class FeatureCache:
-    """The features of a list of documents: checked, filled, then read from disk where they lie.
+    """The features of a list of documents: checked, computed, then read from disk.
 
     Args:
-        folder: of the shards.
-        documents, offsets: whose features; ``offsets`` as :class:`FeatureReader` takes them.
-        identity: what the features depend on beside the documents: the target, the dtype.
-        top: how many predictions a token has.
-        names: of what the draft reads, as :class:`Features` names it.
+        folder: folder of the shards.
+        documents, offsets: the documents and their anchor-offsets.
+        identity: what else the features depend on: the target, the dtype.
+        reader: computes them.
     """
 
     def __init__(
@@ -54,30 +48,21 @@ class FeatureCache:
         documents: Sequence[Document],
         offsets: Sequence[int],
         identity: dict[str, Any],
-        top: int,
-        names: Sequence[str] = ("keys", "values"),
+        reader: FeatureReader,
     ) -> None:
-        self.folder, self.documents, self.offsets, self.top, self.names = folder, documents, offsets, top, names
-        self.index = json.loads(json.dumps(identity)) | {
+        self.folder, self.documents, self.offsets, self.reader = folder, documents, offsets, reader
+        self.index = identity | {
             "lengths": [len(d.tokens) for d in documents],
             "starts": [d.start for d in documents],
             "offsets": list(offsets),
-            "top": top,
+            "top": reader.top,
         }
-        # Where each document begins within its shard: rows of tokens, rows of predictions.
-        self._rows: list[tuple[int, int]] = []
-        for s in self.shards:
-            part = self._of_shard(s)
-            tokens = accumulate((len(d.tokens) for d in part), initial=0)
-            learned = accumulate((len(d.tokens) - d.start for d in part), initial=0)
-            self._rows += list(zip(tokens, learned, strict=True))[:-1]
-        self._files: dict[int, Any] = {}
 
     @property
     def shards(self) -> range:
         return range(-(-len(self.documents) // SHARD))
 
-    def _of_shard(self, shard: int) -> Sequence[Document]:
+    def _documents_of(self, shard: int) -> Sequence[Document]:
         return self.documents[shard * SHARD : (shard + 1) * SHARD]
 
     def path(self, shard: int) -> Path:
@@ -87,49 +72,40 @@ class FeatureCache:
         return len(self.documents)
 
     def __getitem__(self, i: int) -> Features:
-        """Raises CheckpointError where a shard is missing or damaged."""
-        shard = i // SHARD
-        document, (a, c) = self.documents[i], self._rows[i]
-        b, d = a + len(document.tokens), c + len(document.tokens) - document.start
-        with self._readable(shard):
-            if shard not in self._files:
-                self._files[shard] = safe_open(self.path(shard), framework="pt").__enter__()
-            part = {name: self._files[shard].get_slice(name) for name in (*self.names, "ids", "lps")}
+        """Raises CheckpointError if a shard is missing or damaged."""
+        shard, document = i // SHARD, self.documents[i]
+        before = self.documents[shard * SHARD : i]
+        row = sum(len(d.tokens) for d in before)
+        learned_row = sum(len(d.tokens) - d.start for d in before)
+        rows = slice(row, row + len(document.tokens))
+        learned = slice(learned_row, learned_row + len(document.tokens) - document.start)
+        with feature_files.opened(self.path(shard), ADVICE) as file:
             return Features(
                 tokens=torch.tensor(document.tokens),
                 start=document.start,
                 offset=self.offsets[i],
-                rows={name: part[name][a:b] for name in self.names},
-                top_ids=part["ids"][c:d].long(),
-                top_log_probs=part["lps"][c:d].float(),
+                rows={name: file.get_slice(name)[rows] for name in self.reader.names},
+                top_ids=file.get_slice("ids")[learned].long(),
+                top_log_probs=file.get_slice("lps")[learned].float(),
             )
 
-    def _readable(self, shard: int) -> AbstractContextManager[None]:
-        advice = "Delete the file and run again: the cache fills what is missing."
-        return feature_files.readable(self.path(shard), advice)
-
-    def prepare(self, bytes_per_token: int) -> None:
-        """Checks what is there and what room there is, before the target runs.
-
-        Args:
-            bytes_per_token: of what the draft reads.
+    def prepare(self) -> None:
+        """Checks what the folder holds, and the free space, before the target runs.
 
         Raises:
-            CheckpointError: the folder holds other documents' features, a damaged shard, or the disk has no room:
-                said with the bytes that are needed and those that are free.
+            CheckpointError: the folder holds other documents' features or a damaged shard, or the disk is too full.
         """
-        of = "other documents, settings or another target"
-        feature_files.check_index(self.folder, self.index, of)
+        feature_files.check_index(self.folder, self.index, OTHER)
         missing: list[Document] = []
         for shard in self.shards:
             if not self.path(shard).exists():
-                missing += self._of_shard(shard)
+                missing += self._documents_of(shard)
                 continue
-            # Lengths alone do not tell documents apart.
-            with self._readable(shard), safe_open(self.path(shard), framework="pt") as file:
-                if file.get_tensor("tokens").tolist() != [t for d in self._of_shard(shard) for t in d.tokens]:
-                    raise feature_files.foreign(self.folder, of)
-        needed = bytes_needed(missing, bytes_per_token, self.top)
+            # The index has the documents' lengths only.
+            with feature_files.opened(self.path(shard), ADVICE) as file:
+                if file.get_tensor("tokens").tolist() != [t for d in self._documents_of(shard) for t in d.tokens]:
+                    raise feature_files.refused(self.folder, OTHER)
+        needed = bytes_needed(missing, self.reader.bytes_per_token, self.reader.top)
         free = shutil.disk_usage(self.folder).free
         if needed > USABLE * free:
             raise CheckpointError(
@@ -141,39 +117,38 @@ class FeatureCache:
 
     def fill(
         self,
-        reader: FeatureReader,
         progress: Callable[[int, int], None] = lambda done, total: None,
         share: tuple[int, int] = (0, 1),
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Computes what is missing, after :meth:`prepare`.
+        """Computes the missing shards, after :meth:`prepare`.
 
         Args:
-            progress: told tokens done and all tokens, of this share.
+            progress: called with the tokens done and all tokens of this share.
             share: (i, n): fill every n-th shard from the i-th on.
-            stop: asked after each document; True ends it, and whole shards are kept.
+            stop: called after each document; True ends the work, and whole shards are kept.
 
         Returns:
             Whether the share is complete.
 
         Raises:
-            CheckpointError: a shard cannot be written; those before it are kept.
+            CheckpointError: a shard cannot be written.
         """
-        mine = self.shards[share[0] :: share[1]]
-        total = sum(len(d.tokens) for s in mine for d in self._of_shard(s))
+        shards = self.shards[share[0] :: share[1]]
+        total = sum(len(d.tokens) for shard in shards for d in self._documents_of(shard))
         done = 0
-        for shard in mine:
-            part = self._of_shard(shard)
+        for shard in shards:
+            documents = self._documents_of(shard)
             if self.path(shard).exists():
-                done += sum(len(d.tokens) for d in part)
+                done += sum(len(d.tokens) for d in documents)
                 continue
-            reader.forget()  # a shard is the same to the bit, whoever fills it and when
-            found = []
-            for document, offset in zip(part, self.offsets[shard * SHARD :], strict=False):
-                found.append(reader.read(document, offset))
+            self.reader.forget()  # so that a shard is the same to the bit, whoever fills it and when
+            features = []
+            for document, offset in zip(documents, self.offsets[shard * SHARD :], strict=False):
+                features.append(self.reader.read(document, offset))
                 done += len(document.tokens)
                 progress(done, total)
                 if stop():
                     return False
-            feature_files.write(self.path(shard), feature_files.laid_out(found))
+            feature_files.write(self.path(shard), feature_files.joined(features))
         return True

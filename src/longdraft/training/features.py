@@ -1,11 +1,12 @@
-"""What a draft needs of its target, token by token: what the draft reads, and the target's likeliest next tokens.
+"""The target's features: what a draft reads of the target for each token, and the target's likeliest next tokens.
 
 A LongSpec draft reads the last layer's keys and values, an EAGLE-3 draft the hidden states of a few layers, a language
-model nothing but the text.
+model only the text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +16,9 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 
+# Tokens that the target reads in one forward.
 CHUNK = 1024
-# The first tokens draw attention whatever they say; they keep their place.
+# The first tokens attract attention whatever they are, so they keep their positions.
 ANCHORS = 4
 
 
@@ -24,7 +26,7 @@ def anchor_offset(length: int, offset: int) -> torch.Tensor:
     """Anchor-offset indices (LongSpec, section 3.2): 0 .. 3 stay, every later token is shifted by one offset.
 
     With offsets sampled over the whole context, a draft that is trained on short text meets every position, and the
-    target, given the same indices, loses next to nothing.
+    target loses next to nothing when it is given the same indices.
 
     Returns:
         (length,) int64; ``0 .. length - 1`` for offset 0.
@@ -36,15 +38,15 @@ def anchor_offset(length: int, offset: int) -> torch.Tensor:
 
 @dataclass
 class Features:
-    """One document as a draft trains on it.
+    """The features of one document.
 
     Attributes:
         tokens: (L,) int64. start: the first token that is learned.
         offset: its anchor-offset, 0 for plain positions.
         rows: what the draft reads, by name, (L, ...) each: ``keys`` and ``values`` (L, Hkv, d) of the target's last
-            layer, keys after RoPE at the document's positions; or ``hidden`` (L, layers * hidden), the layers' output
-            hidden states side by side; or nothing.
-        top_ids, top_log_probs: (L - start, K), what the target says in place of tokens[start:].
+            layer, keys after RoPE; or ``hidden`` (L, layers * hidden size), output hidden states of some layers side by
+            side; or nothing.
+        top_ids, top_log_probs: (L - start, K), the target's likeliest tokens in place of tokens[start:].
     """
 
     tokens: torch.Tensor
@@ -55,7 +57,7 @@ class Features:
     top_log_probs: torch.Tensor
 
     def on_host(self) -> Features:
-        """The same in the CPU's memory, for features that are kept for long."""
+        """A copy in the CPU's memory, for features that are kept for long."""
         rows = {name: t.cpu() for name, t in self.rows.items()}
         return replace(self, rows=rows, top_ids=self.top_ids.cpu(), top_log_probs=self.top_log_probs.cpu())
 
@@ -71,7 +73,7 @@ class Features:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """(L, layers * hidden)."""
+        """(L, layers * hidden size)."""
         return self.rows["hidden"]
 
     @property
@@ -81,16 +83,16 @@ class Features:
 
 
 class FeatureReader:
-    """Runs documents through the target. Documents that begin alike, one after the other, share what is alike.
+    """Computes features. Documents that are read one after the other and begin alike share the forwards of that part.
 
     Args:
         top: how many of the target's likeliest tokens are kept.
         dtype: of what the draft reads.
-        layers: decoder layers whose output hidden states the draft reads (0 is the first); none: it reads the last
+        layers: decoder layers whose output hidden states the draft reads (0 is the first); empty: it reads the last
             layer's keys and values; None: it reads nothing of the target.
 
     Attributes:
-        names: of what the draft reads, as :class:`Features` has it.
+        names: names of what the draft reads, the keys of :attr:`Features.rows`.
     """
 
     def __init__(
@@ -103,12 +105,12 @@ class FeatureReader:
         self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers or ()
         self.names: tuple[str, ...] = () if layers is None else ("hidden",) if layers else ("keys", "values")
         self._store: KVStore | None = None
-        self._seen: list[int] = []
-        self._offset = 0
+        self._last_tokens: list[int] = []
+        self._last_offset = 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of what the draft reads of one token."""
+        """Bytes of what the draft reads for one token."""
         if not self.names:
             return 0
         kv = self.runner.kv_shape
@@ -116,14 +118,14 @@ class FeatureReader:
         return numbers * self.dtype.itemsize
 
     def forget(self) -> None:
-        """Makes the next document be read from its first token on, whatever was read before.
+        """Makes the next document be read from its first token on.
 
-        Features then depend on the document alone, to the last bit: the same in a run that was resumed.
+        Its features then depend on it alone, to the last bit: a resumed run gets the same.
         """
-        self._seen = []
+        self._last_tokens = []
 
     def read(self, document: Document, offset: int = 0) -> Features:
-        """The features of one document whose tokens from the fifth on are shifted by ``offset`` positions.
+        """The features of a document at positions with an anchor-offset.
 
         Raises:
             MemoryBudgetError: the target's KV of the document does not fit.
@@ -132,17 +134,17 @@ class FeatureReader:
         tokens, start = document.tokens, document.start
         if self._store is None or self._store.capacity < len(tokens):
             self._store = self.runner.new_store(1, max(2048, len(tokens)), self.layers)
-            self._seen = []
+            self._last_tokens = []
         store = self._store
-        # The logits from the row before the first learned token on are needed: those rows are always run.
-        shared = common_prefix(self._seen, tokens[: start - 1]) if offset == self._offset else 0
+        # Logits are needed from the row before the first learned token on, so these rows are always computed.
+        shared = common_prefix(self._last_tokens, tokens[: start - 1]) if offset == self._last_offset else 0
         store.truncate(0, min(shared, store.lengths[0]))
-        self._seen, self._offset = tokens, offset
+        self._last_tokens, self._last_offset = tokens, offset
         positions = anchor_offset(len(tokens), offset).tolist()
         ids, log_probs = [], []
         done = store.lengths[0]
         while done < len(tokens):
-            # The last token's own prediction is nobody's target, but its KV closes the document.
+            # Nothing is learned from the last token's logits, but its KV completes the document.
             end = min(done + CHUNK, len(tokens) if done >= start - 1 else start - 1)
             depths = [[p - done for p in positions[done:end]]]
             block = store.block([0], [tokens[done:end]], depths=depths, prompt=True)
@@ -157,10 +159,24 @@ class FeatureReader:
         return Features(torch.tensor(tokens), start, offset, rows, torch.cat(ids)[:-1], torch.cat(log_probs)[:-1])
 
     def _rows(self, store: KVStore, length: int) -> dict[str, torch.Tensor]:
-        """Copies: the store is written again for the next document."""
+        """Copies of what the draft reads, because the next document overwrites the store."""
         if not self.names:
             return {}
         if store.features is not None:
             return {"hidden": store.features[0, :length].to(self.dtype, copy=True)}
         keys, values = (x[0, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
         return {"keys": keys.contiguous(), "values": values.contiguous()}
+
+
+class LiveFeatures:
+    """Features that are computed when they are asked for, and not kept."""
+
+    def __init__(self, reader: FeatureReader, documents: Sequence[Document], offsets: Sequence[int]) -> None:
+        self.reader, self.documents, self.offsets = reader, documents, offsets
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, i: int) -> Features:
+        self.reader.forget()
+        return self.reader.read(self.documents[i], self.offsets[i])

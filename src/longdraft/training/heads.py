@@ -1,7 +1,7 @@
-"""How chained heads are trained: a step, from a few documents' features to the loss of all heads, and a whole run.
+"""Training of chained heads: the step with its loss (:class:`HeadsTrainee`), and the run (:func:`train_heads`).
 
-Row t holds the target's hidden state of token t before the final norm, by which the target itself says token t+1; head
-i says token t+1+i. The target is not trained, and no head sees a token that comes after t.
+TokenSwift (Wu et al. 2025). Row t has the target's hidden state of token t before the final norm, from which the target
+itself predicts token t + 1; head i predicts token t + 1 + i. The target is not trained, and no head sees a later token.
 """
 
 from __future__ import annotations
@@ -22,80 +22,73 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 
 class HeadsTrainee(Trainee):
-    """The heads with what they borrow from the target. They alone have parameters.
+    """A training step of all heads.
 
     Args:
-        decay: weight of a head, against the one before.
-        kept, distill, head_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them.
+        decay: weight of a head relative to the head before it.
     """
 
-    ahead = 2  # the token after the row's is the root, which the target says itself
+    block: HeadsBlock
+    ahead = 2  # token t + 1 is the root, which the target predicts itself
 
     def __init__(
         self,
         block: HeadsBlock,
         parts: SharedParts,
         kept: torch.Tensor | None = None,
-        decay: float = 1.0,
         distill: float = 0.0,
-        head_dtype: torch.dtype = torch.float32,
+        product_dtype: torch.dtype = torch.float32,
+        decay: float = 1.0,
     ) -> None:
-        super().__init__(parts, kept, distill, head_dtype)
-        self.block, self.decay = block, decay
-        self._head = self.borrowed_head()
+        super().__init__(block, parts, kept, distill, product_dtype)
+        self.decay = decay
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
     ) -> StepOutput:
-        """The loss of a packed batch, summed over rows and, with their weights, over heads.
+        """The loss of packed documents: sum over rows and heads i of decay^(i - 1) * cross-entropy.
 
         Args:
-            shifts: not used: every row goes through every head.
-            levels: as many as there are heads, for measuring.
+            shifts, levels: not used; every row goes through every head.
 
         Returns:
             ``depths`` are 1 for the first head, and so on.
         """
-        device = self._head.device
-        bounds = [self.bounds(d) for d in documents]
-        sizes = list(accumulate((end - first for first, end in bounds), initial=0))
-        states = [d.hidden[first:end] for d, (first, end) in zip(documents, bounds, strict=True)]
-        # Head i + 1 of the rows that have a token so far behind them.
+        pack = self.pack(documents, before=0)
+        # Row r of head i + 1 predicts what row r + i of head 1 predicts, so the last i rows of a document drop out.
+        bounds = list(pairwise(accumulate(pack.counts, initial=0)))
         rows = [
-            torch.cat([torch.arange(a, max(a, b - i)) for a, b in pairwise(sizes)])
+            torch.cat([torch.arange(begin, max(begin, end - i)) for begin, end in bounds])
             for i in range(self.block.shape.heads)
         ]
-        said = self.said(documents, [first for first, _ in bounds])
-        # Float32: sums of the residual stream are; the products are autocast's.
-        out = self.block(torch.cat(states).to(device).float())
-        hidden = torch.cat([states[row.to(device)] for states, row in zip(out, rows, strict=True)])
-        # Head i + 1 of row r says what head 1 of row r + i does.
-        at = torch.cat([row + i for i, row in enumerate(rows)]).to(device)
-        depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(device)
-        return self.output(hidden, self._head, said.at(at), depths, (self.decay ** (depths - 1))[:, None])
+        # Sums of the residual stream are float32; autocast decides about the products.
+        states = self.block(pack.rows([d.hidden for d in documents]).to(self.device).float())
+        hidden = torch.cat([state[row.to(self.device)] for state, row in zip(states, rows, strict=True)])
+        labels = self.labels(pack).at(torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
+        depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(self.device)
+        return self.output(hidden, self.target_head, labels, depths, (self.decay ** (depths - 1))[:, None])
 
 
 def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
-    """Trains chained heads on a target that stays as it is, as :mod:`longdraft.training.session` says."""
+    """Trains chained heads on a frozen target; see :mod:`longdraft.training.session`."""
     init = None if config.init is None else HeadsDraft.load(config.init)
     heads = config.heads if init is None else init.shape.heads
     session = begin(config, heads, progress, stop)
     runner = session.runner
     if init is None:
         kept = session.vocabulary()
-        first_norm = final_norm(runner.model).cpu()  # a target without one is refused before it reads anything
+        first_norm = final_norm(runner.model).cpu()  # refuses a target without one before the target reads anything
     else:
         kept = init.ids
         init.check(runner)
-    reader = session.reader((runner.kv_shape.layers - 1,))
-    if (source := session.source(reader)) is None:
+    if (source := session.source((runner.kv_shape.layers - 1,))) is None:
         return
     if init is None:
         block = HeadsBlock(HeadsShape(runner.parts.hidden_size, heads, runner.parts.rms_norm_eps))
-        # The median: the first token's states can be a thousand times the others'.
+        # The median, because the first token's state can be a thousand times as large as the others.
         block.initialise(first_norm, float(source[0].hidden.cpu().float().square().mean(-1).sqrt().median()))
     else:
         block = init.trainable()
-    trainee = HeadsTrainee(block, runner.parts, kept, config.decay, config.distill, session.product_dtype)
+    trainee = HeadsTrainee(block, runner.parts, kept, config.distill, session.product_dtype, config.decay)
     described = block.shape.as_dict() | {"trained_length": config.max_length}
-    yield from session.train(trainee, reader, source, KIND, described, levels=heads, measured=heads)
+    yield from session.train(trainee, source, KIND, described, levels=heads, measured=heads)

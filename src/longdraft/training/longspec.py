@@ -1,4 +1,9 @@
-"""How a LongSpec draft is trained: a step, from a few documents' features to the loss of one block, and a whole run."""
+"""Training of LongSpec drafts: the step with its loss (:class:`LongSpecTrainee`), and the run (:func:`train_longspec`).
+
+LongSpec, section 3.2, flash noisy training. Row t reads token t and predicts token t + 1. Self-attention sees the last
+``window`` rows of the text. Cross-attention sees the target's last-layer KV up to position t - j, where the shift j is
+one of 1 .. ``noise``: a node at level j of a drafted tree has its newest verified key just there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,6 @@ import torch
 
 from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.longspec_draft import KIND, LongSpecDraft, check_rotary
-from longdraft.model.parts import SharedParts
-from longdraft.training import liger
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import by_shift
@@ -21,98 +24,57 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 
 class LongSpecTrainee(Trainee):
-    """The block with what it borrows from the target. The block alone has parameters.
+    """A training step of a LongSpec block."""
 
-    Args:
-        kept, distill, head_dtype: as :class:`~longdraft.training.trainee.Trainee` takes them.
-    """
-
-    def __init__(
-        self,
-        block: LongSpecBlock,
-        parts: SharedParts,
-        kept: torch.Tensor | None = None,
-        distill: float = 0.0,
-        head_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(parts, kept, distill, head_dtype)
-        self.block = block
-        self._head = self.borrowed_head()
+    block: LongSpecBlock
 
     def learned(self, tokens: int, start: int, shift: int) -> int:
-        """Earlier rows have no key that far back."""
+        """The number of learned rows; a row before ``shift`` has no key that far back."""
         return tokens - 1 - max(start - 1, shift)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
-        """The loss of a packed batch: documents lie end to end, and none sees another.
-
-        Args:
-            shifts: j of each document (flash noisy training): cross-attention's newest key lies j positions back.
-
-        Returns:
-            ``depths`` are the shifts.
-        """
+        """The loss of packed documents, each with its shift j. ``depths`` of the result are the shifts."""
         window = self.block.shape.window
-        inputs, positions, rows, depths = [], [], [], []
-        firsts: list[int] = []
-        input_rows: list[int] = []
-        query_rows: list[int] = []
-        for d, shift in zip(documents, shifts, strict=True):
-            first, end = self.bounds(d, shift)
-            low = max(0, first - window + 1)
-            inputs.append(d.tokens[low:end])
-            positions.append(d.positions[low:end])
-            rows.append(torch.arange(first - low, end - low) + sum(input_rows))
-            depths.append(torch.full((end - first,), shift))
-            firsts.append(first)
-            input_rows.append(end - low)
-            query_rows.append(end - first)
-        device = self._head.device
-        with torch.no_grad():
-            x = self._parts.embedding(torch.cat(inputs).to(device)).float()
-        cos, sin = self._parts.rotary(torch.cat(positions).to(device))
+        pack = self.pack(documents, shifts, window - 1)
+        x = self.embed(pack.rows([d.tokens for d in documents]))
+        cos, sin = self._parts.rotary(pack.rows([d.positions for d in documents]).to(self.device))
 
-        # Split, never sliced: the gradient of a slice is as large as what it was cut from.
         def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            each = zip(q.split(query_rows, 1), k.split(input_rows, 1), v.split(input_rows, 1), strict=True)
-            return torch.cat([windowed(*qkv, window) for qkv in each], 1)
+            return pack.attend(lambda q, k, v: windowed(q, k, v, window), q, k, v)
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
-            # The row behind the last learned one has its KV too, and nobody may see it.
-            each = zip(q.split(query_rows, 1), documents, shifts, strict=True)
-            out = [noisy(q, d.keys[:, :-1].to(device), d.values[:, :-1].to(device), j) for q, d, j in each]
+            # The row after the last learned one has KV too, which no learned row may see.
+            each = zip(q.split(pack.counts, 1), documents, shifts, strict=True)
+            out = [noisy(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
             return torch.cat(out, 1)
 
-        hidden = self.block(x, cos, sin, self_attend, cross_attend, torch.cat(rows).to(device))
-        said, levels = self.said(documents, firsts), torch.cat(depths).to(device)
-        if self.training and self.distill == 0 and (fused := liger.cross_entropy(device)) is not None:
-            return StepOutput(fused(hidden, self._head, said.text), None, levels)
-        return self.output(hidden, self._head, said, levels)
+        hidden = self.block(x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
+        depths = torch.tensor(shifts).repeat_interleave(torch.tensor(pack.counts)).to(self.device)
+        return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
 def train_longspec(
     config: TrainConfig, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
-    """Trains a LongSpec draft (LongSpec, section 3.2 and appendix E), as :mod:`longdraft.training.session` says."""
+    """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`."""
     session = begin(config, config.noise, progress, stop)
     runner = session.runner
     check_rotary(runner)
     block, kept = _draft(config, session)
     trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
-    reader = session.reader()
-    if (source := session.source(reader)) is None:
+    if (source := session.source(())) is None:
         return
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
     yield from session.train(
-        trainee, reader, source, KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
+        trainee, source, KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
     )
 
 
 def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.Tensor | None]:
-    """The block to train and the target ids of its vocabulary: a new one, or the one in ``config.init``.
+    """The block to train and the target ids of its vocabulary.
 
-    A draft that is trained further keeps its sizes and its vocabulary; the window may be set anew.
+    The draft in ``config.init`` keeps its sizes and its vocabulary; the window may be set anew.
     """
     runner = session.runner
     if config.init is None:

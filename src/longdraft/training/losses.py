@@ -1,7 +1,7 @@
-"""Fused linear + cross-entropy, in chunks: the whole logits are never in memory.
+"""Fused linear + cross-entropy in chunks of rows, so that the whole logits are never in memory.
 
-The gradient of a chunk's logits is turned into the gradient of its input at once, and of the head where that is
-trained; nothing but these is kept for the backward pass.
+The forward pass turns the gradient of a chunk's logits into that of its input, and of the head if that is trained. Only
+these are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         trained = torch.zeros(head.shape, device=head.device) if ctx.needs_input_grad[1] else None
         ranks = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
-        # Made once: a CPU takes as long to get large memory as to compute with it.
+        # Allocated once: a CPU takes as long to get large memory as to compute with it.
         size = (min(chunk, hidden.shape[0]), head.shape[0])
         products = head.new_empty(size)
         wide, other = (torch.empty(size, device=head.device) for _ in range(2))
@@ -34,7 +34,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             h = hidden[rows].to(head.dtype)
             w, i, n = weights[rows], ids[rows], len(h)
             z = wide[:n].copy_(torch.mm(h, head.T, out=products[:n]))
-            # As numbers: a CPU sums truth values ten times slower.
+            # As numbers, because a CPU sums booleans ten times slower.
             ranks[rows] = torch.gt(z, z.gather(1, i[:, :1]), out=other[:n]).sum(-1).long()
             log_p = torch.log_softmax(z, -1, out=other[:n])
             total -= (w * log_p.gather(1, i)).sum()
@@ -72,15 +72,15 @@ def soft_cross_entropy(
 
     Args:
         hidden: (N, hidden size).
-        head: (V, hidden size), frozen or trained; its dtype is the matrix products' (bfloat16 or float32). Log-sum-exp
-            and sums are float32.
-        ids: (N, K) target ids; an id may come twice in a row.
-        weights: (N, K) float32, the targets' weights; 0 leaves an entry out, a row of zeros leaves the row out.
+        head: (V, hidden size), frozen or trained. Its dtype is that of the matrix products, bfloat16 or float32;
+            log-sum-exp and sums are float32.
+        ids: (N, K) target ids; a row may have an id twice.
+        weights: (N, K) float32, the targets' weights.
 
     Returns:
         The loss, a scalar, and (N,) the rank of each row's first target: how many ids have larger logits.
     """
-    if not torch.is_grad_enabled():  # the function itself cannot tell
+    if not torch.is_grad_enabled():  # unknown inside the function
         hidden, head = hidden.detach(), head.detach()
     return _SoftCrossEntropy.apply(hidden, head, ids, weights, chunk)
 
@@ -88,16 +88,15 @@ def soft_cross_entropy(
 def targets(
     tokens: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor, distill: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixes the data's tokens with the target's own distribution.
+    """Mixes the text's tokens with the target's distribution.
 
     Args:
-        tokens: (N,) next tokens of the text, as draft ids; -1 where the draft's vocabulary has none.
-        top_ids: (N, K) the target's likeliest tokens, as draft ids, -1 likewise; top_log_probs: (N, K).
-        distill: share of the loss that follows the target's distribution; 0 is plain cross-entropy (the paper).
+        tokens: (N,) next tokens of the text, as draft ids; -1 where the draft's vocabulary lacks the token.
+        top_ids: (N, K) the target's likeliest tokens, likewise. top_log_probs: (N, K).
+        distill: share of the loss that follows the target's distribution; 0 is plain cross-entropy.
 
     Returns:
-        ids and weights for :func:`soft_cross_entropy`. A row's weights sum to 1, or to 0 where nothing is in the
-        vocabulary.
+        ids and weights for :func:`soft_cross_entropy`. A token that the vocabulary lacks has weight 0.
     """
     hard = (tokens >= 0).float()[:, None] * (1 - distill)
     soft = top_log_probs.float().exp() * (top_ids >= 0)

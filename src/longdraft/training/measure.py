@@ -1,17 +1,17 @@
-"""Simulated acceptance: what a draft would have accepted, computed from held-out text in a few forwards.
+"""Simulated acceptance: how many tokens a draft would get accepted, computed on held-out text in a few forwards.
 
-On text that the target wrote greedily, drafting with the true tokens as the path is what happens up to the first
-wrong one. So the ranks of the next token at every level (LongSpec: shift j = 1, 2, ...; EAGLE-3: a step of the
-training-time test; a language model: the same at all levels) tell, for every position, how far a tree of given widths
-would have come: a level counts when the true token is among its first choices.
+On text that the target wrote greedily, drafting follows the true tokens up to its first wrong one. So the ranks of the
+true next token at every level tell how far a tree of given widths would come from any position: a level is accepted if
+the true token is among its first choices. (Levels are shifts j = 1, 2, ... for LongSpec, steps of the training-time
+test for EAGLE-3, and all the same for a language model.)
 
-Rounds follow each other as in decoding: the first root is the first learned token (a prefill has given it), a round
-emits what it accepts and one token more, and that token is the next root.
+Rounds follow each other as in decoding. The first root is the first learned token, which prefill has given; a round
+emits the accepted tokens and one more, and that one is the next root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,13 @@ WIDTHS = (4, 3, 2, 1, 1)
 
 @dataclass(frozen=True)
 class Simulated:
-    """Attributes:
-    agreement: share of the positions where the draft's first choice is right, by level.
-    chain: mean accepted length (tokens a round, bonus included) of a chain as deep as there are levels.
-    tree: the same where level d offers each node's best ``WIDTHS[d]`` tokens. A stand-in for the tree of decoding,
-        which takes the best paths instead.
+    """Simulated acceptance on some documents.
+
+    Attributes:
+        agreement: share of the positions where the draft's first choice is right, by level.
+        chain: mean accepted length (tokens a round, bonus included) of a chain as deep as there are levels.
+        tree: the same if level d offers each node's best ``WIDTHS[d]`` tokens. It stands in for the tree of decoding,
+            which takes the best paths instead.
     """
 
     agreement: tuple[float, ...]
@@ -37,83 +39,70 @@ class Simulated:
     tree: float
 
 
-# trainee, document, levels -> (levels, L - 1) ranks of the text's next token, UNSEEN where a level tells none. Row t is
-# that of the token t: what is said after it, with level d being the d-th token beyond what the target has read.
+# trainee, document, levels -> (levels, L - 1) ranks of the text's next token; UNSEEN where a level has none. Column t
+# is for the token after t, which level d predicts as the d-th token beyond what the target has read.
 Ranks = Callable[[Callable[..., StepOutput], Features, int], torch.Tensor]
 UNSEEN = 1 << 30
 
 
 def by_shift(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """A LongSpec draft's ranks: a forward a level."""
+    """Ranks of a LongSpec draft: a forward for each level."""
     ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
     for j in range(1, levels + 1):
         first = max(document.start - 1, j)
         if first < ranks.shape[1]:
-            out = trainee([document], [j])
-            assert out.ranks is not None
-            ranks[j - 1, first:] = out.ranks.cpu()
+            ranks[j - 1, first:] = trainee([document], [j]).ranks.cpu()
     return ranks
 
 
 def by_step(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """An EAGLE-3 or one-pass draft's ranks: one forward of as many steps."""
+    """Ranks of a draft that computes all levels in one forward: EAGLE-3, one-pass, heads."""
     ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
     out = trainee([document], [1], levels)
-    assert out.ranks is not None
-    for i in range(int(out.depths.max())):  # a one-pass draft has no more than its rows
+    for i in range(int(out.depths.max())):  # a one-pass draft may have fewer levels
         ranks[i, document.start + i :] = out.ranks[out.depths == i + 1].cpu()
     return ranks
 
 
 def by_text(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """A language model's ranks: it reads the text itself, so a level says what any other would."""
+    """Ranks of a language model, which reads the text itself: the same at every level."""
     ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
-    out = trainee([document], [1])
-    assert out.ranks is not None
-    ranks[:, document.start - 1 :] = out.ranks.cpu()
+    ranks[:, document.start - 1 :] = trainee([document], [1]).ranks.cpu()
     return ranks
 
 
 @torch.no_grad()
 def simulate(
-    trainee: Callable[..., StepOutput],
-    documents: Iterable[Features],
-    levels: int = DEPTH,
-    widths: Sequence[int] = WIDTHS,
-    ranks_of: Ranks = by_shift,
+    trainee: Callable[..., StepOutput], documents: Iterable[Features], levels: int = DEPTH, ranks_of: Ranks = by_shift
 ) -> Simulated:
     """Simulated acceptance over documents.
 
     Args:
-        trainee: in eval mode; ``ranks_of`` knows how to ask it.
-        levels: of the tree, whatever the draft was trained for: decoding drafts that deep.
-        widths: choices of each level; 1 beyond its end.
+        trainee: in eval mode. ranks_of: computes its ranks.
+        levels: of the tree, whatever number the draft was trained for.
     """
     hits = torch.zeros(levels)
     learned = torch.zeros(levels)
-    tokens = {"chain": 0, "tree": 0}
-    rounds = {"chain": 0, "tree": 0}
+    widths = {"chain": [1] * levels, "tree": [*WIDTHS, *[1] * levels][:levels]}
+    tokens = dict.fromkeys(widths, 0)
+    rounds = dict.fromkeys(widths, 0)
     for document in documents:
         ranks = ranks_of(trainee, document, levels)
         hits += (ranks == 0).sum(1)
         learned += (ranks < UNSEEN).sum(1)
-        for name, wide in (("chain", [1] * levels), ("tree", [*widths, *[1] * levels][:levels])):
-            within = ranks < torch.tensor(wide)[:, None]
-            n, r = _walk(within, document.start)
-            tokens[name] += n
-            rounds[name] += r
-    return Simulated(
-        tuple((hits / learned.clamp_min(1)).tolist()),
-        tokens["chain"] / max(1, rounds["chain"]),
-        tokens["tree"] / max(1, rounds["tree"]),
-    )
+        for name, width in widths.items():
+            emitted, count = _walk(ranks < torch.tensor(width)[:, None], document.start)
+            tokens[name] += emitted
+            rounds[name] += count
+    chain, tree = (tokens[name] / max(1, rounds[name]) for name in widths)
+    return Simulated(tuple((hits / learned.clamp_min(1)).tolist()), chain, tree)
 
 
 def _walk(within: torch.Tensor, position: int) -> tuple[int, int]:
-    """Tokens and rounds of decoding with the first root at row ``position``.
+    """Tokens and rounds of decoding with the first root at column ``position``.
 
     Args:
-        within: (levels, T) bool: whether what level d proposes after row t holds the text's next token.
+        within: (levels, T) bool: whether the proposals of level d after column t hold the text's next token.
     """
     levels, length = within.shape
     table = within.tolist()

@@ -1,13 +1,13 @@
-"""The two attentions of training, with flash kernels and without a mask as large as the text.
+"""The two attentions of LongSpec's training, with flash kernels and no mask as large as the text.
 
-Flash noisy training (LongSpec, section 3.2): while drafting, the newest keys that cross-attention sees are j
-positions behind the query, j = 1 for the root and one more with each level of the tree. Shifting queries against
-keys trains for that with an ordinary causal kernel:
+Flash noisy training (LongSpec, section 3.2): while drafting, the newest key that cross-attention sees is j positions
+before the query, j = 1 for the root and one more for each level of the tree. Shifting queries against keys trains for
+that with an ordinary causal kernel:
 
     O[j:] = attention(Q[j:], K[:-j], V[:-j])
 
-Where only the last rows of a text are learned, the queries are those rows alone and the causal mask is aligned to
-the lower right corner: the last query sees the last key.
+If only the last rows of a text are learned, the queries are those rows, and the causal mask is aligned to the lower
+right corner: the last query sees the last key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-# Query rows up to which a CPU forms the weights instead of calling its flash kernel.
+# Up to so many query rows a CPU computes the weights itself instead of calling its flash kernel.
 FEW_ROWS = 512
 
 
@@ -32,11 +32,11 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def noisy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shift: int) -> torch.Tensor:
-    """Cross-attention with the newest visible key ``shift`` positions behind each query.
+    """Cross-attention whose newest visible key is ``shift`` positions before each query.
 
     Args:
         q: (Hq, Tq, d), the last Tq positions of a text.
-        k, v: (Hkv, T, d), all positions of the text, T - shift >= Tq. They are the target's: no gradient flows there.
+        k, v: (Hkv, T, d), all positions of the text, T - shift >= Tq. They are the target's and get no gradient.
     """
     end = k.shape[1] - shift
     k, v = k[:, :end], v[:, :end]
@@ -47,10 +47,10 @@ def noisy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shift: int) -> torc
 
 
 class _FrozenKeys(torch.autograd.Function):
-    """Causal attention, aligned to the lower right, for a few rows against many keys that take no gradient.
+    """Causal attention, aligned to the lower right, of a few rows to many keys that need no gradient.
 
-    torch's flash kernel for the CPU spends most of its backward pass on the gradients of K and V. Here they are not
-    computed, K and V are read once per KV head, and the weights, few rows of them, are kept.
+    torch's flash kernel for CPUs spends most of its backward pass on the gradients of K and V. Here these are not
+    computed, K and V are read once per KV head, and the few rows of weights are kept.
     """
 
     @staticmethod
@@ -74,17 +74,17 @@ class _FrozenKeys(torch.autograd.Function):
         gradient = gradients[0].reshape(out.shape)
         # d softmax: P * (dP - rowsum(dP * P)), and that row sum is dO . O
         shared = (gradient.float() * out.float()).sum(-1, keepdim=True).to(out.dtype)
-        found = torch.empty_like(out)
+        grad_q = torch.empty_like(out)
         for head, weight in enumerate(weights):
             scores = torch.mm(gradient[head], v[head].T).sub_(shared[head]).mul_(weight)
-            torch.mm(scores, k[head], out=found[head])
-        return found.mul_(out.shape[-1] ** -0.5).view(gradients[0].shape), None, None
+            torch.mm(scores, k[head], out=grad_q[head])
+        return grad_q.mul_(out.shape[-1] ** -0.5).view(gradients[0].shape), None, None
 
 
 def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
     """Causal attention to the last ``window`` keys, the query's own included.
 
-    In blocks of queries, each against the keys that any of its rows sees: work and memory grow with T * window.
+    It computes blocks of queries, each with the keys that any of them sees; work and memory grow with T * window.
 
     Args:
         q: (Hq, Tq, d), the last Tq of the positions of k, v (Hkv, Tk, d).
@@ -99,8 +99,8 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
         low = max(0, first + start - window + 1)
         high = first + start + size
         behind = torch.arange(first + start, high, device=q.device)[:, None] - torch.arange(low, high, device=q.device)
-        seen = (behind >= 0) & (behind < window)
-        outputs.append(_attention(q[:, start : start + size], k[:, low:high], v[:, low:high], seen))
+        visible = (behind >= 0) & (behind < window)
+        outputs.append(_attention(q[:, start : start + size], k[:, low:high], v[:, low:high], visible))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

@@ -1,8 +1,8 @@
-"""How a one-pass draft is trained: as EAGLE-3's steps, but that a later step knows its anchor alone.
+"""Training of one-pass drafts: EAGLE-3's training with other later steps.
 
-Row t of step k stands k tokens behind its anchor, row t - k, whose embedding and features are all it is given; what it
-sees is what EAGLE-3's training-time test sees (:mod:`longdraft.training.drafted_attention`): the rows that the anchor
-sees, and the rows of steps 1 .. k on its own way. The bigram is given the text's token.
+Row t of step k stands k tokens after its anchor, row t - k. Its inputs are the anchor's embedding and features and two
+learned vectors of step k. As in EAGLE-3's training-time test (:mod:`longdraft.training.drafted_attention`), it sees the
+rows that the anchor sees and the rows of steps 1 .. k on its own path. The bigram reads the text's token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longdraft.training.trainee import StepOutput
 
 
 class OnePassTrainee(Eagle3Trainee):
-    """The block with what it borrows from the target."""
+    """A training step of a one-pass block. Arguments are those of :class:`Eagle3Trainee`."""
 
     block: OnePassBlock
     slides = False
@@ -38,15 +38,15 @@ class OnePassTrainee(Eagle3Trainee):
         return super().forward(documents, shifts, min(steps or self.steps, self.block.shape.slots))
 
     def feed(
-        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, fed: torch.Tensor, following: torch.Tensor
+        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, feeding: torch.Tensor, fed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[fed], g[fed]
+        return x[feeding], g[feeding]
 
     def enter(self, step: int, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.block.behind(x, g, slice(step - 1, step))
 
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # One product for both: the bigram's rows beside the states, its matrix beside the head.
+        # One product for head and bigram: the bigram's rows beside the states, its matrix beside the head.
         head = torch.cat([self.block.lm_head.weight, self.block.bigram_out.weight], 1)
         return torch.cat([hidden, self.block.known(before).to(hidden.dtype)], 1), head.to(self._product_dtype)
 
@@ -54,29 +54,29 @@ class OnePassTrainee(Eagle3Trainee):
 def train_onepass(
     config: OnePassConfig, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
-    """Trains a one-pass draft, as :mod:`longdraft.training.session` says."""
+    """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
     if config.init is not None and draft_folder.kind(config.init) == KIND:
         config = _further(config, config.init)
 
-    def shaped(block: Eagle3Block) -> Eagle3Block:
+    def with_slots(block: Eagle3Block) -> Eagle3Block:
         if isinstance(block, OnePassBlock):
             return block
-        found = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
-        found.initialise_slots(config.seed)
-        found.load_state_dict(found.state_dict() | block.state_dict())
-        return found
+        onepass = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
+        onepass.initialise_slots(config.seed)
+        onepass.load_state_dict(onepass.state_dict() | block.state_dict())
+        return onepass
 
-    return eagle3.run(config, KIND, OnePassTrainee, shaped, progress, stop)
+    return eagle3.run(config, KIND, OnePassTrainee, with_slots, progress, stop)
 
 
 def _further(config: OnePassConfig, init: str) -> OnePassConfig:
-    """The settings with what the draft in ``init`` brings.
+    """The settings with the sizes of the draft in ``init``.
 
     Raises:
-        ConfigError: they ask for something else.
+        ConfigError: the settings ask for other sizes.
     """
     shape = OnePassDraft.load(init).shape
-    for name, own in (("ttt", shape.slots), ("rank", shape.rank)):
-        if name in config.fields_set and getattr(config, name) != own:
-            raise ConfigError(f"{name} {getattr(config, name)}: the draft in init has {own}; leave it out.")
+    for name, size in (("ttt", shape.slots), ("rank", shape.rank)):
+        if name in config.fields_set and getattr(config, name) != size:
+            raise ConfigError(f"{name} {getattr(config, name)}: the draft in init has {size}; leave it out.")
     return replace(config, ttt=shape.slots, rank=shape.rank)

@@ -1,8 +1,7 @@
-"""Prompts to make a target talk: passages of documents, each with many instructions.
+"""Prompts for the target: passages of documents, each with many instructions.
 
-A draft learns best what its target says by itself, and the domain matters more than anything: a draft trained on
-plain text does poorly on answers. So the target answers these prompts, and the draft learns its answers. Prompts about
-a passage begin alike, up to its end, so that its KV is read once for all of them.
+A draft learns best from the target's own answers; one that is trained on plain text does poorly on answers. Prompts
+about a passage begin alike, up to its end, so that its KV is read once for all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import accumulate
 
 from longdraft.errors import PromptError
 
-# What may stand before a passage.
+# Texts before a passage.
 OPENINGS = (
     "",
     "",
@@ -28,7 +27,7 @@ OPENINGS = (
     "Write a one-page summary of this report.\n\nReport:\n",
     "Document:\n",
 )
-# What may stand behind it.
+# Texts after it.
 SUMMARIES = (
     "\n\nSummarize the text above.",
     "\n\n### Summary:\n\n",
@@ -123,7 +122,7 @@ FREE = (
     "Invent a product named after {} and write its advertisement.",
     "Write a news article about {}.",
 )
-# What a user may say next.
+# What a user may say after an answer.
 NEXT = (
     "Can you say that in more detail?",
     "Make it shorter.",
@@ -136,15 +135,15 @@ NEXT = (
     "Write a conclusion.",
     "Thanks. What would you do next?",
 )
-# How a line of a program begins.
+# Lines of programs.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
-# Of passages: how many are dropped in favour of a free prompt; of prompts, those that go on for another turn.
+# Share of the passages that free prompts replace, and share of the prompts that have another turn.
 WITHOUT_PASSAGE, ANOTHER_TURN = 0.12, 0.15
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt: its text, the temperature of its answer, and what the user says after each answer."""
+    """A prompt, the temperature of its answer, and what the user says after each answer."""
 
     text: str
     temperature: float
@@ -154,15 +153,15 @@ class Ask:
 def asks(
     texts: Sequence[str], tokens: tuple[int, int], per_passage: int, temperatures: Sequence[float], seed: int
 ) -> Iterator[list[Ask]]:
-    """Passages without end, each with at most ``per_passage`` prompts that begin alike.
+    """An endless series of passages, each with at most ``per_passage`` prompts that begin alike.
 
     Args:
-        texts: the documents; a long one is visited more often, by the square root of its length.
+        texts: the documents, each with a chance that grows with the square root of its length.
         tokens: shortest and longest passage, in tokens (four characters each); lengths are log-uniform.
-        temperatures: of the answers, one after the other.
+        temperatures: temperatures of a passage's answers, repeated.
 
     Raises:
-        PromptError: no document has any text.
+        PromptError: there is no text.
     """
     if not any(text.strip() for text in texts):
         raise PromptError("There is no text to ask about: rows need `text`.")
@@ -176,13 +175,13 @@ def asks(
 
     while True:
         low, high = tokens
-        found = passage(int(4 * low * (high / low) ** rng.random()))
+        about = passage(int(4 * low * (high / low) ** rng.random()))
         if rng.random() < WITHOUT_PASSAGE:
-            about = (" ".join(passage(120).split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
-            prompts = [rng.choice(FREE).replace("{}", words.strip(".,;:!?\"'()")) for words in about if words]
-        elif found:
+            topics = (" ".join(passage(120).split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
+            prompts = [rng.choice(FREE).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic]
+        elif about:
             opening = rng.choice(OPENINGS)
-            prompts = [opening + found + closing for closing in _closings(found, per_passage, rng)]
+            prompts = [opening + about + closing for closing in _closings(about, per_passage, rng)]
         else:
             continue
         if prompts:
@@ -191,7 +190,7 @@ def asks(
 
 def _closings(passage: str, count: int, rng: random.Random) -> list[str]:
     kinds: tuple[str, ...] = SUMMARIES + QUESTIONS + TASKS
-    # A transcript: many short turns, each with its speaker.
+    # A transcript has many short turns, each with its speaker.
     if passage.count(" :") + passage.count(": ") > len(passage) / 600:
         kinds = MEETING + SUMMARIES + QUESTIONS[:6]
     if len(CODE_LINE.findall(passage)) > len(passage) / 200:

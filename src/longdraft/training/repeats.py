@@ -1,8 +1,7 @@
-"""Texts that say things twice: what teaches a small draft to copy from what it sees.
+"""Texts that repeat themselves, which teach a small draft to copy from its context.
 
-A draft that cannot quote has no use for chunks that were retrieved for it. Plain text repeats little within the short
-length that a draft is trained at, so these texts are made to: half of them come back to passages that stood in them
-before, half to facts that were strewn in.
+A draft that cannot quote has no use for chunks that were retrieved for it, and plain text repeats little within the
+short length that a draft is trained at. Half of these texts repeat passages, half repeat facts.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ RECALL = "What was said above?"
 
 
 def repeats(texts: Sequence[str], count: int, seed: int = 0) -> Iterator[str]:
-    """So many texts, of about 2,000 characters each.
+    """``count`` texts of about 2,000 characters each.
 
     Args:
-        texts: where passages are taken from; a long one is visited more often, by the square root of its length.
+        texts: texts to take passages from, each with a chance that grows with the square root of its length.
 
     Raises:
-        PromptError: no document has any text.
+        PromptError: there is no text.
     """
     if not any(text.strip() for text in texts):
         raise PromptError("There is no text to take passages from: rows need `text`.")
@@ -43,8 +42,8 @@ def _passage(rng: random.Random, texts: Sequence[str], weights: Sequence[float])
         text = rng.choices(texts, weights)[0]
         length = rng.randint(100, 400)
         start = rng.randrange(max(1, len(text) - length))
-        if found := text[start : start + length].strip():
-            return found
+        if passage := text[start : start + length].strip():
+            return passage
 
 
 def _with_repeats(rng: random.Random, passages: list[str]) -> str:
@@ -55,8 +54,8 @@ def _with_repeats(rng: random.Random, passages: list[str]) -> str:
 def _with_facts(rng: random.Random, passages: list[str]) -> str:
     names = rng.sample(NAMES, len(passages))
     facts = [rng.choice(FACTS).format(name, _code(rng)) for name in names]
-    told = "\n".join(f"{passage} {fact}" for passage, fact in zip(passages, facts, strict=True))
-    return "\n\n".join([told, f"{RECALL} {' '.join(rng.sample(facts, len(facts)))}"])
+    text = "\n".join(f"{passage} {fact}" for passage, fact in zip(passages, facts, strict=True))
+    return "\n\n".join([text, f"{RECALL} {' '.join(rng.sample(facts, len(facts)))}"])
 
 
 def _code(rng: random.Random) -> str:

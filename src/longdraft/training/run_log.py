@@ -1,4 +1,4 @@
-"""The log of a run: a JSON object a step, and TensorBoard where it is asked for."""
+"""The log of a run: a JSON object for each step, and TensorBoard event files if asked for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ FILE, BOARD = "log.jsonl", "tensorboard"
 
 @dataclass(frozen=True)
 class Report:
-    """What a step reports, summed over all processes.
+    """The figures of a step, summed over all processes.
 
     Attributes:
-        step, steps: of the run, from 1.
+        step, steps: this step, from 1, and all steps of the run.
         loss: mean over the step's learned rows, in nats.
-        agreement: share of the rows where the draft's first choice is the text's next token, by shift j = 1, 2, ...;
-            empty where the loss came from a kernel that does not tell.
-        tokens_per_second: learned rows (not the tokens of prompts and context) / seconds of the step, measuring left
-            out.
-        simulated: measured on held-out documents, where this step measured.
+        agreement: share of the rows where the draft's first choice is the text's next token, by level 1, 2, ...
+        tokens_per_second: learned rows (prompts do not count) / seconds of the step, without measuring.
+        simulated: measured on held-out documents; None if this step did not measure.
     """
 
     step: int
@@ -40,9 +38,10 @@ class RunLog:
     """Appends reports to ``log.jsonl``.
 
     Args:
-        folder: of the run.
-        done: steps that a resumed run has behind it: later ones in the file are dropped, they will come again.
-        tensorboard: write event files too.
+        folder: folder of the run.
+        done: steps before the one that a resumed run continues with. Later ones are dropped from the file, because they
+            are computed again.
+        tensorboard: also write event files.
 
     Raises:
         CapabilityError: TensorBoard is asked for and not installed.
@@ -70,15 +69,15 @@ class RunLog:
             raise CheckpointError(f"{folder} cannot be written to: {error}.") from error
 
     def _drop_after(self, done: int) -> None:
-        kept = []
+        lines = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
             try:
                 if json.loads(line)["step"] <= done:
-                    kept.append(line)
+                    lines.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # cut off by a kill
         part = self._path.with_suffix(".part")
-        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        part.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         part.replace(self._path)
 
     def add(self, report: Report) -> None:
@@ -94,7 +93,7 @@ class RunLog:
         if self._board is None:
             return
         values = {"loss": report.loss, "lr": report.lr, "rows_per_second": report.tokens_per_second}
-        values |= {f"agreement/{j}": share for j, share in report.agreement.items()}
+        values |= {f"agreement/{level}": share for level, share in report.agreement.items()}
         if report.simulated is not None:
             values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
         for name, value in values.items():

@@ -1,14 +1,14 @@
-"""The skeleton of every training recipe.
+"""The frame of every training run.
 
-It begins with processes, the target, the documents, and where their features come from (:func:`begin`); it ends with
-the trainer, what is measured, and the draft's folder (:meth:`Session.train`). Between the two stands what a kind of
-draft is: its module, new or read.
+:func:`begin` starts processes, loads the target and reads the documents. :class:`Session` finds the vocabulary and the
+target's features, and trains. What lies between is the kind of draft: its module, new or read from a folder.
 
-A recipe takes its settings, a ``progress`` that is told what is being prepared, how much is done, and of how much (0:
-not known), and a ``stop`` that is asked after each step and while the target reads: True writes a checkpoint and ends.
-It resumes where ``config.out`` holds a run. The draft with the best simulated acceptance is in ``out/best``, the last
-one in ``out/last``. Started by torchrun or ``accelerate launch``, every process calls it. It raises LongdraftError: bad
-data, no room on disk, a draft or a checkpoint of something else, a target that takes no drafts.
+Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared, how much is done, and
+of how much, 0 if unknown), and a ``stop`` (called after each step and while the target reads; True writes a checkpoint
+and ends). It yields a report for each step, and resumes the run in ``config.out`` if there is one. The draft with the
+best simulated acceptance is saved in ``out/best``, the last one in ``out/last``. Under torchrun or ``accelerate
+launch``, every process calls it. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does
+not fit, or a target that takes no drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from longdraft.training import corpus
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
-from longdraft.training.features import FeatureReader, Features
+from longdraft.training.features import FeatureReader, Features, LiveFeatures
 from longdraft.training.kept_features import KeptSource, passages
 from longdraft.training.measure import Ranks, by_step, simulate
 from longdraft.training.run_log import Report
@@ -39,48 +39,33 @@ from longdraft.training.trainee import Trainee
 from longdraft.training.trainer import FeatureSource, Trainer
 from longdraft.training.vocabulary import most_frequent
 
-# Held-out documents that a measurement takes: enough to compare, few enough to be quick.
+# Held-out documents of a measurement: enough to compare, few enough to be quick.
 MEASURED = 48
-# The other processes wait while one downloads a model or reads a shard; a hung one is the launcher's to end.
+# The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# what is being prepared, how much is done, and of how much (0: not known)
+# what is being prepared, how much is done, of how much (0: unknown)
 Progress = Callable[[str, int, int], None]
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """A progress that nobody is told of."""
+    """A ``progress`` that shows nothing."""
 
 
 def never() -> bool:
-    """A stop that is never asked for."""
+    """A ``stop`` that never stops."""
     return False
-
-
-class LiveFeatures:
-    """Features computed as they are asked for, and forgotten: the same whatever was asked for before."""
-
-    def __init__(self, reader: FeatureReader, texts: list[Document], shifts: list[int]) -> None:
-        self.reader, self.texts, self.offsets = reader, texts, shifts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, i: int) -> Features:
-        self.reader.forget()
-        return self.reader.read(self.texts[i], self.offsets[i])
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is about to train.
+    """A run whose target is loaded and whose documents are read.
 
     Attributes:
-        data: the documents, split.
-        half: whether matrix products are bfloat16.
+        data: the documents, split into learned and held out.
     """
 
     config: RunConfig
@@ -93,11 +78,12 @@ class Session:
 
     @property
     def half(self) -> bool:
+        """Whether matrix products are bfloat16."""
         return self.config.precision == "bf16"
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Of the head's matrix products."""
+        """Dtype of the matrix product with the head."""
         return torch.bfloat16 if self.half else torch.float32
 
     def vocabulary(self) -> torch.Tensor | None:
@@ -111,51 +97,55 @@ class Session:
             counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def reader(self, layers: tuple[int, ...] | None = ()) -> FeatureReader:
-        """Reads what the draft reads: hidden states of ``layers``, the last layer's KV, or nothing (None)."""
-        dtype = torch.bfloat16 if self.half else self.runner.kv_shape.dtype
-        return FeatureReader(self.runner, self.config.top, dtype, layers)
+    def source(self, layers: tuple[int, ...] | None) -> FeatureSource | None:
+        """The features of the learned documents; None if ``stop`` ended the filling of the cache.
 
-    def source(self, reader: FeatureReader) -> FeatureSource | None:
-        """Where features come from; None where ``stop`` ended the filling of the cache."""
-        config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
+        Args:
+            layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+        """
+        config, runner, learned = self.config, self.runner, self.data.learned
+        dtype = torch.bfloat16 if self.half else runner.kv_shape.dtype
+        reader = FeatureReader(runner, config.top, dtype, layers)
         if not config.anchor_offset and self._kept(learned):
             return KeptSource(learned, runner.parts.description, reader)
         if any(d.kept for d in learned):
-            self.progress(
-                "features that were kept beside answers are left alone: they serve where all data have them, positions "
-                "are plain (anchor_offset) and the target is not stretched",
-                0,
-                0,
+            line = (
+                "features kept beside answers are not used: all data must have them, with plain positions "
+                "(anchor_offset: 0) and a target that is not stretched"
             )
-        shifts = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
+            self.progress(line, 0, 0)
+        offsets = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
         if config.cache is None:
-            return LiveFeatures(reader, learned, shifts)
+            return LiveFeatures(reader, learned, offsets)
+        return self._cached(Path(config.cache), reader, offsets)
+
+    def _cached(self, folder: Path, reader: FeatureReader, offsets: list[int]) -> FeatureSource | None:
+        runner, accelerator = self.runner, self.accelerator
         identity: dict[str, Any] = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
-        if config.target_rope_factor is not None:
-            identity["rope_factor"] = config.target_rope_factor  # no part of the description: drafts fit either way
+        if self.config.target_rope_factor is not None:
+            identity["rope_factor"] = self.config.target_rope_factor  # not in the description: drafts fit either way
         if reader.layers:
             identity["layers"] = list(reader.layers)
         if not reader.names:
             identity["reads"] = "text"
-        cache = FeatureCache(Path(config.cache), learned, shifts, identity, reader.top, reader.names)
+        cache = FeatureCache(folder, self.data.learned, offsets, identity, reader)
         if accelerator.is_main_process:
-            cache.prepare(reader.bytes_per_token)
+            cache.prepare()
         accelerator.wait_for_everyone()
-
-        def told(done: int, total: int) -> None:
-            self.progress("the target reads", done, total)
-
-        complete = cache.fill(reader, told, (accelerator.process_index, accelerator.num_processes), self.stop)
-        missing = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
-        return None if missing > 0 else cache
+        complete = cache.fill(
+            lambda done, total: self.progress("the target reads", done, total),
+            (accelerator.process_index, accelerator.num_processes),
+            self.stop,
+        )
+        unfinished = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
+        return None if unfinished > 0 else cache
 
     def _kept(self, documents: list[Document]) -> bool:
-        """Whether features of all of them were kept, by the target as it is."""
+        """Whether features of all documents were kept, and the target is the one that computed them."""
         return self.config.target_rope_factor is None and all(d.kept for d in documents)
 
     def held_out(self, reader: FeatureReader) -> list[Features]:
-        """Documents to measure on. They keep their own positions: that is how they will be decoded."""
+        """Features of the documents to measure on. Positions are plain, as in decoding."""
         held_out = self.data.held_out
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
         if self._kept(chosen):
@@ -166,7 +156,6 @@ class Session:
     def train(
         self,
         trainee: Trainee,
-        reader: FeatureReader,
         source: FeatureSource,
         kind: str,
         config: Mapping[str, Any],
@@ -176,18 +165,18 @@ class Session:
         ranks_of: Ranks = by_step,
         shifts: int = 1,
     ) -> Iterator[Report]:
-        """Trains a module, a report a step.
+        """Trains a module; yields a report for each step.
 
         Args:
-            trainee: one part of it is what is trained.
-            kind, config: of the draft, as its folder will have them.
-            levels: depths that the trainee tells rows of. measured: depths that simulated acceptance drafts.
-            ranks_of: how the trainee is asked for that. shifts: the largest shift that a document is given.
+            trainee, source: the module, and the features of the learned documents.
+            kind, config: the draft's kind, and what its config.json adds to the common entries.
+            levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
+            ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
-        held_out = self.held_out(reader)
+        held_out = self.held_out(source.reader)
 
         def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
-            own = {path.partition(".")[2]: t for path, t in weights.items()}  # without the trainee's name for it
+            own = {name.removeprefix("block."): t for name, t in weights.items()}
             draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
             draft_folder.save(Path(self.config.out) / name, draft)
 
@@ -197,7 +186,7 @@ class Session:
             trainee.to(self.runner.device),
             self.data.learned,
             source,
-            (lambda module: simulate(module, held_out, measured, ranks_of=ranks_of)) if held_out else None,
+            (lambda module: simulate(module, held_out, measured, ranks_of)) if held_out else None,
             save_draft,
             shifts,
             levels,
@@ -207,28 +196,27 @@ class Session:
 def begin(
     config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool], keep_end: bool = False
 ) -> Session:
-    """Sets torch and accelerate up, loads the target, and reads the documents.
+    """Sets up torch and accelerate, loads the target, and reads the documents.
 
     Args:
         shortest_learned: a document must have more learned tokens than this.
-        keep_end: of a prompt and its answer that are too long together, keep the last tokens, not the first.
+        keep_end: of a prompt and answer that are too long together, keep the end instead of the beginning.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    asked = config.device or ""
-    if asked.startswith("cuda:") and torch.cuda.is_available():
-        torch.cuda.set_device(asked)  # accelerate takes the current one
+    device_name = config.device or ""
+    if device_name.startswith("cuda:") and torch.cuda.is_available():
+        torch.cuda.set_device(device_name)  # accelerate takes the current one
     accelerator = Accelerator(
-        cpu=asked == "cpu",
+        cpu=device_name == "cpu",
         mixed_precision=config.precision,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
-    device = accelerator.device if accelerator.num_processes > 1 or not asked else asked
-    with accelerator.main_process_first():  # the first to come downloads, and compiles kernels
+    with accelerator.main_process_first():  # the first process downloads, and compiles kernels
         model, tokenizer = load(
             config.target,
             dtype=config.target_dtype,
-            device=device,
+            device=accelerator.device if accelerator.num_processes > 1 or not device_name else device_name,
             rope_factor=config.target_rope_factor,
             progress=lambda line: progress(line, 0, 0),
         )

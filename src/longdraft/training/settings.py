@@ -1,4 +1,4 @@
-"""What a setting of a training run is: its meaning and range, stated once, checked, and shown by ``--help``."""
+"""Settings of training runs: each has its meaning and range in one place, which is checked and shown by ``--help``."""
 
 from __future__ import annotations
 
@@ -19,45 +19,35 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Range:
-    """Which values a setting takes.
+    """The values that a setting takes, in words for the help and for errors, and as a test."""
 
-    Attributes:
-        shown: in the help. must: what an error says. right: whether a value lies in it.
-    """
-
-    shown: str
-    must: str
-    right: Callable[[Any], bool]
+    text: str
+    holds: Callable[[Any], bool]
 
 
-POSITIVE = Range("above 0", "must be positive", lambda x: x > 0)
-COUNT = Range("1 or more", "must be positive", lambda x: x > 0)
-NOT_NEGATIVE = Range("0 or more", "must not be negative", lambda x: x >= 0)
-SHARE = Range("0 to 1", "is a share between 0 and 1", lambda x: 0 <= x <= 1)
-PART = Range("above 0, up to 1", "is a share above 0, up to 1", lambda x: 0 < x <= 1)
-STRETCH = Range("1 or more", "stretches, so it is at least 1", lambda x: x >= 1)
-BETAS = Range(
-    "two, 0 to below 1", "are two numbers from 0 to below 1", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x)
-)
+POSITIVE = Range("above 0", lambda x: x > 0)
+ONE_OR_MORE = Range("1 or more", lambda x: x >= 1)
+ZERO_OR_MORE = Range("0 or more", lambda x: x >= 0)
+SHARE = Range("0 to 1", lambda x: 0 <= x <= 1)
+POSITIVE_SHARE = Range("above 0, up to 1", lambda x: 0 < x <= 1)
+BETAS = Range("two numbers, 0 to below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x))
 
 
-def words(*allowed: str) -> Range:
-    """One of several words."""
-    said = " or ".join((", ".join(allowed[:-1]), allowed[-1]))
-    return Range(said, f"is {said}", lambda x: x in allowed)
+def one_of(*words: str) -> Range:
+    return Range(" or ".join((", ".join(words[:-1]), words[-1])), lambda x: x in words)
 
 
 def setting(default: Any, meaning: str, values: Range | None = None) -> Any:
-    """A field of a configuration.
+    """A field of a configuration class.
 
     Args:
-        meaning: for the help. values: None where any of its type will do.
+        meaning: for the help. values: None if every value of its type will do.
     """
     return field(default=default, metadata={"meaning": meaning, "values": values})
 
 
 class Described(NamedTuple):
-    """A setting as the help shows it: all as text."""
+    """A setting as the help shows it."""
 
     name: str
     default: str
@@ -69,63 +59,47 @@ _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true 
 _LISTS: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "a list"}
 
 
-def described(kind: type[Any]) -> list[Described]:
-    """The settings of a configuration class, its own before those of the class that it is derived from."""
-    hints = get_type_hints(kind)
-    own = inspect.get_annotations(kind)
-    found = []
-    for f in sorted(_settings(kind), key=lambda f: f.name not in own):
-        values, bare = f.metadata.get("values"), _kind(hints[f.name])
-        said = _LISTS.get(get_args(bare)[0], "a list") if get_args(bare) else _KINDS.get(bare, "")
-        if values is not None:
-            said = f"whole, {values.shown}" if bare is int else values.shown
-        default = str(f.default)
-        if isinstance(f.default, bool):
-            default = default.lower()
-        elif isinstance(f.default, tuple) and f.default:
-            default = f"[{', '.join(map(str, f.default))}]"
-        elif f.default in (None, ()):
-            default = "none"
-        found.append(Described(f.name, default, said, str(f.metadata.get("meaning", ""))))
-    return found
+def described(config: type[Any]) -> list[Described]:
+    """The settings of a configuration class: those it adds or redefines, then those of its base class."""
+    hints = get_type_hints(config)
+    added = inspect.get_annotations(config)
+    return [_describe(f, _kind(hints[f.name])) for f in sorted(_settings(config), key=lambda f: f.name not in added)]
+
+
+def _describe(f: dataclasses.Field[Any], kind: Any) -> Described:
+    allowed = f.metadata.get("values")
+    if allowed is not None:
+        values = f"whole, {allowed.text}" if kind is int else allowed.text
+    else:
+        values = _LISTS.get(get_args(kind)[0], "a list") if get_args(kind) else _KINDS.get(kind, "")
+    if f.default in (None, ()):
+        default = "none"
+    elif isinstance(f.default, tuple):
+        default = f"[{', '.join(map(str, f.default))}]"
+    else:
+        default = str(f.default).lower() if kind is bool else str(f.default)
+    return Described(f.name, default, values, str(f.metadata.get("meaning", "")))
 
 
 def check(config: Any) -> None:
     """Raises ConfigError for a value outside its setting's range."""
     for f in _settings(type(config)):
-        values, value = f.metadata.get("values"), getattr(config, f.name)
-        if values is not None and value is not None and not values.right(value):
-            raise ConfigError(f"{f.name} {values.must}, got {value}")
+        allowed, value = f.metadata.get("values"), getattr(config, f.name)
+        if allowed is not None and value is not None and not allowed.holds(value):
+            raise ConfigError(f"{f.name} must be {allowed.text}, got {value}")
 
 
-def _settings(kind: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(kind) if f.name != "fields_set"]
+def _settings(config: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(config) if f.name != "fields_set"]
 
 
-def read_config(
-    path: Path | str | None,
-    overrides: Sequence[str],
-    kind: type[Config],
-) -> Config:
-    """A configuration from a YAML file and ``key=value`` overrides.
-
-    Args:
-        kind: of the run that it is for.
+def read_config(path: Path | str | None, overrides: Sequence[str], config: type[Config]) -> Config:
+    """A configuration of class ``config``, from a YAML file and ``key=value`` overrides.
 
     Raises:
-        ConfigError: naming the file or the word, and the keys there are.
+        ConfigError: an unreadable file, an unknown setting or a wrong value, which it names.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"There is no configuration {path}: check the path.") from None
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
-        if not isinstance(loaded, dict):
-            raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
-        values.update(loaded)
+    values = {} if path is None else _read_yaml(path)
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals:
@@ -134,16 +108,28 @@ def read_config(
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a path with a colon or the like
-    known = {f.name for f in _settings(kind)}
+    known = {f.name for f in _settings(config)}
     if unknown := sorted(map(str, set(values) - known)):
         close = get_close_matches(unknown[0], known, n=1)
         advice = f"Did you mean {close[0]}? " if close else ""
         raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(config)
     converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}
-    make: Any = kind
+    make: Any = config
     made: Config = make(**converted, fields_set=tuple(values))
     return made
+
+
+def _read_yaml(path: Path | str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no configuration {path}: check the path.") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
+    return values
 
 
 def _kind(hint: Any) -> Any:
@@ -152,14 +138,14 @@ def _kind(hint: Any) -> Any:
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
-    """YAML's value as the setting's type: numbers written like 5e-4 are strings to YAML."""
+    """YAML's value as the setting's type: YAML reads numbers like 5e-4 as text."""
     if value is None:
         if type(None) in get_args(hint):
             return None
         raise ConfigError(f"{name} needs a value.")
     kind = _kind(hint)
     if name == "precision" and value is False:
-        value = "no"  # which is how YAML reads it
+        value = "no"  # YAML reads a bare no as false
     try:
         if get_args(kind):  # tuple[str, ...], tuple[float, ...]
             items = value if isinstance(value, list) else [value]
@@ -168,10 +154,9 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             return tuple(get_args(kind)[0](item) for item in items)
         if isinstance(value, bool) != (kind is bool) or isinstance(value, dict | list):
             raise ValueError(value)
-        if kind is int and float(value) != int(float(value)):
+        number = float(value) if kind in (int, float) else 0.0
+        if number != number or (kind is int and number != int(number)):
             raise ValueError(value)
-        if kind is float and float(value) != float(value):
-            raise ValueError(value)
-        return kind(float(value)) if kind is int else kind(value)
+        return int(number) if kind is int else kind(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name} takes {_KINDS.get(kind, 'a list of values')}, got {value!r}.") from None

@@ -1,8 +1,11 @@
-"""What the training steps of all kinds of draft share: what is borrowed from the target, what is said, and the loss."""
+"""The base of all training steps: packed documents, what their rows should predict, and the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,28 +16,30 @@ from longdraft.training.features import Features
 from longdraft.training.losses import soft_cross_entropy, targets
 from longdraft.training.vocabulary import rows_of, to_draft
 
+# q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class StepOutput(NamedTuple):
-    """A tuple, so that FSDP finds the loss in it.
+    """The result of a training step. It is a tuple so that FSDP finds the loss in it.
 
     Attributes:
         loss: summed over the learned rows, with its graph.
-        ranks: (rows,) how many tokens the draft holds likelier than the text's next: 0 is a hit. None where the loss
-            came from a kernel that does not tell.
-        depths: (rows,) the level of drafting that each row was trained for: 1 for the root's.
+        ranks: (rows,) how many tokens the draft ranks above the text's next token; 0 if its first choice is right.
+        depths: (rows,) the level of the tree that each row was trained for, 1 for the root's children.
     """
 
     loss: torch.Tensor
-    ranks: torch.Tensor | None
+    ranks: torch.Tensor
     depths: torch.Tensor
 
 
-class Said(NamedTuple):
-    """What should be said by N rows, as draft ids; -1 where the draft's vocabulary has none.
+class Labels(NamedTuple):
+    """The tokens that N rows should predict, as draft ids; -1 where the draft's vocabulary lacks the token.
 
     Attributes:
-        text: (N,) the text's tokens. likely: (N, K) the target's likeliest.
-        ids, weights: (N, K + 1) both mixed, as :func:`~longdraft.training.losses.soft_cross_entropy` takes them.
+        text: (N,) the text's tokens. likely: (N, K) the target's likeliest tokens.
+        ids, weights: (N, K + 1) both together, as :func:`~longdraft.training.losses.soft_cross_entropy` takes them.
     """
 
     text: torch.Tensor
@@ -42,78 +47,142 @@ class Said(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor
 
-    def at(self, rows: torch.Tensor) -> Said:
-        """The same of some of the rows."""
-        return Said(*(each[rows] for each in self))
+    def at(self, rows: torch.Tensor) -> Labels:
+        """The labels of some of the rows."""
+        return Labels(*(each[rows] for each in self))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents laid end to end. Of each, the rows from ``low`` to ``end`` are computed, those from ``first`` learned.
+
+    Attributes:
+        spans: (low, first, end) of each document.
+    """
+
+    documents: Sequence[Features]
+    spans: list[tuple[int, int, int]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Computed rows of each document."""
+        return [end - low for low, _, end in self.spans]
+
+    @property
+    def counts(self) -> list[int]:
+        """Learned rows of each document."""
+        return [end - first for _, first, end in self.spans]
+
+    @property
+    def learned(self) -> torch.Tensor:
+        """(sum of counts,) indices of the learned rows among all computed rows."""
+        begins = accumulate(self.lengths, initial=0)
+        each = zip(begins, self.spans, strict=False)
+        return torch.cat([torch.arange(begin + first - low, begin + end - low) for begin, (low, first, end) in each])
+
+    def rows(self, values: Sequence[torch.Tensor], ahead: int = 0) -> torch.Tensor:
+        """Joins one tensor (L, ...) of each document: (sum of lengths, ...), each row's entry ``ahead`` rows later."""
+        each = zip(values, self.spans, strict=True)
+        return torch.cat([value[low + ahead : end + ahead] for value, (low, _, end) in each])
+
+    def attend(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention within each document; q are all rows or the learned ones, k and v all rows."""
+        queries = self.lengths if q.shape[1] == k.shape[1] else self.counts
+        # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
+        each = zip(q.split(queries, 1), k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return torch.cat([attention(*qkv) for qkv in each], 1)
 
 
 class Trainee(nn.Module):
-    """A module with what it borrows from the target, of which nothing is trained or saved.
+    """A module to train, with the parts it borrows from the target. Borrowed parts are neither trained nor saved.
 
     Args:
-        kept: (V',) target ids of the draft's vocabulary, None for all.
-        distill: share of the loss that follows the target's own distribution.
-        product_dtype: of the head's matrix products.
+        block: the module to train, which has the draft's weights.
+        parts: the target's embedding, head and rotary embedding.
+        kept: (V',) target ids of the draft's vocabulary; None for all.
+        distill: share of the loss that follows the target's distribution.
+        product_dtype: dtype of the matrix product with the head.
     """
 
     ahead = 1
-    """Row t says token t + ahead."""
+    """Row t predicts token t + ahead."""
 
     def __init__(
-        self, parts: SharedParts, kept: torch.Tensor | None, distill: float, product_dtype: torch.dtype
+        self,
+        block: nn.Module,
+        parts: SharedParts,
+        kept: torch.Tensor | None = None,
+        distill: float = 0.0,
+        product_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.kept, self.distill = kept, distill
-        self._parts = parts  # no module: nothing of the target is registered
-        self._product_dtype = product_dtype
+        self.block, self.kept, self.distill = block, kept, distill
+        self._parts, self._product_dtype = parts, product_dtype
         vocabulary = parts.head.shape[0]
         table = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary)
         self._to_draft = table.to(parts.head.device)
 
-    def borrowed_head(self) -> torch.Tensor:
-        """(V', hidden size) the target's head, the rows of the draft's vocabulary."""
+    @property
+    def device(self) -> torch.device:
+        return self._to_draft.device
+
+    @cached_property
+    def target_head(self) -> torch.Tensor:
+        """(V', hidden size) rows of the target's head for the draft's vocabulary."""
         return rows_of(self._parts.head, self.kept).detach().to(self._product_dtype)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(N,) tokens -> (N, hidden size) the target's embedding of them, float32."""
+        with torch.no_grad():
+            return self._parts.embedding(tokens.to(self.device)).float()
+
     def learned(self, tokens: int, start: int, shift: int) -> int:
-        """Rows that are learned of a text of so many tokens, from token ``start`` on, at a shift."""
+        """The number of learned rows of a text of ``tokens`` tokens that is learned from token ``start`` on."""
         return tokens - start - self.ahead + 1
 
-    def bounds(self, document: Features, shift: int = 0) -> tuple[int, int]:
-        """First and end of the rows that are learned.
+    def pack(self, documents: Sequence[Features], shifts: Sequence[int] = (), before: int | None = None) -> Pack:
+        """Lays documents end to end.
+
+        Args:
+            shifts: shift of each document; none: all 0.
+            before: rows before the first learned one that are computed too; None for all.
 
         Raises:
-            ValueError: there are none.
+            ValueError: a document has no row to learn.
         """
-        tokens = len(document.tokens)
-        end = tokens - self.ahead
-        first = end - self.learned(tokens, document.start, shift)
-        if first >= end:
-            where = f"at shift {shift}" if shift else f"from {first + 1} on"
-            raise ValueError(f"a document of {tokens} tokens has none to learn {where}")
-        return first, end
+        spans = []
+        for document, shift in zip(documents, shifts or [0] * len(documents), strict=True):
+            tokens = len(document.tokens)
+            end = tokens - self.ahead
+            first = end - self.learned(tokens, document.start, shift)
+            if first >= end:
+                raise ValueError(
+                    f"a document of {tokens} tokens has no row to learn (start {document.start}, {shift=})"
+                )
+            spans.append((0 if before is None else max(0, first - before), first, end))
+        return Pack(documents, spans)
 
-    def said(self, documents: Sequence[Features], firsts: Sequence[int]) -> Said:
-        """What the rows from ``firsts`` on of documents, end to end, should say: the tokens that lie ``ahead``."""
-        device, ahead = self._to_draft.device, self.ahead
-        rows = list(zip(documents, firsts, strict=True))
+    def labels(self, pack: Pack) -> Labels:
+        """What the learned rows should predict: the tokens that lie ``ahead``."""
+        firsts = [(d, first + self.ahead) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
-            text = self._to_draft[torch.cat([d.tokens[first + ahead :] for d, first in rows]).to(device)]
-            likely = self._to_draft[torch.cat([d.top_ids[first + ahead - d.start :] for d, first in rows]).to(device)]
-            log_probs = torch.cat([d.top_log_probs[first + ahead - d.start :] for d, first in rows]).to(device)
-            return Said(text, likely, *targets(text, likely, log_probs, self.distill))
+            text = self._to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
+            likely = self._to_draft[torch.cat([d.top_ids[at - d.start :] for d, at in firsts]).to(self.device)]
+            log_probs = torch.cat([d.top_log_probs[at - d.start :] for d, at in firsts]).to(self.device)
+            return Labels(text, likely, *targets(text, likely, log_probs, self.distill))
 
     def output(
         self,
         hidden: torch.Tensor,
         head: torch.Tensor,
-        said: Said,
+        labels: Labels,
         depths: torch.Tensor,
         weight: torch.Tensor | float = 1.0,
     ) -> StepOutput:
-        """The loss of (N, hidden size) rows by a head; a token that the draft lacks has the worst rank.
+        """The loss of (N, hidden size) rows. A token that the draft's vocabulary lacks has the worst rank.
 
         Args:
-            weight: of each row, (N, 1).
+            head: (V', hidden size). weight: of each row, (N, 1).
         """
-        loss, ranks = soft_cross_entropy(hidden, head, said.ids, said.weights * weight)
-        return StepOutput(loss, torch.where(said.text >= 0, ranks, len(head)), depths)
+        loss, ranks = soft_cross_entropy(hidden, head, labels.ids, labels.weights * weight)
+        return StepOutput(loss, torch.where(labels.text >= 0, ranks, len(head)), depths)

@@ -1,7 +1,7 @@
-"""The training loop of every trained drafter, on accelerate: one process, DDP or FSDP2.
+"""The training loop of all kinds of draft, on accelerate: one process, DDP or FSDP2.
 
-Everything random is a function of the seed and the step, so a run that was killed goes on from its last
-checkpoint to the same weights, and two processes get the weights of one that accumulates twice the batches.
+Everything random is a function of the seed and the step. So a killed run that resumes from its last checkpoint ends
+with the same weights, and two processes get the weights of one that accumulates twice the batches.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from longdraft.training import checkpoints, corpus
 from longdraft.training.batches import Batch, Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.documents import Document
-from longdraft.training.features import Features
+from longdraft.training.features import FeatureReader, Features
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report, RunLog
 from longdraft.training.trainee import StepOutput, Trainee
 
 
 class FeatureSource(Protocol):
-    """Where features come from: the disk, or the target as they are needed."""
+    """The features of the learned documents, from disk or computed when asked for."""
+
+    reader: FeatureReader
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Features: ...
 
 
-# A module's weights by name -> a folder's name under ``config.out``
-SaveDraft = Callable[[Mapping[str, torch.Tensor], str], None]
-
-
 class Trainer:
     """Trains one module.
 
     Args:
-        documents: that are learned; a resumed run must have the same. source: their features, of all processes alike.
-        measure: simulated acceptance of the module on held-out documents; None where there are none. Called by every
-            process, with the same documents.
-        save_draft: writes the draft; called by the main process.
-        shifts: largest shift that a document is given. levels: depths that the module tells rows of, from 1 on.
+        documents: the learned documents; a resumed run must have the same. source: their features.
+        measure: simulated acceptance of the module on held-out documents, called by every process; None if there are
+            none.
+        save_draft: writes weights to the folder of a name under ``config.out``; called by the main process.
+        shifts: the largest shift that a document is given. levels: the largest depth that the module reports.
 
     Raises:
-        PromptError: the data make too few batches for the processes.
+        PromptError: the data make fewer batches than there are processes.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Trainer:
         documents: Sequence[Document],
         source: FeatureSource,
         measure: Callable[[Callable[..., StepOutput]], Simulated] | None,
-        save_draft: SaveDraft,
+        save_draft: Callable[[Mapping[str, torch.Tensor], str], None],
         shifts: int,
         levels: int,
     ) -> None:
@@ -91,19 +89,17 @@ class Trainer:
         self.step = 0
         self.best = 0.0
 
-    def run(
-        self, stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
-    ) -> Iterator[Report]:
-        """Trains to the end, a report a step. Where ``stop`` says so, a checkpoint is written and the run ends.
+    def run(self, stop: Callable[[], bool], say: Callable[[str], None]) -> Iterator[Report]:
+        """Trains to the end and yields a report for each step. If ``stop`` returns True, writes a checkpoint and ends.
 
-        With several processes each iterates, gets the same reports, and any one's ``stop`` stops all.
+        Every process iterates and gets the same reports; the ``stop`` of any of them stops all.
 
         Args:
-            say: told where a run that was there before is gone on with.
+            say: called with a line that says where a resumed run continues.
 
         Raises:
-            CheckpointError: a checkpoint of other settings or data, a damaged one, no space.
-            NumericalError: a loss that is not a number; checkpoints are kept.
+            CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.
+            NumericalError: the loss is not a number; checkpoints are kept.
             CapabilityError: TensorBoard is asked for and not installed.
         """
         self._resume()
@@ -112,7 +108,7 @@ class Trainer:
             say(
                 f"resuming at step {self.step:,} of {steps:,}"
                 if self.step < steps
-                else f"{self.out} holds this run already, with all of its {steps:,} steps: nothing is left to train"
+                else f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train"
             )
         log = RunLog(self.out, self.step, self.config.tensorboard) if self.accelerator.is_main_process else None
         try:
@@ -146,33 +142,31 @@ class Trainer:
         """One optimizer step over this process's share of the batches.
 
         Returns:
-            Loss, agreement and learned rows, of all processes.
+            Loss, agreement and number of learned rows, over all processes.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         world, levels = self.accelerator.num_processes, self.levels
-        # The same in every process: nothing has to be summed before the backward pass.
+        # Every process knows the rows of all, so nothing has to be summed before the backward pass.
         rows = sum(
             self._learned(*self._lengths[i], j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True)
         )
         mine = batches[self.accelerator.process_index :: world]
-        # The loss, then hits and rows of each depth.
+        # The loss, then the hits of each depth, then the rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
         for k, batch in enumerate(mine):
             wait = self.accelerator.no_sync(self.module) if k < len(mine) - 1 else nullcontext()
-            documents = [self.source[i] for i in batch.documents]  # in the target's own dtype: not under autocast
+            documents = [self.source[i] for i in batch.documents]  # in the target's own dtype, so not under autocast
             with wait:
                 with self.accelerator.autocast():
                     out: StepOutput = self.module(documents, batch.shifts)
-                # Gradients are averaged over processes: times their number, the mean is one over all rows.
+                # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            sums[0] += out.loss.detach().cpu()  # to float64 there: not every device has it
-            if out.ranks is not None:
-                sums[1 : 1 + levels] += _by_depth(out.depths[out.ranks == 0], levels)
-                sums[1 + levels :] += _by_depth(out.depths, levels)
+            sums[0] += out.loss.detach().cpu()  # not every device has float64
+            sums[1 : 1 + levels] += _by_depth(out.depths[out.ranks == 0], levels)
+            sums[1 + levels :] += _by_depth(out.depths, levels)
         if world > 1:
-            # A sum over processes has to lie where they talk to each other.
             sums = self.accelerator.reduce(sums.float().to(self.accelerator.device), "sum").double().cpu()
         loss = float(sums[0]) / rows
         if not math.isfinite(loss):
@@ -186,26 +180,28 @@ class Trainer:
         return loss, {j + 1: hits[j] / seen[j] for j in range(levels) if seen[j]}, rows
 
     def _measure(self) -> Simulated | None:
-        """Simulated acceptance, as the main process finds it; the best draft so far is kept."""
+        """Simulated acceptance, computed by the main process. Saves the draft if it is the best so far."""
         if self.measure is None:
             return None
         self.module.eval()
         with self.accelerator.autocast():
-            found = [self.measure(self.module)]
-        simulated: Simulated = broadcast_object_list(found)[0] if self.accelerator.num_processes > 1 else found[0]
+            measured = [self.measure(self.module)]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(measured)
+        simulated = measured[0]
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
         return simulated
 
     def _any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process."""
+        """Whether the flag is set in any process."""
         if self.accelerator.num_processes == 1:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
 
     def _save_draft(self, *names: str) -> None:
-        weights = self.accelerator.get_state_dict(self.module)  # every process: sharded weights are put together
+        weights = self.accelerator.get_state_dict(self.module)  # by every process, as each has its shards
         if self.accelerator.is_main_process:
             for name in names:
                 self.save_draft(weights, name)
@@ -222,10 +218,10 @@ class Trainer:
         checkpoints.save(self.accelerator, self.out / "checkpoints", self.step, state, self.config.keep)
 
     def _resume(self) -> None:
-        found = checkpoints.newest(self.out / "checkpoints")
-        if found is None:
+        newest = checkpoints.newest(self.out / "checkpoints")
+        if newest is None:
             return
-        path, state = found
+        path, state = newest
         here, there = _comparable(self.config), state.get("config", {})
         different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
         if (state.get("documents", self._digest), state.get("steps")) != (self._digest, self.schedule.steps):
@@ -246,29 +242,24 @@ def _due(step: int, every: int) -> bool:
 
 
 def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
-    """How many rows each of the depths 1 .. levels has."""
+    """The number of rows of each of the depths 1 .. levels."""
     return torch.bincount(depths.cpu(), minlength=levels + 1)[1:].double()
 
 
-# Settings that do not change the weights, or only by how the same batches are shared out: a run may be resumed with
-# others.
+# Settings that a resumed run may change: they do not change the weights, or only share out the same batches otherwise.
 FREE = {
     "out", "save_every", "keep", "tensorboard", "threads", "cache", "measure_every", "device", "accumulate",
 }  # fmt: skip
 
 
 def _comparable(config: RunConfig) -> dict[str, Any]:
-    """Settings as JSON gives them back, without those that a resumed run may change."""
+    """The settings that a resumed run may not change, as JSON returns them."""
     values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
     return {k: v for k, v in values.items() if k not in FREE}
 
 
 def learning_rate(step: int, steps: int, config: RunConfig) -> float:
-    """Linear warm-up, then half a cosine down to ``min_lr`` of the peak.
-
-    Args:
-        step: from 0; the first one already learns.
-    """
+    """Linear warm-up, then half a cosine down to ``min_lr`` of the peak; ``step`` counts from 0."""
     warm = max(1, round(config.warmup * steps))
     if step < warm:
         return config.lr * (step + 1) / warm

@@ -1,7 +1,7 @@
 """The draft's own, smaller vocabulary.
 
-A draft spends much of its time in the head. Cut to the tokens that texts really use, the head is several times
-smaller; the draft alone uses it, so a token outside is never proposed, and the output stays exact.
+A draft spends much of its time in the head, which is several times smaller if it has only the tokens that texts use. A
+token outside the vocabulary is never proposed; the output stays exact.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from longdraft.training.documents import Document
 def most_frequent(
     documents: Iterable[Document], vocab_size: int, count: int, always: Iterable[int] = ()
 ) -> torch.Tensor:
-    """The ``count`` most frequent tokens of what is learned, in increasing order of id.
+    """The ``count`` most frequent learned tokens, in increasing order of id.
 
-    Tokens that come before a document's ``start`` count a little, so that they break ties: a draft copies from them.
+    Tokens before a document's ``start`` count a little, so that they break ties: a draft copies from them.
 
     Args:
-        always: ids that belong to it in any case (end of sequence).
+        always: ids that are included in any case (end of sequence).
 
     Returns:
         (count,) int64.
@@ -38,14 +38,14 @@ def most_frequent(
 
 
 def to_draft(kept: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """(vocab_size,) draft id of each target id, -1 for those outside."""
+    """(vocab_size,) the draft id of each target id; -1 for those outside the vocabulary."""
     table = torch.full((vocab_size,), -1, dtype=torch.long)
     table[kept] = torch.arange(len(kept))
     return table
 
 
 def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Tensor:
-    """A head's rows of the target ids ``kept``, as floats; None: all."""
+    """The rows of a head for the target ids ``kept`` (None: all), as floats."""
     if kept is not None:
         kept = kept.to(head.device)
         head = head.rows(kept) if isinstance(head, Stored) else head[kept]
