@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import longdraft
-from longdraft.drafters.self_views import self_view
+from longdraft.drafters.self_drafter import self_view
 from longdraft.engine.partial import partial_view
 from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache

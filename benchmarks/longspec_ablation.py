@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 import longdraft
-from longdraft.drafters.longspec_block import LongSpecBlock
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecBlock, LongSpecDraft
 from longdraft.drafts import draft_folder
 from longdraft.model.parts import SharedParts, shared_parts
 from longdraft.model.runner import TargetRunner

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 import longdraft
-from longdraft.drafters.self_views import self_view
+from longdraft.drafters.self_drafter import self_view
 from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
 from longdraft.views.view import DTYPES

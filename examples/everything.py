@@ -9,9 +9,9 @@ three, and asks the small model only where the lookups are not sure.
 """
 
 from longdraft import compose
-from longdraft.drafters.heads_reuse import ReuseDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.drafters.tokenswift import ReuseDrafter
 from longdraft.drafters.united import UnitedDrafter
 
 

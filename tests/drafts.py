@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
-from longdraft.drafters.eagle_block import EagleBlock, EagleShape
-from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
-from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
-from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
+from longdraft.drafters.eagle import EagleBlock
+from longdraft.drafters.eagle3 import Eagle3Block
+from longdraft.drafters.heads import HeadsBlock, HeadsShape
+from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
+from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
+from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
 from longdraft.model.parts import describe
 from tests.tiny import Family, tiny_model
 

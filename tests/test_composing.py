@@ -10,10 +10,10 @@ import torch
 
 from longdraft import Speculator, compose
 from longdraft.cli.main import main
-from longdraft.drafters.heads_reuse import ReuseDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.drafters.tokenswift import ReuseDrafter
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
 from longdraft.methods import METHODS

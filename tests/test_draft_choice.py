@@ -10,7 +10,7 @@ import torch
 
 import longdraft
 from longdraft import Speculator
-from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts import shipped as coming_along
 from longdraft.drafts.draft_folder import kind
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError

@@ -24,10 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from longdraft.drafters import eagle3, longspec
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view

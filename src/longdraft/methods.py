@@ -20,8 +20,8 @@ from longdraft import drafters
 from longdraft.arguments import meant
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.drafters.suffixes import Earlier
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.drafts import kinds, shipped
 from longdraft.drafts.draft import Draft

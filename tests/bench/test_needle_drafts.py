@@ -14,10 +14,9 @@ from longdraft.bench.needle import Search, haystacks
 from longdraft.bench.needle_drafts import RETRIEVED, TARGET, NeedleDrafts, view
 from longdraft.cli import needle, options
 from longdraft.cli.main import main
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
-from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
+from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import ContextError, UnknownMethodError
 from longdraft.model.runner import TargetRunner
 from longdraft.views.retrieval import Retrieval

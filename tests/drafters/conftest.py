@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.drafters import whole_level
+from longdraft.drafters.shared import whole_level
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.agreement import Agreement
+from longdraft.drafters.shared.agreement import Agreement
 from longdraft.trees.tree import TokenTree
 
 

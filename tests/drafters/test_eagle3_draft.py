@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_export import to_speculators
+from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts import draft_folder
+from longdraft.drafts.speculators import to_speculators
 from longdraft.errors import CheckpointError
 from longdraft.methods import method_of
 from longdraft.model.runner import TargetRunner

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from longdraft import Speculator
 from longdraft.drafters import eagle3
-from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from longdraft.cli.main import main
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_gguf import to_gguf as eagle3_to_gguf
-from longdraft.drafters.small_lm_draft import SmallLMDraft
-from longdraft.drafters.small_lm_gguf import to_gguf as small_lm_to_gguf
+from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts import draft_folder
+from longdraft.drafts.eagle3_gguf import to_gguf as eagle3_to_gguf
+from longdraft.drafts.language_model import SmallLMDraft
+from longdraft.drafts.small_lm_gguf import to_gguf as small_lm_to_gguf
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import small_models
 from longdraft.model.loading import load

@@ -12,12 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.heads import HeadsDrafter, States, StateSource
-from longdraft.drafters.heads_draft import HeadsDraft
-from longdraft.drafters.heads_reuse import Phrases, ReuseDrafter
-from longdraft.drafters.heads_self import ViewStates
+from longdraft.drafters.heads import HeadsDraft, HeadsDrafter, States, StateSource
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.tokenswift import tokenswift
+from longdraft.drafters.tokenswift import Phrases, ReuseDrafter, ViewStates, tokenswift
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence

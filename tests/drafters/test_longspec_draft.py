@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from longdraft import Speculator
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.drafts import random_block, random_draft

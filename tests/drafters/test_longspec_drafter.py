@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner

@@ -8,12 +8,12 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters import self_drafter
 from longdraft.drafters.autoregressive import NoDrafter
+from longdraft.drafters.magicdec import SparseLMDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.self_small_lm import SparseLMDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler

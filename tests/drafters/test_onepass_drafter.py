@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
 from longdraft.drafters import eagle3, onepass
-from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDrafter
-from longdraft.drafters.onepass_draft import OnePassDraft
+from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDraft, OnePassDrafter
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.drafters.self_views import self_view
+from longdraft.drafters.self_drafter import self_view
 
 
 @pytest.mark.parametrize(

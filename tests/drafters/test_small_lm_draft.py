@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.drafters.levels import feed_level
-from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft, TrainedLM
+from longdraft.drafters.shared.levels import feed_level
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
+from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model import small_models
 from longdraft.model.loading import load

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from longdraft import Speculator
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner

@@ -9,7 +9,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.bench.settings import Settings
-from longdraft.drafters.small_lm_draft import PublishedLM, SmallLMDraft
+from longdraft.drafts.language_model import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import METHODS
 from longdraft.model import stored

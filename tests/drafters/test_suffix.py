@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from longdraft import Speculator
 from longdraft.drafters.autoregressive import NoDrafter
+from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
-from longdraft.drafters.suffixes import Earlier
 from longdraft.engine.sequence import Sequence
 from longdraft.methods import recipe
 from longdraft.trees.builders import chain

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.suffixes import END, MOST, Earlier, Matches, Suffixes
+from longdraft.drafters.shared.suffixes import END, MOST, Earlier, Matches, Suffixes
 
 ALL = 10**6
 small_texts = st.lists(st.integers(0, 2), max_size=40)

@@ -9,7 +9,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.attention import hybrid
-from longdraft.drafters.levels import Fed
+from longdraft.drafters.shared.levels import Fed
 from longdraft.memory.store import KVShape
 from longdraft.views.window import Window
 from tests import torch_kernels

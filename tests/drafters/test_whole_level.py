@@ -8,10 +8,12 @@ from torch import nn
 
 from longdraft import Speculator
 from longdraft.attention.prefix import reference
-from longdraft.drafters import eagle3_draft, longspec_draft, whole_level
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.levels import Fed, Inputs
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters import eagle3 as eagle3_draft
+from longdraft.drafters import longspec as longspec_draft
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafters.longspec import LongSpecDraft
+from longdraft.drafters.shared import whole_level
+from longdraft.drafters.shared.levels import Fed, Inputs
 from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner
 from longdraft.native import build, kernels

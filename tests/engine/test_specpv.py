@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.drafters.eagle3 import Eagle3Drafter
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.draws import OwnDraws

@@ -15,8 +15,8 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_export import to_speculators
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafts.speculators import to_speculators
 from tests.plugins.embedded import accepted_here, folder, loaded, prompts
 
 __all__ = ["folder", "loaded", "prompts"]  # fixtures

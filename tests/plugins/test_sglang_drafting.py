@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.drafters import longspec_draft
+from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.plugins.sglang.drafting import Drafting

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from longdraft.drafters.longspec_block import LongSpecBlock
+from longdraft.drafters.longspec import LongSpecBlock
 from longdraft.training.config import RunConfig
 from longdraft.training.features import Features
 from tests import elsewhere

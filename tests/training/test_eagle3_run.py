@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
 from longdraft.cli.main import main
-from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
-from longdraft.drafters.eagle3_draft import Eagle3Draft
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafts import draft_folder
+from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import yarn
 from longdraft.training.config import DEPTH, Eagle3Config

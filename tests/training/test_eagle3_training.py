@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
+from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafts import draft_folder
+from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator

@@ -13,8 +13,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.cli.main import main
-from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
-from longdraft.drafters.heads_draft import HeadsDraft
+from longdraft.drafters.heads import HeadsBlock, HeadsDraft, HeadsShape
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model.loading import load

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from longdraft.cli.main import main
-from longdraft.drafters.small_lm_draft import SmallLMDraft
 from longdraft.drafts import draft_folder
+from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from longdraft.cli.main import main
-from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
-from longdraft.drafters.onepass_draft import OnePassDraft
+from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn

@@ -14,8 +14,7 @@ import pytest
 from longdraft.cli import console, options, progress
 from longdraft.cli.main import main
 from longdraft.cli.training_display import Counter, TrainingDisplay
-from longdraft.drafters.longspec_block import LongSpecBlock
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecBlock, LongSpecDraft
 from longdraft.drafts import draft_folder
 from longdraft.drafts.kinds import KINDS
 from longdraft.errors import CheckpointError

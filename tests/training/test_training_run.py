@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.errors import CapabilityError, CheckpointError, NumericalError, PromptError, UnsupportedModelError
 from longdraft.training.longspec import train_longspec
 from tests.tiny import tiny_model, tiny_tokenizer

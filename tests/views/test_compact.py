@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.retrieving import retrieval_of
+from longdraft.drafters.shared.retrieval import retrieval_of
 from longdraft.model.rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.views import compact

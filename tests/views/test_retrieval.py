@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.retrieving import RetrievalOptions, retrieval_of
+from longdraft.drafters.shared.retrieval import RetrievalOptions, retrieval_of
 from longdraft.errors import CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.copied import Copied

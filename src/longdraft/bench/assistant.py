@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from longdraft.drafters.small_lm_draft import KIND, SmallLMDraft
 from longdraft.drafts import shipped
+from longdraft.drafts.language_model import KIND, SmallLMDraft
 from longdraft.errors import CapabilityError
 from longdraft.model.runner import TargetRunner
 

@@ -19,7 +19,7 @@ import torch
 from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
 from longdraft.bench.self_draft import Heard, SelfDrafter
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.drafters.tree_drafter import TreeDrafter
+from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine

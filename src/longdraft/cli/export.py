@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.cli import console, method_options, options
-from longdraft.drafters.eagle3_export import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.drafts.kinds import KINDS, kind_of
+from longdraft.drafts.speculators import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.errors import CapabilityError
 from longdraft.folders import is_gguf
 from longdraft.integration import model_folder

@@ -202,7 +202,7 @@ def data(
 
     import torch
 
-    from longdraft.drafters.eagle3_formats import usual_layers
+    from longdraft.drafts.eagle_formats import usual_layers
     from longdraft.model.loading import load
     from longdraft.model.runner import TargetRunner
     from longdraft.model.stored import weight_shape

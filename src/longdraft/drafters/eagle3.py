@@ -1,9 +1,17 @@
-"""EAGLE-3: a one-layer drafter that reads what the target thought of each token (Li et al. 2025, section 3).
+"""EAGLE-3: a one-layer drafter that reads what the target thought of each token (Li et al. 2025; SpecPV, section 3.1).
+
+    g_t = fc(f_t)                           f_t: three hidden states of the target at position t, side by side
+    x_t = [RMSNorm(embed(token_{t+1})), RMSNorm(g_t)]
+    a_t = g_t + Attn(x_t)                   q, k, v from twice the hidden size; RoPE at position t
+    o_t = a_t + SwiGLU(RMSNorm(a_t))
+    logits of token_{t+2} = head(RMSNorm(o_t))
 
 Row t joins the target's hidden states at position t, kept in the store by every forward, with the token that follows,
-and predicts the one after that. Its keys and values lie in a cache of its own, a window where the draft has one. A
-round: the rows that are new since the last one enter it, the newest of them, which carries the root, goes through the
-whole layer; then the tree grows level by level, with the draft's own output in place of the target's hidden states.
+and predicts the one after that. Past the tokens that the target has read there are no hidden states: the draft's own o
+stands in for the next g. The embedding is the target's own, by reference, the head the draft's.
+
+A round: the rows that are new since the last one enter the draft's own cache (a window where the draft has one), the
+newest of them, which carries the root, goes through the whole layer; then the tree grows level by level.
 """
 
 from __future__ import annotations
@@ -16,23 +24,29 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.eagle3_block import Eagle3Block
-from longdraft.drafters.eagle3_draft import BoundDraft, Eagle3Draft
-from longdraft.drafters.eagle3_export import to_speculators
-from longdraft.drafters.eagle3_gguf import to_gguf
-from longdraft.drafters.layers import SelfAttend
-from longdraft.drafters.levels import DraftRound, Fed, Inputs
-from longdraft.drafters.retrieving import RetrievalOptions, RetrievingDrafter
+from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
+from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs
+from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
+from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
+from longdraft.drafts.eagle3_gguf import to_gguf
+from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.drafts.speculators import to_speculators
 from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.rotary import Rotary
 from longdraft.model.runner import TargetRunner
+from longdraft.native import Kernels
+from longdraft.native.draft import DraftBlock
 from longdraft.options import Options, option, parse
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
@@ -47,6 +61,181 @@ CHUNK = 1024
 logger = logging.getLogger("longdraft")
 # Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
 _outgrown: WeakSet[Eagle3Draft] = WeakSet()
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Eagle3Shape, size: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        inner, kv, bias = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.attention_bias
+        self.q_proj = nn.Linear(size, inner, bias=bias)
+        self.k_proj = nn.Linear(size, kv, bias=bias)
+        self.v_proj = nn.Linear(size, kv, bias=bias)
+        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, heads * d) -> (heads, T, d)."""
+        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
+
+
+class Layer(nn.Module):
+    """The decoder layer.
+
+    Args:
+        joins: its attention reads x and g side by side, each behind a norm of its own; else one vector, as it comes.
+    """
+
+    def __init__(self, shape: Eagle3Shape, joins: bool = True) -> None:
+        super().__init__()
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        if joins:
+            self.input_layernorm = nn.RMSNorm(size, eps)
+            self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(shape, 2 * size if joins else size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = SwiGLU(size, shape.intermediate_size)
+
+
+class Eagle3Block(nn.Module):
+    """The module. Its state dict is the published layout; the tables ``d2t`` and ``t2d`` are kept beside it."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.feature_size, shape.hidden_size, bias=False)
+        self.midlayer = Layer(shape)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocabulary, bias=False)
+
+    def initialise(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
+        """Normal weights, unit norms, zero output projections.
+
+        Args:
+            head: (vocabulary, hidden) rows of the target's head to start from.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0)
+                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()
+                else:
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            if head is not None:
+                self.lm_head.weight.copy_(head)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """The target's features (T, feature_size) -> g (T, hidden)."""
+        out: torch.Tensor = self.fc(features)
+        return out
+
+    def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention reads (T, 2 hidden), and what its output is added to (T, hidden), of rows x and g."""
+        layer = self.midlayer
+        normed: torch.Tensor = layer.hidden_norm(g)
+        return torch.cat([layer.input_layernorm(x), normed], -1), normed if self.shape.norm_before_residual else g
+
+    def _keys_values(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = self.midlayer.self_attn
+        return rotate(attention.split(attention.k_proj(n)), cos, sin), attention.split(attention.v_proj(n))
+
+    def keys_values(
+        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (after RoPE) and values (Hkv, T, d) of rows: all that a prefill needs of the draft."""
+        return self._keys_values(self.joined(x, g)[0], cos, sin)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: SelfAttend,
+        queries: slice | torch.Tensor = slice(None),
+    ) -> torch.Tensor:
+        """The module over T rows, up to the head.
+
+        Args:
+            x: (T, hidden) embeddings of the tokens that follow the rows' positions.
+            g: (T, hidden): :meth:`project` of the features, or the draft's own previous output.
+            cos, sin: (T, d) rotary embedding at the rows' positions.
+            attend: attends among the rows, and to whatever cache it holds.
+            queries: which rows go on beyond keys and values; all by default.
+
+        Returns:
+            (Tq, hidden): o, before the last norm; :meth:`logits` takes it, and so does the next step as its g.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        n, residual = self.joined(x, g)
+        k, v = self._keys_values(n, cos, sin)
+        n, residual, cos, sin = n[queries], residual[queries], cos[queries], sin[queries]
+        q = rotate(attention.split(attention.q_proj(n)), cos, sin)
+        attended = attend(q, k, v).transpose(0, 1).reshape(n.shape[0], -1)
+        a = residual + attention.o_proj(attended)
+        out: torch.Tensor = a + layer.mlp(layer.post_attention_layernorm(a))
+        return out
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """o (T, hidden) -> (T, vocabulary)."""
+        logits: torch.Tensor = self.lm_head(self.norm(out))
+        return logits
+
+
+@dataclass(frozen=True)
+class BoundDraft:
+    """A draft in its target's dtype and on its device, with the embedding that it borrows.
+
+    Attributes:
+        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        draft_ids: (vocabulary,) the reverse, -1 where the draft has none.
+        whole: computes levels in one call, where kernels do.
+        few_rows: makes the block's layers, its head included, fast on a CPU.
+    """
+
+    block: Eagle3Block
+    embedding: nn.Module
+    rotary: Rotary
+    ids: torch.Tensor | None
+    draft_ids: torch.Tensor | None
+    whole: WholeLevel | None
+    few_rows: FewRowsModule
+
+
+class Eagle3Draft(EagleDraft[BoundDraft]):
+    """A trained draft of any layout."""
+
+    def module(self) -> Eagle3Block:
+        return Eagle3Block(self.shape)
+
+    def make(self, runner: TargetRunner) -> BoundDraft:
+        block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
+        ids = None if self.ids is None else self.ids.to(runner.device)
+        found = serves(runner, self.shape.head_dim)
+        whole = None if found is None else _whole(found, block)
+        draft_ids = None
+        if ids is not None:
+            draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device)
+            draft_ids[ids] = torch.arange(len(ids), device=runner.device)
+        return BoundDraft(block, runner.parts.embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
+
+
+def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
+    layer, shape = block.midlayer, block.shape
+    own, mlp = layer.self_attn, layer.mlp
+    norms = {
+        "norm": layer.input_layernorm.weight,
+        "joined_norm": layer.hidden_norm.weight,
+        "mlp_norm": layer.post_attention_layernorm.weight,
+        "final_norm": block.norm.weight,
+    }
+    layers = {
+        **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
+        **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj, "head": block.lm_head},
+    }
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
+    return WholeLevel(found, DraftBlock(norms, products_of(layers), *sizes, shape.norm_before_residual))
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,34 @@ The state is that of the last token which the target has verified; it lies in th
 with the target's head and no forward. Head i then says the i-th token behind the root.
 
 The paper drafts from the root's own state instead, which a forward of the target on a part of its KV gives
-(:mod:`longdraft.drafters.heads_self`); the target's own next token is then the first level, and head i says the one i
+(:mod:`longdraft.drafters.tokenswift`); the target's own next token is then the first level, and head i says the one i
 levels further. Whatever brings states, a :class:`StateSource`, can be put underneath.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
-from longdraft.drafters.heads_draft import BoundHeads, HeadsDraft
-from longdraft.drafters.tree_drafter import TreeDrafter
+from longdraft.drafters.shared.tree_drafter import TreeDrafter
+from longdraft.drafters.shared.whole_level import serves
+from longdraft.drafts.draft import TrainedDraft
+from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
+from longdraft.native.rounded import Rounded, light
+from longdraft.native.stored import Stored
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
@@ -32,6 +40,112 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
+
+# Fresh heads say the token before theirs. They should not be as sure of it as the target is of its own.
+UNSURE = 0.3
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """Sizes. The hidden size is the target's."""
+
+    hidden_size: int
+    heads: int
+    rms_norm_eps: float = 1e-6
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Head(nn.Module):
+    """One step: from the state that says a token to the state that says the next one."""
+
+    def __init__(self, shape: HeadsShape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = h + self.proj(self.norm(h))
+        return out
+
+
+class HeadsBlock(nn.Module):
+    """The heads, and the norm before the target's head."""
+
+    def __init__(self, shape: HeadsShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.heads = nn.ModuleList(_Head(shape) for _ in range(shape.heads))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def initialise(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
+        """Zero projections: at first every head repeats what the target itself says, less surely.
+
+        Args:
+            final_norm: (hidden,) weight of the target's.
+            size: of a number of the target's states, root of the mean square. A step of training then moves states of
+                any size as far.
+        """
+        with torch.no_grad():
+            for name, weight in self.heads.named_parameters():
+                weight.fill_(size if name.endswith("norm.weight") else 0.0)
+            self.norm.weight.copy_(UNSURE * final_norm)
+
+    def forward(self, h: torch.Tensor, heads: int | None = None) -> list[torch.Tensor]:
+        """h (rows, hidden) -> for each of the first ``heads`` heads, (rows, hidden): the input of the target's head."""
+        found = []
+        for head in self.heads[:heads]:
+            h = head(h)
+            found.append(self.norm(h))
+        return found
+
+
+KIND = "heads"
+
+
+@dataclass(frozen=True)
+class BoundHeads:
+    """Heads in their target's dtype and on its device.
+
+    Attributes:
+        head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs; rounded
+            where kernels serve.
+        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+    """
+
+    block: HeadsBlock
+    head: torch.Tensor | Stored | Rounded
+    ids: torch.Tensor | None
+
+    @cached_property
+    def _head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return product(self.head)
+
+    def logits(self, h: torch.Tensor, heads: int) -> torch.Tensor:
+        """h (rows, hidden), the target's states -> (rows, heads, draft vocabulary). One product with the head."""
+        return self._head(torch.stack(self.block(h, heads), dim=1))
+
+
+class HeadsDraft(TrainedDraft[BoundHeads]):
+    """Trained heads, as their folder holds them."""
+
+    kind = KIND
+
+    @cached_property
+    def shape(self) -> HeadsShape:
+        return shape_of(HeadsShape, self.config, self.folder, KIND)
+
+    def module(self) -> HeadsBlock:
+        return HeadsBlock(self.shape)
+
+    def needs(self) -> dict[str, Any]:
+        return {"hidden_size": self.shape.hidden_size}
+
+    def make(self, runner: TargetRunner) -> BoundHeads:
+        head, ids = self.head(runner)
+        found = serves(runner, runner.kv_shape.head_dim)
+        return BoundHeads(self.placed(runner), head if found is None else light(head), ids)
 
 
 @dataclass(frozen=True)

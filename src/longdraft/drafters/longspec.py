@@ -7,27 +7,38 @@ through the whole block; then the tree grows level by level.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.layers import SelfAttend
-from longdraft.drafters.levels import DraftRound, Fed, Inputs
-from longdraft.drafters.longspec_draft import BoundDraft, LongSpecDraft
-from longdraft.drafters.retrieving import RetrievalOptions, RetrievingDrafter
-from longdraft.drafters.whole_level import Text
+from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
+from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs
+from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
+from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
+from longdraft.drafts.draft import TrainedDraft
+from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
+from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.parts import SharedParts
 from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
+from longdraft.native import Kernels
+from longdraft.native.draft import DraftBlock
+from longdraft.native.stored import Stored
 from longdraft.options import parse
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
@@ -35,6 +46,224 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import RetrievedKV
 from longdraft.views.window import Window
+
+# q (Hq, T, d) -> output (Hq, T, d)
+CrossAttend = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LongSpecShape:
+    """Sizes of the block. Head counts and sizes are the target's, or its KV could not be read."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    window: int = 512
+    """Keys that self-attention sees, the query's own included."""
+    final_norm: bool = False
+    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Attention(nn.Module):
+    """Projections of an attention: biased q (and k, v), unbiased o."""
+
+    def __init__(self, shape: LongSpecShape, own_keys: bool) -> None:
+        super().__init__()
+        inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, inner)
+        if own_keys:
+            self.k_proj = nn.Linear(shape.hidden_size, kv)
+            self.v_proj = nn.Linear(shape.hidden_size, kv)
+        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, heads * d) -> (heads, T, d)."""
+        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """(heads, T, d) -> (T, hidden)."""
+        out: torch.Tensor = self.o_proj(x.transpose(0, 1).reshape(x.shape[1], -1))
+        return out
+
+
+class LongSpecBlock(nn.Module):
+    """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
+
+    def __init__(self, shape: LongSpecShape) -> None:
+        super().__init__()
+        self.shape = shape
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(shape, own_keys=True)
+        self.post_self_attention_layernorm = nn.RMSNorm(size, eps)
+        self.cross_attn = _Attention(shape, own_keys=False)
+        self.post_cross_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = SwiGLU(shape.hidden_size, shape.intermediate_size)
+        self.norm = nn.RMSNorm(size, eps) if shape.final_norm else nn.Identity()
+
+    def initialise(self, seed: int = 0, std: float = 0.02) -> None:
+        """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("layernorm.weight"):
+                    parameter.fill_(1.0)
+                elif name == "norm.weight":
+                    parameter.fill_(0.5)  # small logits: at first the block repeats its input
+                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()
+                else:
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).
+
+        They depend on token and position alone: a prefill is this, for the last window, and nothing else.
+        """
+        n = self.input_layernorm(x)
+        own = self.self_attn
+        return rotate(own.split(own.k_proj(n)), cos, sin), own.split(own.v_proj(n))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        self_attend: SelfAttend,
+        cross_attend: CrossAttend,
+        queries: slice | torch.Tensor = slice(None),
+    ) -> torch.Tensor:
+        """The block over T rows.
+
+        Args:
+            x: (T, hidden) token embeddings.
+            cos, sin: (T, d) rotary embedding at the rows' positions.
+            self_attend: attends among the rows (and whatever window it holds).
+            cross_attend: attends to the target's last-layer KV.
+            queries: which rows go on beyond self-attention's keys and values; all by default.
+
+        Returns:
+            (Tq, hidden): the head's input.
+        """
+        own, cross = self.self_attn, self.cross_attn
+        n = self.input_layernorm(x)
+        k, v = rotate(own.split(own.k_proj(n)), cos, sin), own.split(own.v_proj(n))
+        x, n, cos, sin = x[queries], n[queries], cos[queries], sin[queries]
+        q = rotate(own.split(own.q_proj(n)), cos, sin)
+        h = x + own.merge(self_attend(q, k, v))
+        q = rotate(cross.split(cross.q_proj(self.post_self_attention_layernorm(h))), cos, sin)
+        h = h + cross.merge(cross_attend(q))
+        out: torch.Tensor = self.norm(h + self.mlp(self.post_cross_attention_layernorm(h)))
+        return out
+
+
+KIND = "longspec"
+# Published drafts carry these; the block never uses what they compute.
+_DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
+
+
+@dataclass(frozen=True)
+class BoundDraft:
+    """A draft in its target's dtype and on its device, with what it borrows from the target.
+
+    Attributes:
+        head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs.
+        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        whole: computes levels in one call, where kernels do.
+        few_rows: makes the block's layers fast on a CPU.
+    """
+
+    block: LongSpecBlock
+    parts: SharedParts
+    head: torch.Tensor | Stored
+    ids: torch.Tensor | None
+    whole: WholeLevel | None
+    few_rows: FewRowsModule
+
+    @cached_property
+    def _head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return product(self.head)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) -> (rows, draft vocabulary)."""
+        return self._head(hidden)
+
+
+class LongSpecDraft(TrainedDraft[BoundDraft]):
+    """A trained draft, ours or one as LongSpec's authors published them."""
+
+    kind, label = KIND, "LongSpec"
+
+    def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
+        theirs = contents.kind == KIND and "longdraft_format" not in contents.config
+        super().__init__(folder, _as_ours(folder, contents) if theirs else contents)
+
+    @cached_property
+    def shape(self) -> LongSpecShape:
+        return shape_of(LongSpecShape, self.config, self.folder, self.label)
+
+    def module(self) -> LongSpecBlock:
+        return LongSpecBlock(self.shape)
+
+    def needs(self) -> dict[str, Any]:
+        """The target's KV is read with the draft's heads."""
+        return {n: getattr(self.shape, n) for n in ("hidden_size", "heads", "kv_heads", "head_dim")}
+
+    def check(self, runner: TargetRunner) -> None:
+        super().check(runner)
+        check_rotary(runner)
+
+    def make(self, runner: TargetRunner) -> BoundDraft:
+        block = self.placed(runner)
+        head, ids = self.head(runner)
+        found = serves(runner, self.shape.head_dim)
+        whole = None if found is None else _whole(found, block, head)
+        return BoundDraft(block, runner.parts, head, ids, whole, FewRowsModule(block))
+
+
+def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
+    own, cross, mlp, shape = block.self_attn, block.cross_attn, block.mlp, block.shape
+    norms: dict[str, torch.Tensor] = {
+        "norm": block.input_layernorm.weight,
+        "cross_norm": block.post_self_attention_layernorm.weight,
+        "mlp_norm": block.post_cross_attention_layernorm.weight,
+    }
+    if shape.final_norm:
+        norms["final_norm"] = block.norm.get_parameter("weight")
+    layers = {
+        **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
+        **{"cross_q": cross.q_proj, "cross_o": cross.o_proj},
+        **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj},
+    }
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
+    return WholeLevel(found, DraftBlock(norms, products_of(layers, head=head), *sizes))
+
+
+def check_rotary(runner: TargetRunner) -> None:
+    """Raises UnsupportedModelError for a target whose rotary embedding a draft cannot share."""
+    cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
+    if cos.shape[-1] != (size := runner.kv_shape.head_dim):
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {size} dimensions of a head; LongSpec drafts "
+            "share rotary embeddings of whole heads only. Use another method: prompt-lookup."
+        )
+
+
+def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
+    """A published draft by our names: transformers calls its sizes otherwise, and leaves some out."""
+    config = filled_in(published.config)
+    shape = shape_of(LongSpecShape, config, folder, "LongSpec", PUBLISHED)
+    ours = shape.as_dict() | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
+    target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
+    tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}
+    return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
 class LongSpecDrafter(RetrievingDrafter):

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.self_views import SINK, VIEWS, ViewOptions
+from longdraft.drafters.self_drafter import SINK, VIEWS, SelfDrafter, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event

@@ -7,22 +7,88 @@ numbers that are at hand. Memory is a window: it does not grow with the text.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Round, WindowOptions
-from longdraft.drafters.eagle3_draft import BoundDraft
-from longdraft.drafters.levels import Inputs
-from longdraft.drafters.onepass_block import OnePassBlock
-from longdraft.drafters.onepass_draft import KIND, OnePassDraft
+from longdraft.drafters.eagle3 import BoundDraft, Eagle3Block, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
+from longdraft.drafters.shared.levels import Inputs
+from longdraft.drafts.draft_folder import shape_of
+from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassShape(Eagle3Shape):
+    """Sizes of the module.
+
+    Attributes:
+        slots: tokens that one forward proposes, the row of the anchor included.
+        rank: of the bigram.
+    """
+
+    slots: int
+    rank: int
+
+
+class OnePassBlock(Eagle3Block):
+    """The module."""
+
+    shape: OnePassShape
+
+    def __init__(self, shape: OnePassShape) -> None:
+        super().__init__(shape)
+        ahead = shape.slots - 1
+        self.slot_embedding = nn.Parameter(torch.zeros(ahead, shape.hidden_size))
+        self.slot_state = nn.Parameter(torch.zeros(ahead, shape.hidden_size))
+        self.bigram_in = nn.Embedding(shape.vocabulary, shape.rank)
+        self.bigram_out = nn.Embedding(shape.vocabulary, shape.rank)
+
+    def initialise(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
+        super().initialise(seed, std, head)
+        self.initialise_slots(seed)
+
+    def initialise_slots(self, seed: int = 0) -> None:
+        """Rows that differ a little, and a bigram that says nothing yet."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter, std in ((self.slot_embedding, 0.02), (self.slot_state, 0.02), (self.bigram_in.weight, 0.25)):
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            self.bigram_out.weight.zero_()
+
+    def behind(self, x: torch.Tensor, g: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (T, hidden) of some of the rows k > 0, counted from 0, of anchors' x and g (T or 1, hidden)."""
+        return x + self.slot_embedding[rows], g + self.slot_state[rows]
+
+    def known(self, before: torch.Tensor) -> torch.Tensor:
+        """What the bigram knows (..., rank) by draft ids (...); of -1, a token that the draft lacks, nothing."""
+        found: torch.Tensor = self.bigram_in(before.clamp_min(0)) * (before >= 0)[..., None]
+        return found
+
+
+KIND = "onepass"
+
+
+class OnePassDraft(Eagle3Draft):
+    """A trained draft."""
+
+    kind, label = KIND, "one-pass"
+
+    @cached_property
+    def shape(self) -> OnePassShape:
+        return shape_of(OnePassShape, self.config, self.folder, self.label)
+
+    def module(self) -> OnePassBlock:
+        return OnePassBlock(self.shape)
+
 
 # Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
 CANDIDATES = 24

@@ -20,12 +20,12 @@ from weakref import WeakSet
 
 import torch
 
-from longdraft.drafters.levels import feed_level
-from longdraft.drafters.retrieving import ChunkOptions, RetrievingDrafter, retrieval_of
-from longdraft.drafters.small_lm_draft import BoundLM, SmallLMDraft
-from longdraft.drafters.small_lm_gguf import to_gguf
+from longdraft.drafters.shared.levels import feed_level
+from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievingDrafter, retrieval_of
 from longdraft.drafts.draft_folder import is_language_model
 from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.drafts.language_model import BoundLM, SmallLMDraft
+from longdraft.drafts.small_lm_gguf import to_gguf
 from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method

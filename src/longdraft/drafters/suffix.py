@@ -13,7 +13,7 @@ from itertools import count
 from math import exp, log, log2
 from typing import Any
 
-from longdraft.drafters.suffixes import END, Earlier, Matches, Suffixes
+from longdraft.drafters.shared.suffixes import END, Earlier, Matches, Suffixes
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register

@@ -6,20 +6,162 @@ root -> phrases of the output that began with it                                
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import pairwise
+from math import log
 from typing import Any
 
-from longdraft.drafters.heads import HeadOptions, HeadsDrafter
-from longdraft.drafters.heads_draft import HeadsDraft
-from longdraft.drafters.heads_reuse import PHRASE, PHRASES, ReuseDrafter
-from longdraft.drafters.heads_self import ViewStates
-from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.self_views import VIEWS, ViewOptions
+import torch
+
+from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter, States, StateSource
+from longdraft.drafters.self_drafter import VIEWS, SelfDrafter, ViewOptions
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
+from longdraft.trees.builders import union
+from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
+from longdraft.trees.tree import TokenTree
+from longdraft.views.view import View, check_sizes
+
+
+class ViewStates(StateSource):
+    """The roots' own states, from the target on a view of its KV.
+
+    Args:
+        level: the view, and how it is kept; its own tree is not drafted.
+    """
+
+    ahead = True
+
+    def __init__(self, level: SelfDrafter) -> None:
+        self.level = level
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return self.level.forwards
+
+    @property
+    def views(self) -> tuple[View, ...]:  # type: ignore[override]
+        return self.level.views
+
+    @property
+    def query_window(self) -> int:  # type: ignore[override]
+        return self.level.query_window
+
+    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        return self.level.query_layers(runner)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        """Raises MemoryBudgetError when the views do not fit."""
+        self.level.host(runner, store, (runner.kv_shape.layers - 1,))
+
+    @torch.inference_mode()
+    def states(self, sequences: SequenceOf[Sequence]) -> States:
+        self.level.follow(sequences)
+        logits = self.level.judge(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
+        store = self.level.cache.store
+        assert store.features is not None
+        # The root's row lies behind the view; nothing keeps it.
+        hidden = torch.stack([store.features[s.slot, store.lengths[s.slot]] for s in sequences])
+        return States(hidden, torch.stack([rows[0] for rows in logits]))
+
+    def observe(self, event: Event) -> None:
+        self.level.observe(event)
+
+    def release(self, sequence: Sequence) -> None:
+        self.level.release(sequence)
+
+
+# TokenSwift: phrases of four tokens, twenty of them.
+PHRASE, PHRASES = 4, 20
+
+
+class Phrases:
+    """The phrases of a growing text, counted. Adding a token and looking up take the same time however long it is.
+
+    Args:
+        n: tokens of a phrase. k: how many that begin with the same token are kept in order.
+    """
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+        self.text: list[int] = []
+        # How often each phrase stood in the text, and each beginning of one.
+        self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        # By first token, the best k, in order. One that falls out comes back by being seen again, and only so.
+        self._best: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+
+    def extend(self, tokens: SequenceOf[int]) -> None:
+        for token in tokens:
+            self.text.append(token)
+            if len(self.text) < self.n:
+                continue
+            phrase = tuple(self.text[-self.n :])
+            for length in range(1, self.n + 1):
+                self._counts[phrase[:length]] += 1
+            self._rank(phrase)
+
+    def _rank(self, phrase: tuple[int, ...]) -> None:
+        """Puts the phrase that was just seen before those that were seen no more often."""
+        best = self._best[phrase[0]]
+        if phrase in best:
+            best.remove(phrase)
+        count = self._counts[phrase]
+        place = next((i for i, other in enumerate(best) if self._counts[other] <= count), len(best))
+        best.insert(place, phrase)
+        del best[self.k :]
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """The most frequent continuations of a token, n - 1 tokens each, the best first."""
+        return [phrase[1:] for phrase in self._best.get(token, ())]
+
+    def log_probs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
+        """Of its tokens, each given those before: how often it came there, with one time more for something new."""
+        phrase = (token, *continuation)
+        seen = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
+        return [log(after / (before + 1)) for before, after in pairwise(seen)]
+
+
+class ReuseDrafter(Drafter):
+    """Proposes the phrases of the output that began most often with its last token.
+
+    Args:
+        n: tokens of a phrase, the last token of the text among them. k: phrases at most.
+    """
+
+    free = True
+
+    def __init__(self, n: int = PHRASE, k: int = PHRASES) -> None:
+        check_sizes(2, reuse_n=n)
+        check_sizes(1, reuse_k=k)
+        self.n, self.k = n, k
+        self.max_nodes = k * (n - 1)
+        self._phrases: dict[int, Phrases] = {}
+
+    def observe(self, event: Event) -> None:
+        if event.begins or event.taken_back:
+            self._phrases[event.sequence.index] = Phrases(self.n, self.k)
+
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        return [self._propose(s) for s in sequences]
+
+    def _propose(self, sequence: Sequence) -> TokenTree:
+        phrases, root = self._phrases[sequence.index], sequence.output[-1]
+        phrases.extend(sequence.output[len(phrases.text) :])
+        found = phrases.after(root)
+        return union(root, found, log_probs=[phrases.log_probs(root, path) for path in found])
+
+    def release(self, sequence: Sequence) -> None:
+        self._phrases.pop(sequence.index, None)
+
 
 # In place of a view: no forward of the target drafts.
 NO_VIEW = "none"

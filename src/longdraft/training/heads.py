@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
-from longdraft.drafters.heads_draft import KIND, HeadsDraft
+from longdraft.drafters.heads import KIND, HeadsBlock, HeadsDraft, HeadsShape
 from longdraft.model.parts import SharedParts, final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features

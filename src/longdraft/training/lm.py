@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.drafters.small_lm_draft import KIND, TrainedLM
+from longdraft.drafts.language_model import KIND, TrainedLM
 from longdraft.model import small_models
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
-from longdraft.drafters.longspec_draft import KIND, LongSpecDraft, check_rotary
+from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, LongSpecShape, check_rotary
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import by_shift

@@ -12,9 +12,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from longdraft.drafters.eagle3_block import Eagle3Block
-from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
-from longdraft.drafters.onepass_draft import KIND, OnePassDraft
+from longdraft.drafters.eagle3 import Eagle3Block
+from longdraft.drafters.onepass import KIND, OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.errors import ConfigError
 from longdraft.training import eagle3

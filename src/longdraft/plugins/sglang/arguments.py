@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.errors import CapabilityError, RequestError
 
 # Nodes of a tree, its root among them.

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.errors import CapabilityError
 from longdraft.plugins.followed import Followed, Requests
 from longdraft.plugins.sglang.pool import rows

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from longdraft.drafters.longspec import LongSpecDrafter
-from longdraft.drafters.longspec_draft import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.plugins.vllm.reading import Reading
 
 

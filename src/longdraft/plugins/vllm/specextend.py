@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.drafters.small_lm import SmallLMDrafter
-from longdraft.drafters.small_lm_draft import SmallLMDraft
+from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.plugins.followed import Followed
 from longdraft.plugins.vllm.queries import StepQueries
 from longdraft.plugins.vllm.reading import Reading

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_formats import MEMBERS
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS
+from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.eagle_formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 
 # vLLM drafts nothing past this position, so it has to cover what will be served.
@@ -23,7 +23,7 @@ SPECULATIVE_TOKENS = 5
 
 
 def to_speculators(
-    draft: Eagle3Draft,
+    draft: EagleDraft[Any],
     out: Path | str,
     verifier: str,
     architecture: str | None = None,
@@ -69,7 +69,12 @@ def to_speculators(
 
 
 def _config(
-    draft: Eagle3Draft, size: int, verifier: str, architecture: str | None, max_position: int, speculative_tokens: int
+    draft: EagleDraft[Any],
+    size: int,
+    verifier: str,
+    architecture: str | None,
+    max_position: int,
+    speculative_tokens: int,
 ) -> dict[str, Any]:
     shape, rope = draft.shape, dict(draft.rope)
     theta = rope.pop("rope_theta")
@@ -125,7 +130,7 @@ def _config(
     return config
 
 
-def _tensors(draft: Eagle3Draft, size: int) -> dict[str, torch.Tensor]:
+def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
         for name, tensor in draft.weights.items()

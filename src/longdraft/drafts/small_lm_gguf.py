@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from longdraft.drafters.small_lm_draft import SmallLMDraft, TrainedLM
+from longdraft.drafts.language_model import SmallLMDraft, TrainedLM
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
 from longdraft.model.gguf_files import ARCHITECTURES

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.drafters.whole_lm import WholeLM
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft import Draft, TrainedDraft
 from longdraft.drafts.draft_folder import DraftFolder
@@ -23,6 +22,7 @@ from longdraft.folders import is_gguf
 from longdraft.model import companions, small_models
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import unpacked
+from longdraft.model.whole_lm import WholeLM
 from longdraft.native import Stored
 
 KIND = "small-lm"

@@ -8,13 +8,12 @@ states as transformers does: ``hidden_states[i]`` is what enters decoder layer i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longdraft.drafters.eagle3_block import Eagle3Shape
-from longdraft.drafters.eagle_block import EagleShape
 from longdraft.drafts import draft_folder, tensor_files
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
@@ -28,6 +27,44 @@ THETA = 10000.0
 _FOREIGN_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 # Where a tensor's own name begins; what stands before is the name of the model around it.
 _BEGINNINGS = {"fc", "midlayer", "layers", "norm", "lm_head", "embed_tokens", OFFSETS, MEMBERS}
+
+
+@dataclass(frozen=True)
+class Eagle3Shape:
+    """Sizes of the module. Head counts and sizes are its own: its keys live in its own cache.
+
+    Attributes:
+        feature_size: numbers of one token's features: as a rule three times the target's hidden size.
+        vocabulary: rows of the draft's head.
+        norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
+        attention_bias: whether q, k and v have biases.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feature_size: int
+    vocabulary: int
+    rms_norm_eps: float = 1e-6
+    norm_before_residual: bool = False
+    attention_bias: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EagleShape(Eagle3Shape):
+    """Sizes of the module.
+
+    Attributes:
+        feature_size, vocabulary: the target's hidden size and vocabulary.
+        fc_bias: whether fc has a bias.
+    """
+
+    fc_bias: bool = False
 
 
 def usual_layers(layers: int) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from longdraft.drafters.levels import Fed, Inputs
+from longdraft.drafters.shared.levels import Fed, Inputs
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes

@@ -1,53 +1,27 @@
-"""An EAGLE-3 draft: read from its folder, checked against a target, and bound to it."""
+"""Drafts of EAGLE's kind on disk: read from a folder of any layout, and checked against a target."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from longdraft.drafters import eagle3_formats
-from longdraft.drafters.eagle3_block import Eagle3Block, Eagle3Shape
-from longdraft.drafters.eagle3_formats import KIND, usual_layers
-from longdraft.drafters.whole_level import WholeLevel, products_of, serves
+from longdraft.drafts import eagle_formats
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
+from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.rotary import Rotary
 from longdraft.model.runner import TargetRunner
-from longdraft.native import Kernels
-from longdraft.native.draft import DraftBlock
 
-Own = TypeVar("Own", bound="Eagle3Draft")
-
-
-@dataclass(frozen=True)
-class BoundDraft:
-    """A draft in its target's dtype and on its device, with the embedding that it borrows.
-
-    Attributes:
-        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
-        draft_ids: (vocabulary,) the reverse, -1 where the draft has none.
-        whole: computes levels in one call, where kernels do.
-        few_rows: makes the block's layers, its head included, fast on a CPU.
-    """
-
-    block: Eagle3Block
-    embedding: nn.Module
-    rotary: Rotary
-    ids: torch.Tensor | None
-    draft_ids: torch.Tensor | None
-    whole: WholeLevel | None
-    few_rows: FewRowsModule
+Bound = TypeVar("Bound")
+Own = TypeVar("Own", bound="EagleDraft[Any]")
 
 
-class Eagle3Draft(TrainedDraft[BoundDraft]):
-    """A trained draft of any layout.
+class EagleDraft(TrainedDraft[Bound]):
+    """A trained draft of EAGLE's kind, in any layout. A drafter's file says what its module is.
 
     Attributes:
         layout: "longdraft", "published" or "speculators".
@@ -85,7 +59,7 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, *eagle3_formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
+        return cls(folder, *eagle_formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
 
     @cached_property
     def shape(self) -> Eagle3Shape:
@@ -121,9 +95,6 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
     def usual_layers(self, count: int) -> tuple[int, ...]:
         """The layers that such drafts read, where their folders name none, of a target of so many."""
         return usual_layers(count)
-
-    def module(self) -> Eagle3Block:
-        return Eagle3Block(self.shape)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size}
@@ -178,37 +149,9 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
             found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
         return found
 
-    def make(self, runner: TargetRunner) -> BoundDraft:
-        block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
-        ids = None if self.ids is None else self.ids.to(runner.device)
-        found = serves(runner, self.shape.head_dim)
-        whole = None if found is None else _whole(found, block)
-        draft_ids = None
-        if ids is not None:
-            draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device)
-            draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        return BoundDraft(block, runner.parts.embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
-
     def rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
         """Its rotary embedding; the target's may have another base, or be stretched otherwise."""
         return Rotary(self.shape.head_dim, self.rope, dtype, device)
-
-
-def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
-    layer, shape = block.midlayer, block.shape
-    own, mlp = layer.self_attn, layer.mlp
-    norms = {
-        "norm": layer.input_layernorm.weight,
-        "joined_norm": layer.hidden_norm.weight,
-        "mlp_norm": layer.post_attention_layernorm.weight,
-        "final_norm": block.norm.weight,
-    }
-    layers = {
-        **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
-        **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj, "head": block.lm_head},
-    }
-    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-    return WholeLevel(found, DraftBlock(norms, products_of(layers), *sizes, shape.norm_before_residual))
 
 
 def _listed(layers: tuple[int, ...]) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.layers import SelfAttend
+from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.memory.store import KVStore
 from longdraft.model.graphs import Graphs

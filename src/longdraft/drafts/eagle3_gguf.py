@@ -7,9 +7,10 @@ holds the target's ids themselves.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from longdraft.drafters.eagle3_draft import Eagle3Draft
-from longdraft.drafters.eagle3_formats import usual_layers
+from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.eagle_formats import usual_layers
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf_writing import Decoder, DraftFile, TargetFile
 
@@ -17,7 +18,7 @@ _FEATURES = 3  # layers of the target that llama.cpp hands over
 _NAMES = {"midlayer.": "layers.0.", "norm.": "output_norm.", "lm_head.": "output."}
 
 
-def to_gguf(draft: Eagle3Draft, out: Path | str, verifier: str) -> list[str]:
+def to_gguf(draft: EagleDraft[Any], out: Path | str, verifier: str) -> list[str]:
     """Writes the file.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longdraft.drafters.tree_drafter import TreeDrafter
+from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.engine.event import Event
 from longdraft.memory.store import KVStore
