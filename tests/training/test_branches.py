@@ -72,7 +72,7 @@ def test_what_is_kept_is_what_a_reader_reads(attention, dtype, error):
     passages = [found.read(place, passage) for place, passage in enumerate(PASSAGES)]
     fed = stepped(found)[1]
     for row in (0, 1, 2, 3, 5):
-        own, passage = found.said(row, fed[row]), passages[row // 3]
+        own, passage = found.features(row, fed[row]), passages[row // 3]
         text = Document(PASSAGES[row // 3] + fed[row])
         assert torch.cat([passage.tokens, own.tokens]).tolist() == text.tokens
         rows = {name: torch.cat([passage.rows[name], own.rows[name]]) for name in own.rows}
