@@ -46,7 +46,7 @@ def stepped(found: Branches) -> tuple[list, dict[int, list[int]]]:
         for row in rows:
             if (number, row) in BEGINS:
                 fed[row] = []
-                found.begin(row)
+                found.clear(row)
             fed[row].append(tokens(1, 100 * number + row)[0])
         logits = found.step(rows, [fed[row][-1] for row in rows])
         said += [(row, list(fed[row]), logits[i]) for i, row in enumerate(rows)]

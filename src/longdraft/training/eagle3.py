@@ -294,15 +294,11 @@ def fit(block: Eagle3Block, document: Features, layers: int) -> None:
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
-    """The layers that EAGLE-3 reads of a target with ``layers`` layers.
-
-    Raises:
-        ConfigError: the target has too few layers.
-    """
-    found = usual_layers(layers)
-    if not 0 <= found[0] < found[1] < found[2]:
-        raise ConfigError(f"A target of {layers} layers has no layers {found}: set feature_layers.")
-    return found
+    """The layers that EAGLE-3 reads of a target with ``layers`` layers."""
+    usual = usual_layers(layers)
+    if not 0 <= usual[0] < usual[1] < usual[2]:
+        raise ConfigError(f"A target of {layers} layers has no layers {usual}: set feature_layers.")
+    return usual
 
 
 def _new(config: Eagle3Config, session: Session) -> Plan:

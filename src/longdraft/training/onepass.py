@@ -68,11 +68,7 @@ def train_onepass(
 
 
 def _further(config: OnePassConfig, init: str) -> OnePassConfig:
-    """The settings with the sizes of the draft in ``init``.
-
-    Raises:
-        ConfigError: the settings ask for other sizes.
-    """
+    """The settings with the sizes of the draft in ``init``. Raises ConfigError if they ask for other sizes."""
     shape = OnePassDraft.load(init).shape
     for name, size in (("ttt", shape.slots), ("rank", shape.rank)):
         if name in config.fields_set and getattr(config, name) != size:

@@ -175,7 +175,6 @@ class Session:
         """Trains a module; yields a report for each step.
 
         Args:
-            trainee, source: the module, and the features of the learned documents.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
