@@ -46,7 +46,7 @@ def test_tokens_and_drafts_are_those_of_one_process(
     folder: Path, shared: list[Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Our kernels round a draft's weights, and step aside where the target is shared out.
-    monkeypatch.setattr("longdraft.drafters.whole_level.kernels", lambda: None)
+    monkeypatch.setattr("longdraft.drafters.shared.whole_level.kernels", lambda: None)
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
     alone = {name: decode(model) for name, decode in cases(folder).items()}
     for name, own in alone.items():

@@ -1,4 +1,4 @@
-"""A tiny chat model in a folder, some text, and a clean accelerate for every test."""
+"""A tiny chat model in a folder, some text, settings, and a clean accelerate for every test."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-from longdraft.training.config import TrainConfig
+from longdraft.training.config import RunConfig
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.training.helpers import WORDS
+from tests.training.helpers import WORDS, settings
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder."""
     folder = tmp_path_factory.mktemp("target")
     tiny_model(context=512).save_pretrained(folder)
+    tiny_tokenizer(chat=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model, of another size."""
+    folder = tmp_path_factory.mktemp("wide")
+    tiny_model(hidden=96).save_pretrained(folder)
     tiny_tokenizer(chat=True).save_pretrained(folder)
     return folder
 
@@ -42,16 +51,10 @@ def _clean_accelerate() -> None:
 
 
 @pytest.fixture
-def config(target: Path, text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Settings of a run of a dozen steps in float32 on the CPU."""
+def config(target: Path, text: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Settings of a run of a dozen steps of a kind, in the folder ``run``."""
 
-    def make(**over: object) -> TrainConfig:
-        settings: dict[str, object] = {
-            "data": (str(text),), "target": str(target), "out": str(tmp_path / "run"), "max_length": 64,
-            "min_length": 16, "rows": 256, "epochs": 1.0, "lr": 3e-3,
-            "precision": "no", "held_out": 0.1, "save_every": 3,
-            "measure_every": 5, "window": 12, "intermediate_size": 64, "device": "cpu", "threads": 1,
-        }  # fmt: skip
-        return TrainConfig(**(settings | over))  # type: ignore[arg-type]
+    def make(kind: str = "longspec", **over: object) -> RunConfig:
+        return settings(kind, **({"target": target, "data": text, "out": tmp_path / "run"} | over))
 
     return make

@@ -1,4 +1,4 @@
-"""Plain computations that the tests compare with, and runs in other processes."""
+"""Plain computations that the tests compare with, and runs of all kinds of draft, in this process or in others."""
 
 from __future__ import annotations
 
@@ -7,18 +7,54 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
-from longdraft.drafters.longspec import LongSpecBlock
+from longdraft.drafts.kinds import KINDS
 from longdraft.training.config import RunConfig
-from longdraft.training.features import Features
+from longdraft.training.run_log import Report
 from tests import elsewhere
 
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "and", "so", "it", "goes", "on", "old", "man", "sea"]
 ROOT = Path(__file__).parents[2]
+# The kinds of draft that are trained, by the name of their command.
+TRAININGS = {t.command or kind.name: t for kind in KINDS.values() if (t := kind.training)}
+_EAGLE3 = {"ttt": 3, "feature_layers": (0, 1, 2), "vocabulary": 40, "window": 12, "intermediate_size": 64}
+# Settings that make each kind small.
+SMALL: dict[str, dict[str, Any]] = {
+    "longspec": {"window": 12, "intermediate_size": 64},
+    "eagle3": _EAGLE3,
+    "onepass": _EAGLE3 | {"rank": 8},
+    "lm": {"layers": 2, "intermediate_size": 64},
+    "heads": {"lr": 2e-3},
+}
+
+
+def settings(kind: str, target: Path, data: Path, out: Path, **over: Any) -> RunConfig:
+    """Settings of a run of a dozen steps in float32 on the CPU."""
+    common = {
+        "data": (str(data),), "target": str(target), "out": str(out), "max_length": 64, "min_length": 16, "rows": 256,
+        "lr": 3e-3, "precision": "no", "held_out": 0.1, "save_every": 3, "measure_every": 5, "device": "cpu",
+        "threads": 1,
+    }  # fmt: skip
+    config: RunConfig = TRAININGS[kind].load_settings()(**(common | SMALL[kind] | over))
+    return config
+
+
+def begun(config: RunConfig, *arguments: Any) -> Any:
+    """The reports of a run, which goes on as they are asked for."""
+    training = next(t for t in TRAININGS.values() if t.load_settings() is type(config))
+    return training.load_run()(config, *arguments)
+
+
+def steps(config: RunConfig) -> list[Report]:
+    return list(begun(config))
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -29,27 +65,12 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: to
     return scores.softmax(-1).nan_to_num() @ v
 
 
-def plain_logits(block: LongSpecBlock, parts, document: Features, shift: int, head: torch.Tensor) -> torch.Tensor:
-    """(L, V): the draft's logits at every row of a text, drafting at level ``shift``, with full masks."""
-    length, window = len(document.tokens), block.shape.window
-    at = torch.arange(length)
-    behind = at[:, None] - at
-    x = parts.embedding(document.tokens)
-    cos, sin = parts.rotary(document.positions)
-    hidden = block(
-        x, cos, sin,
-        lambda q, k, v: masked_attention(q, k, v, (behind >= 0) & (behind < window)),
-        lambda q: masked_attention(q, document.keys, document.values, behind >= shift),
-    )  # fmt: skip
-    return hidden @ head.T
-
-
 def checkpoint_tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of a checkpoint."""
     folder = out / "checkpoints" / f"step-{step:08d}"
-    found = dict(load_file(folder / "model.safetensors"))
     state = torch.load(folder / "optimizer.bin", weights_only=True)["state"]
-    return found | {f"{i}.{name}": t for i, s in state.items() for name, t in s.items()}
+    moments = {f"{i}.{name}": t for i, s in state.items() for name, t in s.items()}
+    return dict(load_file(folder / "model.safetensors")) | moments
 
 
 def losses_of(out: Path) -> list[float]:
@@ -58,7 +79,7 @@ def losses_of(out: Path) -> list[float]:
 
 
 class Ended(NamedTuple):
-    """How a run in other processes ended: the first exit status that is not 0 (minus the signal), and what it said."""
+    """How a run in other processes ended: the first exit status that is not 0 (minus the signal), and its output."""
 
     returncode: int
     stderr: str
@@ -66,18 +87,19 @@ class Ended(NamedTuple):
 
 def run_elsewhere(config: RunConfig, *arguments: str, processes: int = 1) -> Ended:
     """Runs :mod:`tests.training.worker` in a process of its own, or in several that train together."""
-    settings = json.dumps({k: v for k, v in config.as_dict().items() if v is not None})
+    kind = next(name for name, t in TRAININGS.items() if t.load_settings() is type(config))
+    words = json.dumps({k: v for k, v in config.as_dict().items() if v is not None})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder, f"{rank}") for rank in range(processes)]
+        output = [Path(folder, f"{rank}") for rank in range(processes)]
         running = [
-            elsewhere.start(said[rank], _worker, rank, processes, port, settings, *arguments)
+            elsewhere.start(output[rank], _worker, rank, processes, port, kind, words, *arguments)
             for rank in range(processes)
         ]
         codes = [elsewhere.ended(process, 300) for process in running]
-        return Ended(next((code for code in codes if code), 0), "".join(path.read_text() for path in said))
+        return Ended(next((code for code in codes if code), 0), "".join(path.read_text() for path in output))
 
 
 def _worker(rank: int, processes: int, port: int, *arguments: str) -> None:

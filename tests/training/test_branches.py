@@ -46,7 +46,7 @@ def stepped(found: Branches) -> tuple[list, dict[int, list[int]]]:
         for row in rows:
             if (number, row) in BEGINS:
                 fed[row] = []
-                found.begin(row)
+                found.clear(row)
             fed[row].append(tokens(1, 100 * number + row)[0])
         logits = found.step(rows, [fed[row][-1] for row in rows])
         said += [(row, list(fed[row]), logits[i]) for i, row in enumerate(rows)]
@@ -72,7 +72,7 @@ def test_what_is_kept_is_what_a_reader_reads(attention, dtype, error):
     passages = [found.read(place, passage) for place, passage in enumerate(PASSAGES)]
     fed = stepped(found)[1]
     for row in (0, 1, 2, 3, 5):
-        own, passage = found.said(row, fed[row]), passages[row // 3]
+        own, passage = found.features(row, fed[row]), passages[row // 3]
         text = Document(PASSAGES[row // 3] + fed[row])
         assert torch.cat([passage.tokens, own.tokens]).tolist() == text.tokens
         rows = {name: torch.cat([passage.rows[name], own.rows[name]]) for name in own.rows}

@@ -2,115 +2,100 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from longdraft.errors import ConfigError
-from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
 from longdraft.training.settings import read_config
+from tests.training.helpers import ROOT, SMALL, TRAININGS
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs" / "longspec").glob("*.yaml"))
-EAGLE3_CONFIGS = sorted((ROOT / "configs" / "eagle3").glob("**/*.yaml"))
-LM_CONFIGS = sorted((ROOT / "configs" / "lm").glob("**/*.yaml"))
+SETTINGS = {kind: training.load_settings() for kind, training in TRAININGS.items() if kind in SMALL}
+FILES = [(kind, path) for kind in sorted(SETTINGS) for path in sorted((ROOT / "configs" / kind).glob("**/*.yaml"))]
 
 
 def test_words_override_the_file(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("lr: 1e-3\ndata: [a.jsonl, b.jsonl]\nprecision: no\nthreads: 2\n")
-    found = read_config(path, ["rows=100", "data=c.jsonl", "cache=x:y", "threads="], TrainConfig)
+    found = read_config(path, ["rows=100", "data=c.jsonl", "cache=x:y", "threads="], SETTINGS["longspec"])
     assert (found.lr, found.rows, found.data, found.cache) == (1e-3, 100, ("c.jsonl",), "x:y")
     assert (found.precision, found.threads) == ("no", None)
-    assert read_config(None, ["precision=bf16", "betas=[0.8,0.9]"], TrainConfig).betas == (0.8, 0.9)
+    assert read_config(None, ["precision=bf16", "betas=[0.8,0.9]"], SETTINGS["longspec"]).betas == (0.8, 0.9)
+    found = read_config(None, ["feature_layers=[1, 5]", "window=", "ttt=7", "rope_factor=16"], SETTINGS["eagle3"])
+    assert (found.feature_layers, found.window, found.ttt, found.rope_factor) == ((1, 5), None, 7, 16.0)
+    assert "window" in found.fields_set and found.distill == 1.0
+    found = read_config(None, ["start_from=[0, 1, 29]", "learn_prompts=false"], SETTINGS["lm"])
+    assert (found.start_from, found.learn_prompts, found.layers) == ((0, 1, 29), False, 3)
+    assert read_config(None, ["start_from="], SETTINGS["lm"]).start_from is None
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("kind", "words", "key"),
     [
-        ("rows", "not of the form key=value"),
-        ("quick=3", r"No setting quick\. Settings: accumulate, anchor_offset"),
-        ("speed=3", r"Did you mean seed\? Settings: accumulate, anchor_offset"),
-        ("rows=many", "rows takes a whole number, got 'many'"),
-        ("rows=1.5", "rows takes a whole number"),
-        ("rows=true", "rows takes a whole number"),
-        ("rows=.inf", "rows takes a whole number"),
-        ("rows=0", "rows must be positive"),
-        ("rows=", "rows needs a value"),
-        ("lr=.nan", "lr takes a number"),
-        ("tensorboard=1", "tensorboard takes true or false"),
-        ("sample=2", "sample is a share between 0 and 1"),
-        ("anchor_offset=-1", "anchor_offset must not be negative"),
-        ("precision=fp8", "precision is bf16 or no"),
-        ("betas=[0.9]", "betas are two numbers"),
-        ("data={a: b}", "data takes a list of values"),
+        ("longspec", "rows", "not of the form key=value"),
+        ("longspec", "quick=3", r"No setting quick\. Settings: accumulate, anchor_offset"),
+        ("longspec", "speed=3", r"Did you mean seed\? Settings: accumulate, anchor_offset"),
+        ("longspec", "rows=many", "rows takes a whole number, got 'many'"),
+        ("longspec", "rows=1.5", "rows takes a whole number"),
+        ("longspec", "rows=true", "rows takes a whole number"),
+        ("longspec", "rows=.inf", "rows takes a whole number"),
+        ("longspec", "rows=0", "rows must be 1 or more, got 0"),
+        ("longspec", "rows=", "rows needs a value"),
+        ("longspec", "lr=.nan", "lr takes a number"),
+        ("longspec", "tensorboard=1", "tensorboard takes true or false"),
+        ("longspec", "sample=2", "sample must be 0 to 1"),
+        ("longspec", "anchor_offset=-1", "anchor_offset must be 0 or more"),
+        ("longspec", "precision=fp8", "precision must be bf16 or no"),
+        ("longspec", "betas=[0.9]", "betas must be two numbers"),
+        ("longspec", "data={a: b}", "data takes a list of values"),
+        ("longspec", "ttt=3", "No setting ttt"),
+        ("eagle3", "noise=3", r"No setting noise\. Settings: .*ttt"),
+        ("eagle3", "rank=3", "No setting rank"),
+        ("eagle3", "ttt=0", "ttt must be"),
+        ("eagle3", "decay=0", "decay must be above 0"),
+        ("eagle3", "rope_factor=0.5", "rope_factor must be"),
+        ("eagle3", "rope_factor_inference=8", "needs rope_factor"),
+        ("eagle3", "window=5", "window 5"),
+        ("eagle3", "feature_layers=a", "feature_layers takes a list of values"),
+        ("onepass", "rank=0", "rank must be"),
+        ("lm", "layers=0", "layers must be"),
+        ("lm", "anchor_offset=5", "anchor_offset"),
+        ("lm", "start_from=[0]", "start_from names 1 layers"),
+        ("lm", "layers=1 start_from=[0] init=x", "start_from .* init"),
+        ("heads", "heads=0", "heads must be"),
+        ("heads", "decay=0", "decay must be"),
+        ("heads", "anchor_offset=5", "anchor_offset"),
+        ("heads", "intermediate_size=64", "intermediate_size"),
     ],
 )
-def test_what_is_wrong_is_said(word, said):
-    with pytest.raises(ConfigError, match=said) as caught:
-        read_config(None, [word], TrainConfig)
+def test_wrong_settings(kind, words, key):
+    with pytest.raises(ConfigError, match=key) as caught:
+        read_config(None, words.split() if "init" in words else [words], SETTINGS[kind])
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("rows: [", "as YAML"), ("- a", "no settings"), (None, "no configuration")])
-def test_files_that_are_no_settings(tmp_path, text, said):
+@pytest.mark.parametrize(("text", "key"), [("rows: [", "as YAML"), ("- a", "no settings"), (None, "no configuration")])
+def test_files_that_hold_no_settings(tmp_path, text, key):
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        read_config(path, (), TrainConfig)
-
-
-def test_the_three_stages_follow_each_other():
-    stages = [read_config(path, ["data=text.jsonl"], TrainConfig) for path in CONFIGS]
-    assert [path.stem for path in CONFIGS] == ["1-short", "2-long", "3-answers"]
-    assert [s.init for s in stages] == [None, f"{stages[0].out}/best", f"{stages[1].out}/best"]
-    assert (stages[0].max_length, stages[0].lr) == (1024, 5e-4) and stages[0].anchor_offset
-    assert not stages[1].anchor_offset and not stages[2].anchor_offset
-    assert all(s.target is None for s in stages)  # the embedded model
-
-
-@pytest.mark.parametrize("path", EAGLE3_CONFIGS, ids=lambda p: p.stem)
-def test_eagle3_configurations_are_complete(path):
-    found = read_config(path, ["data=x.jsonl"], Eagle3Config)
-    assert found.out.startswith("drafts/") and found.decay == 0.8
-    with pytest.raises(ConfigError, match="No setting"):
-        read_config(path, (), TrainConfig)  # LongSpec has no training-time test
+    with pytest.raises(ConfigError, match=key):
+        read_config(path, (), SETTINGS["longspec"])
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("noise=3", r"No setting noise\. Settings: .*ttt"),
-        ("ttt=0", "ttt must be positive"),
-        ("decay=0", "decay is a share above 0"),
-        ("rope_factor=0.5", "rope_factor stretches, so it is at least 1"),
-        ("rope_factor_inference=8", "goes with rope_factor"),
-        ("window=5", "window 5 leaves nothing"),
-        ("feature_layers=a", "feature_layers takes a list of values"),
-    ],
+    ("kind", "path"), FILES, ids=lambda x: x if isinstance(x, str) else f"{x.parent.name}-{x.stem}"
 )
-def test_what_is_wrong_with_eagle3_settings(word, said):
-    with pytest.raises(ConfigError, match=said):
-        read_config(None, [word], Eagle3Config)
+def test_configurations_are_complete(kind, path):
+    found = read_config(path, ["data=x.jsonl"], SETTINGS[kind])
+    assert found.out.startswith("drafts/") and found.target is None  # the embedded model
+    wanted = {"eagle3": {"decay": 0.8}, "onepass": {"ttt": 6, "rank": 128}, "lm": {"max_length": 1024, "distill": 0.8},
+              "heads": {"heads": 3, "distill": 0.8, "max_length": 2048}, "longspec": {"noise": 5}}[kind]  # fmt: skip
+    assert found.as_dict().items() >= wanted.items()
 
 
-def test_eagle3_settings():
-    found = read_config(None, ["feature_layers=[1, 5]", "window=", "ttt=7", "rope_factor=16"], Eagle3Config)
-    assert (found.feature_layers, found.window, found.ttt, found.rope_factor) == ((1, 5), None, 7, 16.0)
-    assert "window" in found.fields_set and found.distill == 1.0
-
-
-@pytest.mark.parametrize("path", LM_CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_lm_configurations_are_complete(path):
-    found = read_config(path, ["data=x.jsonl"], LmConfig)
-    assert found.out.startswith("drafts/") and (found.max_length, found.distill) == (1024, 0.8)
-
-
-def test_lm_settings():
-    found = read_config(None, ["start_from=[0, 1, 29]", "learn_prompts=false"], LmConfig)
-    assert (found.start_from, found.learn_prompts, found.layers) == ((0, 1, 29), False, 3)
-    assert read_config(None, ["start_from="], LmConfig).start_from is None
-    for word, said in (("noise=3", r"No setting noise\. Settings: .*learn_prompts"), ("layers=0", "must be positive")):
-        with pytest.raises(ConfigError, match=said):
-            read_config(None, [word], LmConfig)
+def test_the_three_stages_follow_each_other():
+    paths = sorted((ROOT / "configs" / "longspec").glob("*.yaml"))
+    stages = [read_config(path, ["data=text.jsonl"], SETTINGS["longspec"]) for path in paths]
+    assert [path.stem for path in paths] == ["1-short", "2-long", "3-answers"]
+    assert [s.init for s in stages] == [None, f"{stages[0].out}/best", f"{stages[1].out}/best"]
+    assert (stages[0].max_length, stages[0].lr) == (1024, 5e-4) and stages[0].anchor_offset
+    assert not stages[1].anchor_offset and not stages[2].anchor_offset

@@ -1,4 +1,4 @@
-"""What the target says, against transformers itself; the cache on disk."""
+"""The target's features, against transformers itself; the cache on disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, feature_cache, features
 from longdraft.training.documents import Document
 from longdraft.training.feature_cache import FeatureCache, bytes_needed
-from longdraft.training.features import FeatureReader, anchor_offset
+from longdraft.training.features import FeatureReader, LiveFeatures, anchor_offset
 from tests.tiny import FAMILIES, tiny_model
 
-PER_TOKEN = 2 * 2 * 16 * 4
+LAYERS = (0, 2)
 
 
 def document(length: int, start: int, seed: int, begin: list[int] | None = None) -> Document:
@@ -26,24 +26,35 @@ def document(length: int, start: int, seed: int, begin: list[int] | None = None)
     return Document((begin or []) + tokens[len(begin or []) :], start)
 
 
+def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float32, top: int = 4) -> FeatureReader:
+    return FeatureReader(TargetRunner(tiny_model()), top, dtype, layers)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("start", "offset"), [(1, 0), (1, 100), (17, 0), (17, 100), (39, 3)])
 def test_features_are_the_models_own(family, start, offset, monkeypatch):
     monkeypatch.setattr(features, "CHUNK", 16)  # several forwards
     model = tiny_model(family)
     text = document(40, start, 1)
-    found = FeatureReader(TargetRunner(model), 5, torch.float32).read(text, offset)
+    by_kv, by_hidden = (FeatureReader(TargetRunner(model), 5, torch.float32, layers) for layers in ((), LAYERS))
+    found, hidden = by_kv.read(text, offset), by_hidden.read(text, offset).hidden
     positions = torch.tensor([p if p < 4 else p + offset for p in range(40)])
     assert torch.equal(found.positions, positions)
+    between = []  # the last entry of hidden_states is normed, so the layers are asked themselves
+    hooks = [model.model.layers[i].register_forward_hook(lambda m, a, o: between.append(o)) for i in LAYERS]
     with torch.no_grad():
         out = model(torch.tensor([text.tokens]), position_ids=positions[None], use_cache=True)
+    for hook in hooks:
+        hook.remove()
     last = out.past_key_values.layers[-1]
     torch.testing.assert_close(found.keys, last.keys[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.values, last.values[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
     top = out.logits[0].log_softmax(-1)[start - 1 : -1].topk(5)
     assert found.top_ids.shape == (40 - start, 5)
     torch.testing.assert_close(found.top_log_probs, top.values, rtol=1e-3, atol=1e-3)
     assert torch.equal(found.top_ids, top.indices)
+    assert by_hidden.bytes_per_token == 2 * 48 * 4 and reader(None).bytes_per_token == 0
 
 
 def test_offsets_leave_the_anchors_and_stay_in_the_context():
@@ -53,24 +64,40 @@ def test_offsets_leave_the_anchors_and_stay_in_the_context():
     assert [max(found[i : i + 200]) for i in (0, 200, 400)] == pytest.approx([298, 110, 0], abs=2)
 
 
-def test_what_documents_share_is_read_once_and_is_the_same():
-    runner = TargetRunner(tiny_model())
+@pytest.fixture
+def counted(monkeypatch):
+    """The rows of every forward of a target."""
+    sizes, forward = [], TargetRunner.forward
+    monkeypatch.setattr(
+        TargetRunner,
+        "forward",
+        lambda self, block, *a, **k: (sizes.append(block.size), forward(self, block, *a, **k))[1],
+    )
+    return sizes
+
+
+def test_what_documents_share_is_read_once_and_is_the_same(counted):
     begin = document(20, 1, 0).tokens
     texts = [document(30, 22, i, begin) for i in range(3)] + [document(30, 5, 4, begin), document(12, 3, 5)]
-    reader = FeatureReader(runner, 4, torch.float32)
-    read = []
-    forward = runner.forward
-    runner.forward = lambda block, *a, **k: (read.append(block.size), forward(block, *a, **k))[1]
-    alone = TargetRunner(runner.model)
+    sharing = reader()
     for offset in (0, 50):
         for i, text in enumerate(texts):
-            read.clear()
-            shared = reader.read(text, offset)
-            assert sum(read) == (len(text.tokens) - 20 if i in (1, 2) else len(text.tokens) - {3: 4}.get(i, 0))
-            fresh = FeatureReader(alone, 4, torch.float32).read(text, offset)
+            counted.clear()
+            shared = sharing.read(text, offset)
+            assert sum(counted) == (len(text.tokens) - 20 if i in (1, 2) else len(text.tokens) - {3: 4}.get(i, 0))
+            fresh = reader().read(text, offset)
             for name in ("keys", "values", "top_log_probs"):
                 torch.testing.assert_close(getattr(shared, name), getattr(fresh, name), rtol=1e-3, atol=1e-4)
             assert torch.equal(shared.top_ids, fresh.top_ids)
+
+
+def test_live_features_depend_on_nothing_that_was_read_before(counted):
+    """Or a run that was killed would differ from one that was not, in the last bits."""
+    begin = document(20, 1, 0).tokens
+    live = LiveFeatures(reader(), [document(30, 22, i, begin) for i in range(2)], [0, 0])
+    first, again = live[0], (live[1], live[0])[1]
+    assert torch.equal(first.keys, again.keys) and torch.equal(first.top_log_probs, again.top_log_probs)
+    assert sum(counted) == 3 * 30 and len(live) == 2
 
 
 @pytest.fixture
@@ -82,33 +109,39 @@ def texts(monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path, texts):
-    def make(documents=texts, identity="a target", folder="cache", **fill):
-        made = FeatureCache(tmp_path / folder, documents, [3] * len(documents), {"target": identity}, 4)
-        made.prepare(PER_TOKEN)
-        return made, made.fill(FeatureReader(TargetRunner(tiny_model()), 4, torch.float32), **fill)
+    def make(documents=texts, identity="a target", folder="cache", layers=(), dtype=torch.float32, **fill):
+        offsets = [3] * len(documents)
+        made = FeatureCache(tmp_path / folder, documents, offsets, {"target": identity}, reader(layers, dtype))
+        made.prepare()
+        return made, made.fill(**fill)
 
     return make
 
 
-def test_from_disk_as_live(cache, texts):
+@pytest.mark.parametrize(("layers", "dtype"), [((), torch.float32), (LAYERS, torch.bfloat16)])
+def test_from_disk_as_live(cache, texts, tmp_path, layers, dtype):
     told = []
-    cached, complete = cache(progress=lambda done, total: told.append((done, total)))
+    cached, complete = cache(progress=lambda done, total: told.append((done, total)), layers=layers, dtype=dtype)
     assert complete and len(cached) == 10
     total = sum(len(t.tokens) for t in texts)
     assert told[-1] == (total, total)
-    reader = FeatureReader(TargetRunner(tiny_model()), 4, torch.float32)
-    for i, text in enumerate(texts):
-        live, stored = reader.read(text, 3), cached[i]
-        assert torch.equal(stored.tokens, live.tokens) and (stored.start, stored.offset) == (live.start, 3)
-        torch.testing.assert_close(stored.keys, live.keys)
-        torch.testing.assert_close(stored.values, live.values)
-        assert torch.equal(stored.top_ids, live.top_ids)
-        torch.testing.assert_close(stored.top_log_probs, live.top_log_probs, rtol=1e-3, atol=1e-3)
+    live = LiveFeatures(reader(layers, dtype), texts, [3] * 10)
+    close = {torch.float32: 1e-4, torch.bfloat16: 0.02}[dtype]
+    for i in range(10):
+        computed, stored = live[i], cached[i]
+        assert torch.equal(stored.tokens, computed.tokens) and (stored.start, stored.offset) == (computed.start, 3)
+        for name, rows in computed.rows.items():
+            torch.testing.assert_close(stored.rows[name], rows, rtol=close, atol=close)
+        assert torch.equal(stored.top_ids, computed.top_ids)
+        torch.testing.assert_close(stored.top_log_probs, computed.top_log_probs, rtol=1e-3, atol=1e-3)
     size = sum(cached.path(s).stat().st_size for s in cached.shards)
-    assert bytes_needed(texts, PER_TOKEN, 4) < size < bytes_needed(texts, PER_TOKEN, 4) + 1000 * len(cached.shards)
+    needed = bytes_needed(texts, live.reader.bytes_per_token, 4)
+    assert needed < size < needed + 1000 * len(cached.shards)
+    index = json.loads((tmp_path / "cache" / "index.json").read_text())
+    assert set(index) == {"target", "lengths", "starts", "offsets", "top"}
 
 
-def test_stopped_between_shards_and_gone_on(cache, tmp_path):
+def test_stopped_between_shards_and_gone_on(cache):
     whole, _ = cache(folder="whole")
     count = iter(range(100))
     cut, complete = cache(stop=lambda: next(count) == 5)
@@ -119,23 +152,6 @@ def test_stopped_between_shards_and_gone_on(cache, tmp_path):
     assert complete and again.path(0).stat().st_mtime_ns == before
     for s in whole.shards:
         assert again.path(s).read_bytes() == whole.path(s).read_bytes()
-
-
-def test_a_shard_depends_on_nothing_that_was_read_before(cache, texts, monkeypatch):
-    """Or a run that was killed would differ from one that was not, in the last bits."""
-    forgotten = []
-    forget = FeatureReader.forget
-    monkeypatch.setattr(FeatureReader, "forget", lambda self: (forgotten.append(len(self._seen)), forget(self)))
-    made, _ = cache()
-    assert forgotten == [0, *(len(texts[4 * s - 1].tokens) for s in made.shards[1:])]
-    reader = FeatureReader(TargetRunner(tiny_model()), 4, torch.float32)
-    reader.read(texts[1])
-    reader.forget()
-    read = []
-    forward = reader.runner.forward
-    reader.runner.forward = lambda block, *a, **k: (read.append(block.size), forward(block, *a, **k))[1]
-    reader.read(texts[1])
-    assert sum(read) == len(texts[1].tokens)
 
 
 def test_processes_share_the_shards_out(cache):
@@ -156,23 +172,18 @@ def test_other_documents_or_another_target_are_refused(cache, texts):
         cache()
 
 
-def test_a_damaged_index(cache, tmp_path):
-    cache()
-    (tmp_path / "cache" / "index.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"index.json cannot be used"):
-        cache()
-
-
-def test_a_damaged_shard(cache):
+def test_damaged_files(cache, tmp_path):
     made, _ = cache()
     made.path(1).write_bytes(made.path(1).read_bytes()[:-40])
     with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors cannot be read.*Delete the file"):
         cache()
     with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors cannot be read"):
-        FeatureCache(made.folder, made.documents, made.offsets, {}, 4)[5]
+        made[5]
     made.path(1).unlink()
-    again, _ = cache()
-    assert len(again[5].tokens) == 25
+    assert len(cache()[0][5].tokens) == 25
+    (tmp_path / "cache" / "index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index.json cannot be used"):
+        cache()
 
 
 def test_a_disk_that_is_too_small(cache, tmp_path, monkeypatch):
@@ -180,49 +191,3 @@ def test_a_disk_that_is_too_small(cache, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"need 0\.00 GB in .*cache, and 0\.00 GB are free there"):
         cache()
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_the_index_says_what_it_is_of(cache, tmp_path, texts):
-    cache()
-    index = json.loads((tmp_path / "cache" / "index.json").read_text())
-    assert set(index) == {"target", "lengths", "starts", "offsets", "top"}
-
-
-LAYERS = (0, 2)
-
-
-@pytest.mark.parametrize("start", [1, 17])
-def test_hidden_states_are_the_models_own(start, monkeypatch):
-    monkeypatch.setattr(features, "CHUNK", 16)
-    model = tiny_model()
-    text = document(40, start, 1)
-    reader = FeatureReader(TargetRunner(model), 5, torch.float32, LAYERS)
-    found = reader.read(text, 3)
-    with torch.no_grad():
-        out = model.model(torch.tensor([text.tokens]), position_ids=found.positions[None], output_hidden_states=True)
-        between = []  # the last entry of hidden_states is normed, so the layers are asked themselves
-        hooks = [model.model.layers[i].register_forward_hook(lambda m, a, o: between.append(o)) for i in LAYERS]
-        model.model(torch.tensor([text.tokens]), position_ids=found.positions[None])
-    for hook in hooks:
-        hook.remove()
-    torch.testing.assert_close(found.hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found.hidden[:, :48], out.hidden_states[LAYERS[0] + 1][0], rtol=1e-3, atol=1e-4)
-    assert found.top_ids.shape == (40 - start, 5)
-    assert reader.bytes_per_token == 2 * 48 * 4
-
-
-def test_hidden_states_on_disk(tmp_path, texts):
-    reader = FeatureReader(TargetRunner(tiny_model()), 4, torch.bfloat16, LAYERS)
-    made = FeatureCache(tmp_path, texts, [0] * len(texts), {"layers": LAYERS}, 4, ("hidden",))
-    made.prepare(reader.bytes_per_token)
-    assert made.fill(reader)
-    for i, text in enumerate(texts):
-        live, stored = reader.read(text), made[i]
-        assert stored.hidden.dtype == torch.bfloat16 and stored.hidden.shape == (len(text.tokens), 96)
-        torch.testing.assert_close(stored.hidden, live.hidden, rtol=0.02, atol=0.02)
-        assert torch.equal(stored.top_ids, live.top_ids)
-    size = sum(made.path(s).stat().st_size for s in made.shards)
-    needed = bytes_needed(texts, reader.bytes_per_token, 4)
-    assert needed < size < needed + 1000 * len(made.shards)
-    with pytest.raises(CheckpointError, match="holds features of other documents"):
-        FeatureCache(tmp_path, texts, [0] * len(texts), {"layers": (0, 1)}, 4, ("hidden",)).prepare(1)

@@ -183,7 +183,7 @@ class Scripted:
     def read(self, place, prefix):
         return None
 
-    def begin(self, row):
+    def clear(self, row):
         self.fed[row] = []
 
     def step(self, rows, tokens):

@@ -13,17 +13,14 @@ from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, PromptError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.training.config import Eagle3Config, LmConfig, TrainConfig
 from longdraft.training.documents import Document, Skipped, documents, features_of
-from longdraft.training.eagle3 import train_eagle3
 from longdraft.training.features import FeatureReader
 from longdraft.training.generations import generate
 from longdraft.training.kept_features import KeptFeatures, KeptSource, passages
-from longdraft.training.lm import train_lm
-from longdraft.training.longspec import train_longspec
 from longdraft.training.prompts import asks
 from longdraft.training.session import Session
 from tests.tiny import tiny_model
+from tests.training.helpers import begun, steps
 
 LAYERS, TOP = (0, 1, 2), 8
 TEXTS = ["the rain in spain stays mainly in the plain. " * 6, "a fish, an old man and the sea. " * 9]
@@ -148,12 +145,15 @@ def test_a_damaged_index(copied, text):
 # --- training ---
 
 
-def settings(target, made, tmp_path, **over):
-    return {
-        "data": (str(made.out),), "target": str(target), "out": str(tmp_path / "run"), "max_length": 150,
-        "min_length": 8, "rows": 128, "epochs": 1.0, "lr": 3e-3, "precision": "no", "held_out": 0.3, "save_every": 0,
-        "window": 12, "intermediate_size": 64, "device": "cpu", "threads": 1,
-    } | over  # fmt: skip
+@pytest.fixture
+def answers(config, made):
+    """Settings of a run on the answers. Nothing is cut: a text that is cut at its beginning has no features."""
+
+    def make(kind="longspec", **over):
+        small = {"max_length": 512 if kind == "lm" else 150, "min_length": 8, "rows": 128, "held_out": 0.3}
+        return config(kind, **({"data": made.out, "save_every": 0, "vocabulary": None} | small | over))
+
+    return make
 
 
 @pytest.fixture
@@ -166,16 +166,6 @@ def unread(monkeypatch):
     monkeypatch.setattr(FeatureReader, "read", read)
 
 
-def runs(target, made, tmp_path, kind, **over):
-    given = settings(target, made, tmp_path, **over)
-    if kind == "longspec":
-        return list(train_longspec(TrainConfig(**given)))
-    if kind == "eagle3":
-        return list(train_eagle3(Eagle3Config(**given, ttt=2, feature_layers=LAYERS)))
-    del given["window"]  # and nothing is cut: what is cut at its beginning has no features
-    return list(train_lm(LmConfig(**(given | {"max_length": 512}), layers=1)))
-
-
 @pytest.mark.parametrize(
     ("kind", "with_passages", "precision"),
     [
@@ -183,31 +173,30 @@ def runs(target, made, tmp_path, kind, **over):
         ("eagle3", False, "no"), ("eagle3", True, "bf16"), ("lm", True, "no"),
     ],
 )  # fmt: skip
-def test_a_draft_learns_from_them(target, made, tmp_path, unread, kind, with_passages, precision):
-    reports = runs(target, made, tmp_path, kind, passages=with_passages, precision=precision, distill=0.8)
+def test_a_draft_learns_from_them(answers, tmp_path, unread, kind, with_passages, precision):
+    reports = steps(answers(kind, passages=with_passages, precision=precision, distill=0.8))
     assert reports[-1].step == reports[-1].steps > 1 and reports[-1].simulated is not None
     assert draft_folder.load(tmp_path / "run" / "best").kind
 
 
-def test_a_step_on_them_is_a_step_on_what_the_target_reads(target, made, tmp_path, monkeypatch):
-    kept = runs(target, made, tmp_path / "a", "longspec")
+def test_a_step_on_them_is_a_step_on_what_the_target_reads(answers, tmp_path, monkeypatch):
+    kept = steps(answers(out=tmp_path / "a"))
     monkeypatch.setattr(Session, "_kept", lambda *a: False)
-    live = runs(target, made, tmp_path / "b", "longspec")
+    live = steps(answers(out=tmp_path / "b"))
     for ours, wanted in zip(kept, live, strict=True):
         assert ours.loss == pytest.approx(wanted.loss, rel=2e-3)
     assert kept[-1].simulated.tree == pytest.approx(live[-1].simulated.tree, rel=0.05)
 
 
 @pytest.mark.parametrize("over", [{"anchor_offset": 50}, {"target_rope_factor": 2.0}])
-def test_where_they_do_not_fit_the_target_reads(target, made, tmp_path, unread, over):
+def test_where_they_do_not_fit_the_target_reads(answers, unread, over):
     told = []
-    run = train_longspec(TrainConfig(**settings(target, made, tmp_path, **over)), lambda *now: told.append(now[0]))
     with pytest.raises(AssertionError, match="the target was run"):
-        next(run)
-    assert any("features that were kept beside answers are left alone" in line for line in told)
+        next(begun(answers(**over), lambda *now: told.append(now[0])))
+    assert any("features kept beside answers are not used" in line for line in told)
 
 
-def test_passages_of_answers_without_features(target, copied, tmp_path):
+def test_passages_of_answers_without_features(answers, copied):
     shutil.rmtree(copied.folder)
     with pytest.raises(PromptError, match="passages: the data have no answers whose features were kept"):
-        runs(target, copied, tmp_path / "run", "longspec", passages=True)
+        steps(answers(data=copied.out, passages=True))

@@ -14,18 +14,15 @@ import pytest
 from longdraft.cli import console, options, progress
 from longdraft.cli.main import main
 from longdraft.cli.training_display import Counter, TrainingDisplay
-from longdraft.drafters.longspec import LongSpecBlock, LongSpecDraft
 from longdraft.drafts import draft_folder
-from longdraft.drafts.kinds import KINDS
 from longdraft.errors import CheckpointError
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report
 from longdraft.training.settings import described
 from tests import elsewhere
-from tests.training.helpers import losses_of
+from tests.training.helpers import SMALL, TRAININGS, losses_of
 
-FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "window=12", "intermediate_size=64", "device=cpu",
-        "threads=1", "held_out=0.2", "lr=3e-3"]  # fmt: skip
+FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "device=cpu", "threads=1", "held_out=0.2"]
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def shell(capsys):
     options.reset_debug()
 
 
-def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path, capsys):
+def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     answers, out = tmp_path / "answers.jsonl", tmp_path / "run"
     made = shell(
         "data", text, "--out", answers, "--target", target, "--rows", 40, "--batch", 4, "--max-tokens", 30,
@@ -53,17 +50,23 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path, caps
     assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "at"}
     index = json.loads((tmp_path / "answers.features" / "index.json").read_text())
     assert index["layers"] == [0, 1, 2] and index["top"] == 8
+    words = ["window=12", "intermediate_size=64", "max_length=200"]
+    assert shell("longspec", *FAST, *words, f"data={answers}", f"target={target}", f"out={out}").code == 0
+    assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
 
-    trained = shell("longspec", *FAST, "max_length=200", f"data={answers}", f"target={target}", f"out={out}", "--json")
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_every_kind(shell, target, text, tmp_path, kind):
+    out = tmp_path / "run"
+    small = [f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in SMALL[kind].items()]
+    trained = shell(kind, *FAST, *small, "epochs=0.5", f"data={text}", f"target={target}", f"out={out}", "--json")
     assert trained.code == 0, trained.err
     assert f"longdraft generate --model {target} --draft {out / 'best'}" in " ".join(trained.err.split())
-    for said in ("documents", "loss", "agreement", "tokens/s", "simulated acceptance"):
-        assert said in trained.err
-    assert json.loads(trained.out)["draft"] == str(out / "best")
-    draft = LongSpecDraft.load(out / "best")
-    LongSpecBlock(draft.shape).load_state_dict(draft_folder.load(out / "best").tensors)
-
-    assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
+    for word in ("documents", "loss", "agreement", "tokens/s", "simulated acceptance"):
+        assert word in trained.err
+    payload = json.loads(trained.out)
+    assert payload["draft"] == str(out / "best") and set(payload) == {"draft", "steps", "loss", "simulated"}
+    assert draft_folder.load(out / "best").tensors
 
 
 def test_tokens_once_and_for_all(shell, target, text, tmp_path):
@@ -80,12 +83,13 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["longspec"], "No data"),
         (["longspec", "--config", "none.yaml"], "There is no configuration none.yaml"),
         (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
         (["longspec", "data=x.jsonl", "epoch=1"], "No setting epoch. Did you mean epochs?"),
         (["longspec", "data=none.jsonl"], "There is no file none.jsonl"),
-        (["longspec", "data=x.jsonl", "target_rope_factor=0.5"], "target_rope_factor stretches"),
+        (["longspec", "data=x.jsonl", "target_rope_factor=0.5"], "target_rope_factor must be"),
+        *(([kind], "No data") for kind in sorted(SMALL)),
+        (["heads", "head=2", "data=x.jsonl"], "Settings:"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--passage-tokens", "5"], "--passage-tokens takes two numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", "warm"], "--temperatures takes numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", ","], "--temperatures takes numbers"),
@@ -122,11 +126,10 @@ def test_help(shell):
     assert "share of the documents kept for measuring" in found
 
 
-@pytest.mark.parametrize("command", ["longspec", "eagle3", "onepass", "lm", "heads"])
+@pytest.mark.parametrize("command", sorted(SMALL))
 def test_help_has_every_setting_with_its_range_and_meaning(shell, command):
-    training = next(t for k in KINDS.values() if (t := k.training) and (t.command or k.name) == command)
     found = shell(command, "--help").out
-    for name, default, values, meaning in described(training.load_settings()):
+    for name, default, values, meaning in described(TRAININGS[command].load_settings()):
         assert meaning and values, name
         (line,) = (line for line in found.splitlines() if line.split()[:1] == [name])
         assert default in line and values in line and meaning in line
@@ -144,11 +147,11 @@ def test_so_many_rows_as_are_asked_for(shell, target, text, tmp_path):
         assert len(out.read_text().splitlines()) == 4
 
 
-def test_a_run_that_is_gone_on_with_says_where_and_its_checkpoint_where_the_draft_is(shell, target, text, tmp_path):
+def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell, target, text, tmp_path):
     out = tmp_path / "run"
     words = ["longspec", *FAST, f"data={text}", f"target={target}", f"out={out}", "save_every=1", "keep=9"]
     assert "resuming" not in shell(*words).err
-    assert "holds this run already" in shell(*words).err
+    assert "nothing is left to train" in shell(*words).err
     *_, before, last = sorted((out / "checkpoints").iterdir())
     for path in (out, out / "checkpoints", before):
         with pytest.raises(CheckpointError, match=rf"training run, whose draft is in {out / 'best'}\."):
@@ -180,7 +183,7 @@ def test_a_signal_writes_a_checkpoint(target, text, tmp_path, number, code):
     os.kill(process.pid, number)
     assert elsewhere.ended(process, 60) == code, said.read_text()
     err = said.read_text()
-    assert "The same command goes on from there" in err and "Traceback" not in err
+    assert "The same command continues from there" in err and "Traceback" not in err
     (checkpoint,) = (out / "checkpoints").iterdir()
     assert json.loads((checkpoint / "state.json").read_text())["step"] == len(losses_of(out))
 

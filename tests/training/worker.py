@@ -1,4 +1,4 @@
-"""A training run in a process of its own, which may be told to die: ``worker.py SETTINGS [MANNER [STEP]]``.
+"""A training run in a process of its own, which may be told to die.
 
 Manners: ``step`` dies by SIGKILL after a step, ``checkpoint`` in the middle of writing that step's checkpoint;
 ``fsdp`` shards with FSDP2, and one process is told to stop after a step if one is named.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 
 import torch
 
@@ -42,24 +41,14 @@ def shard() -> None:
     session.Accelerator = sharding
 
 
-def main(settings: str, manner: str = "", step: str = "0") -> None:
+def main(kind: str, settings: str, manner: str = "", step: str = "0") -> None:
     torch.set_num_threads(1)
     from longdraft.training import checkpoints
-    from longdraft.training.config import Eagle3Config, HeadsConfig, LmConfig, TrainConfig
-    from longdraft.training.eagle3 import train_eagle3
-    from longdraft.training.heads import train_heads
-    from longdraft.training.lm import train_lm
-    from longdraft.training.longspec import train_longspec
+    from tests.training.helpers import TRAININGS, begun
 
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
-    if "ttt" in values:
-        reports = train_eagle3(Eagle3Config(**values), stop=lambda: bool(stop))
-    elif "learn_prompts" in values:
-        reports = train_lm(LmConfig(**values), stop=lambda: bool(stop))
-    elif "heads" in values:
-        reports = train_heads(HeadsConfig(**values), stop=lambda: bool(stop))
-    else:
-        reports = train_longspec(TrainConfig(**values), stop=lambda: bool(stop))
+    stop = []
+    reports = begun(TRAININGS[kind].load_settings()(**values), lambda *what: None, lambda: bool(stop))
     if manner == "checkpoint":
         whole = checkpoints.save
 
@@ -71,13 +60,8 @@ def main(settings: str, manner: str = "", step: str = "0") -> None:
         checkpoints.save = cut
     if manner == "fsdp":
         shard()
-    stop = []
     for report in reports:
         if manner == "fsdp" and report.step == int(step) and os.environ["RANK"] == "1":
             stop.append(1)  # one process alone was told
         if manner == "step" and report.step == int(step):
             die()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -52,14 +52,8 @@ def hidden_name(layer: int) -> str:
 class BranchStore:
     """Keys and values of a few passages and of the answers to them, and the attention that reads both.
 
-    Every answer has a row, which belongs to the passage in place ``row // per_passage``.
-
-    Args:
-        passages: places for passages. per_passage: rows of each.
-        capacity: tokens of a row, without the passage's.
-
-    Raises:
-        MemoryBudgetError: the rows do not fit the free memory.
+    Every answer has a row, which belongs to the passage in place ``row // per_passage``. ``capacity`` counts the tokens
+    of a row without the passage's. Raises MemoryBudgetError if the rows do not fit the free memory.
     """
 
     def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
@@ -103,7 +97,7 @@ class BranchStore:
         self.values[layer, self._rows, :, at] = values[:, :, 0]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all rows, (rows, Hkv, capacity, d), without the passages'."""
+        """Keys and values of the rows (rows, Hkv, capacity, d), without the passages'."""
         return self.keys[index], self.values[index]
 
     def attend(
@@ -177,9 +171,6 @@ class Branches:
         passages, per_passage, capacity: see :class:`BranchStore`.
         layers: decoder layers whose output hidden states are kept (0 is the first).
         top: how many of the likeliest tokens are kept; 0 keeps no features.
-
-    Raises:
-        MemoryBudgetError: the rows do not fit the free memory.
     """
 
     def __init__(
@@ -240,8 +231,7 @@ class Branches:
         parts = hidden.chunk(len(self.layers), -1) if self.layers else ()
         return {hidden_name(layer): part.clone() for layer, part in zip(self.layers, parts, strict=True)}
 
-    def begin(self, row: int) -> None:
-        """Empties a row."""
+    def clear(self, row: int) -> None:
         self.store.lengths[row] = 0
 
     @torch.inference_mode()

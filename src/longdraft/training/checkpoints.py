@@ -19,8 +19,7 @@ STATE = "state.json"
 def save(accelerator: Accelerator, folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     """Writes a checkpoint and removes all but the last ``keep``. Called by every process; all must see the same disk.
 
-    Raises:
-        CheckpointError: it cannot be written; earlier checkpoints are kept.
+    Raises CheckpointError if it cannot be written; earlier checkpoints are kept.
     """
     final = folder / f"step-{step:08d}"
     part = folder / f".{final.name}.part"
@@ -51,11 +50,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint and the state that :func:`save` was given; None if there is none.
-
-    Raises:
-        CheckpointError: its state cannot be read.
-    """
+    """The newest checkpoint and the state that :func:`save` was given; None if there is none."""
     saved = steps(folder)
     if not saved:
         return None
@@ -67,11 +62,7 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def restore(accelerator: Accelerator, path: Path) -> None:
-    """Reads a checkpoint into the accelerator's modules and optimizers. Called by every process.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Reads a checkpoint into the accelerator's modules and optimizers. Called by every process."""
     try:
         accelerator.load_state(str(path))
     except Exception as error:  # safetensors and pickle have errors of their own

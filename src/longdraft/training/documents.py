@@ -61,8 +61,7 @@ class Skipped:
 def rows(paths: Iterable[Path], skipped: Skipped) -> Iterator[dict[str, Any]]:
     """The JSON objects of JSONL files (also ``.gz`` and ``.xz``). Broken lines are skipped and counted.
 
-    Raises:
-        PromptError: a file is missing or cannot be read.
+    Raises PromptError if a file is missing or cannot be read.
     """
     for path in paths:
         try:

@@ -98,19 +98,17 @@ class Eagle3Trainee(Trainee):
         g = self.block.project(features).float()
         attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
-        out = self.block(x, g, cos, sin, attention, learned)
-        outputs, rows = [out], [torch.arange(len(learned), device=device)]
+        outputs, rows = [self.block(x, g, cos, sin, attention, learned)], [torch.arange(len(learned), device=device)]
         x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
             retained = len(documents) * (self.retain**step if self.training else 1)
             feeding, fed = (index.to(device) for index in attention.next_step(max(1, round(retained))))
             if not len(fed):  # all documents are too short
                 break
-            x, g = self.feed(x, g, out, feeding, fed)
-            cos, sin = cos[fed], sin[fed]
-            out = self.block(*self.enter(step, x, g), cos, sin, attention)
-            outputs.append(out)
-            rows.append(rows[-1][fed])
+            row = rows[-1][fed]
+            inputs = self.inputs(step, x, g, row, outputs[-1][feeding])
+            outputs.append(self.block(*inputs, cos[row], sin[row], attention))
+            rows.append(row)
 
         depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])
         decays = torch.tensor([self.decay**i for i in range(len(rows))], device=device)[depths - 1]
@@ -121,20 +119,17 @@ class Eagle3Trainee(Trainee):
         hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self._to_draft[tokens.to(device)][row])
         return self.output(hidden, head, labels, depths, weight)
 
-    def feed(
-        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, feeding: torch.Tensor, fed: torch.Tensor
+    def inputs(
+        self, step: int, x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next step's embeddings and g.
+        """The block's two inputs in a later step.
 
         Args:
-            x, g, out: this step's embeddings, g and outputs.
-            feeding, fed: rows of this step; each row of ``feeding`` feeds the next step's row at its place in ``fed``.
+            x, g: embeddings and projected features of the learned rows, the inputs of step 0.
+            rows: the rows of this step among them.
+            previous: for each of these, the last step's output of the row before it.
         """
-        return x[fed], out[feeding]
-
-    def enter(self, step: int, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's two inputs in a step, from the result of :meth:`feed`."""
-        return x, g
+        return x[rows], previous
 
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States (N, size), and the head (V', size) that they are multiplied with.
@@ -298,37 +293,22 @@ def fit(block: Eagle3Block, document: Features, layers: int) -> None:
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
-    """The layers that EAGLE-3 reads of a target with ``layers`` layers.
-
-    Raises:
-        ConfigError: the target has too few layers.
-    """
-    found = usual_layers(layers)
-    if not 0 <= found[0] < found[1] < found[2]:
-        raise ConfigError(f"A target of {layers} layers has no layers {found}: set feature_layers.")
-    return found
+    """The layers that EAGLE-3 reads of a target with ``layers`` layers."""
+    usual = usual_layers(layers)
+    if not 0 <= usual[0] < usual[1] < usual[2]:
+        raise ConfigError(f"A target of {layers} layers has no layers {usual}: set feature_layers.")
+    return usual
 
 
 def _new(config: Eagle3Config, session: Session) -> Plan:
     runner = session.runner
-    parts, kv = runner.parts, runner.kv_shape
-    layers = config.feature_layers or default_layers(kv.layers)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < kv.layers:
-        raise ConfigError(
-            f"feature_layers {list(layers)} are not increasing indices of the target's {kv.layers} layers."
-        )
+    parts, count = runner.parts, runner.kv_shape.layers
+    layers = config.feature_layers or default_layers(count)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+        raise ConfigError(f"feature_layers {list(layers)} are not increasing indices of the target's {count} layers.")
     kept = session.vocabulary()
-    shape = Eagle3Shape(
-        parts.hidden_size,
-        config.intermediate_size or parts.intermediate_size,
-        parts.heads,
-        kv.kv_heads,
-        kv.head_dim,
-        len(layers) * parts.hidden_size,
-        runner.vocab_size if kept is None else len(kept),
-        parts.rms_norm_eps,
-    )
-    block = Eagle3Block(shape)
+    feature_size, vocabulary = len(layers) * parts.hidden_size, runner.vocab_size if kept is None else len(kept)
+    block = Eagle3Block(Eagle3Shape(**session.sizes(), feature_size=feature_size, vocabulary=vocabulary))
     block.initialise(config.seed, head=rows_of(parts.head, kept).cpu())
     theta = config.rope_theta or parts.description.get("rope_theta") or THETA
     factor, length = config.rope_factor, config.rope_original_length

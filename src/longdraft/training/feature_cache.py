@@ -90,11 +90,7 @@ class FeatureCache:
             )
 
     def prepare(self) -> None:
-        """Checks what the folder holds, and the free space, before the target runs.
-
-        Raises:
-            CheckpointError: the folder holds other documents' features or a damaged shard, or the disk is too full.
-        """
+        """Raises CheckpointError if the folder holds others' features or a damaged shard, or the disk is too full."""
         feature_files.check_index(self.folder, self.index, OTHER)
         missing: list[Document] = []
         for shard in self.shards:
@@ -121,18 +117,12 @@ class FeatureCache:
         share: tuple[int, int] = (0, 1),
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Computes the missing shards, after :meth:`prepare`.
+        """Computes the missing shards, after :meth:`prepare`; returns whether the share is complete.
 
         Args:
             progress: called with the tokens done and all tokens of this share.
             share: (i, n): fill every n-th shard from the i-th on.
             stop: called after each document; True ends the work, and whole shards are kept.
-
-        Returns:
-            Whether the share is complete.
-
-        Raises:
-            CheckpointError: a shard cannot be written.
         """
         shards = self.shards[share[0] :: share[1]]
         total = sum(len(d.tokens) for shard in shards for d in self._documents_of(shard))

@@ -25,14 +25,7 @@ def as_json(index: dict[str, Any]) -> Any:
 
 
 def check_index(folder: Path, index: dict[str, Any], other: str) -> None:
-    """Makes the folder, or checks that its index is this one.
-
-    Args:
-        other: names what the folder holds if its index is another.
-
-    Raises:
-        CheckpointError: the index is another, or it cannot be read.
-    """
+    """Makes the folder. Raises CheckpointError if it has another index, as a folder of ``other`` would."""
     path = folder / INDEX
     try:
         folder.mkdir(parents=True, exist_ok=True)

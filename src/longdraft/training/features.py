@@ -29,7 +29,7 @@ def anchor_offset(length: int, offset: int) -> torch.Tensor:
     target loses next to nothing when it is given the same indices.
 
     Returns:
-        (length,) int64; ``0 .. length - 1`` for offset 0.
+        (length,) int64.
     """
     positions = torch.arange(length)
     positions[ANCHORS:] += offset
@@ -83,7 +83,7 @@ class Features:
 
 
 class FeatureReader:
-    """Computes features. Documents that are read one after the other and begin alike share the forwards of that part.
+    """Computes features. Consecutive documents that begin alike share the forwards of their beginning.
 
     Args:
         top: how many of the target's likeliest tokens are kept.
@@ -118,19 +118,11 @@ class FeatureReader:
         return numbers * self.dtype.itemsize
 
     def forget(self) -> None:
-        """Makes the next document be read from its first token on.
-
-        Its features then depend on it alone, to the last bit: a resumed run gets the same.
-        """
+        """Makes the next document's features depend on it alone, to the last bit, as a resumed run needs them."""
         self._last_tokens = []
 
     def read(self, document: Document, offset: int = 0) -> Features:
-        """The features of a document at positions with an anchor-offset.
-
-        Raises:
-            MemoryBudgetError: the target's KV of the document does not fit.
-            NumericalError: the target returned NaN.
-        """
+        """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
         tokens, start = document.tokens, document.start
         if self._store is None or self._store.capacity < len(tokens):
             self._store = self.runner.new_store(1, max(2048, len(tokens)), self.layers)

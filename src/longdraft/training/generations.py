@@ -98,7 +98,6 @@ def generate(
 
     Args:
         passages: prompts, those about a passage together. Prompts too long for the context are left out.
-        out: the file; made if it does not exist.
         places: passages at a time. per_passage: answers to each at a time.
         max_new_tokens: tokens of a turn.
         total: rows that the file has in the end. The last passage gets as many answers as are missing.
@@ -178,7 +177,7 @@ class _Decoding:
         group.running.pop(row, None)
         if group.waiting:
             group.running[row] = group.waiting.popleft()
-            self.branches.begin(row)
+            self.branches.clear(row)
 
     def step(self) -> list[_Group]:
         """Decodes a token of every answer; returns the groups that are now complete."""

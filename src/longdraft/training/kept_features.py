@@ -25,16 +25,12 @@ def _file(folder: Path | str, number: int) -> Path:
 
 
 class KeptFeatures:
-    """A folder of kept features, for writing.
+    """A folder of kept features, for writing. Raises CheckpointError if it holds features of another kind.
 
     Args:
-        folder: made if it does not exist.
         target: the target's description.
         layers: decoder layers whose output hidden states are kept.
         top: how many of the target's likeliest tokens are kept.
-
-    Raises:
-        CheckpointError: the folder holds features of another target, other layers or another ``top``.
     """
 
     def __init__(self, folder: Path, target: dict[str, Any], layers: Sequence[int], top: int) -> None:
@@ -56,11 +52,7 @@ class KeptFeatures:
 
 
 def passages(documents: Iterable[Document]) -> list[Document]:
-    """The passages that answers with kept features are about, learned from their second token on.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """The passages that answers with kept features are about, learned from their second token on."""
     found = []
     for folder, number in sorted({d.kept[:2] for d in documents if d.kept}):
         with feature_files.opened(_file(folder, number), ADVICE) as file:

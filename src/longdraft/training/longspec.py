@@ -75,24 +75,12 @@ def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.
 
     The draft in ``config.init`` keeps its sizes and its vocabulary; the window may be set anew.
     """
-    runner = session.runner
     if config.init is None:
-        parts, kv = runner.parts, runner.kv_shape
-        shape = LongSpecShape(
-            parts.hidden_size,
-            config.intermediate_size or parts.intermediate_size,
-            parts.heads,
-            kv.kv_heads,
-            kv.head_dim,
-            parts.rms_norm_eps,
-            config.window,
-            config.final_norm,
-        )
-        block = LongSpecBlock(shape)
+        block = LongSpecBlock(LongSpecShape(**session.sizes(), window=config.window, final_norm=config.final_norm))
         block.initialise(config.seed)
         return block, session.vocabulary()
     init = LongSpecDraft.load(config.init)
-    init.check(runner)
+    init.check(session.runner)
     block = init.trainable()
     if "window" in config.fields_set:
         block.shape = replace(block.shape, window=config.window)

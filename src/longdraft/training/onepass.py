@@ -36,13 +36,11 @@ class OnePassTrainee(Eagle3Trainee):
     ) -> StepOutput:
         return super().forward(documents, shifts, min(steps or self.steps, self.block.shape.slots))
 
-    def feed(
-        self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, feeding: torch.Tensor, fed: torch.Tensor
+    def inputs(
+        self, step: int, x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[feeding], g[feeding]
-
-    def enter(self, step: int, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block.behind(x, g, slice(step - 1, step))
+        anchors = rows - step
+        return self.block.behind(x[anchors], g[anchors], slice(step - 1, step))
 
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # One product for head and bigram: the bigram's rows beside the states, its matrix beside the head.
@@ -69,11 +67,7 @@ def train_onepass(
 
 
 def _further(config: OnePassConfig, init: str) -> OnePassConfig:
-    """The settings with the sizes of the draft in ``init``.
-
-    Raises:
-        ConfigError: the settings ask for other sizes.
-    """
+    """The settings with the sizes of the draft in ``init``. Raises ConfigError if they ask for other sizes."""
     shape = OnePassDraft.load(init).shape
     for name, size in (("ttt", shape.slots), ("rank", shape.rank)):
         if name in config.fields_set and getattr(config, name) != size:

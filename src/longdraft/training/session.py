@@ -77,14 +77,21 @@ class Session:
     stop: Callable[[], bool]
 
     @property
-    def half(self) -> bool:
-        """Whether matrix products are bfloat16."""
-        return self.config.precision == "bf16"
-
-    @property
     def product_dtype(self) -> torch.dtype:
-        """Dtype of the matrix product with the head."""
-        return torch.bfloat16 if self.half else torch.float32
+        """Dtype of matrix products."""
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that a new draft takes from the target."""
+        parts, kv = self.runner.parts, self.runner.kv_shape
+        return {
+            "hidden_size": parts.hidden_size,
+            "intermediate_size": self.config.intermediate_size or parts.intermediate_size,
+            "heads": parts.heads,
+            "kv_heads": kv.kv_heads,
+            "head_dim": kv.head_dim,
+            "rms_norm_eps": parts.rms_norm_eps,
+        }
 
     def vocabulary(self) -> torch.Tensor | None:
         """Target ids of a new draft's vocabulary; None for all."""
@@ -104,7 +111,7 @@ class Session:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
         """
         config, runner, learned = self.config, self.runner, self.data.learned
-        dtype = torch.bfloat16 if self.half else runner.kv_shape.dtype
+        dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         reader = FeatureReader(runner, config.top, dtype, layers)
         if not config.anchor_offset and self._kept(learned):
             return KeptSource(learned, runner.parts.description, reader)
@@ -168,7 +175,6 @@ class Session:
         """Trains a module; yields a report for each step.
 
         Args:
-            trainee, source: the module, and the features of the learned documents.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.

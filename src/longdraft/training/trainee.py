@@ -54,10 +54,10 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """Documents laid end to end. Of each, the rows from ``low`` to ``end`` are computed, those from ``first`` learned.
+    """Documents laid end to end.
 
     Attributes:
-        spans: (low, first, end) of each document.
+        spans: (low, first, end) of each: rows from ``low`` to ``end`` are computed, those from ``first`` on learned.
     """
 
     documents: Sequence[Features]
@@ -98,7 +98,6 @@ class Trainee(nn.Module):
 
     Args:
         block: the module to train, which has the draft's weights.
-        parts: the target's embedding, head and rotary embedding.
         kept: (V',) target ids of the draft's vocabulary; None for all.
         distill: share of the loss that follows the target's distribution.
         product_dtype: dtype of the matrix product with the head.

@@ -139,11 +139,7 @@ class Trainer:
         self._save_draft("last", *([] if self.best else ["best"]))
 
     def _step(self, batches: list[Batch], lr: float) -> tuple[float, dict[int, float], int]:
-        """One optimizer step over this process's share of the batches.
-
-        Returns:
-            Loss, agreement and number of learned rows, over all processes.
-        """
+        """One optimizer step; returns loss, agreement and number of learned rows over all processes."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         world, levels = self.accelerator.num_processes, self.levels
@@ -196,8 +192,6 @@ class Trainer:
 
     def _any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        if self.accelerator.num_processes == 1:
-            return flag
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
 
     def _save_draft(self, *names: str) -> None:

@@ -20,13 +20,8 @@ def most_frequent(
 ) -> torch.Tensor:
     """The ``count`` most frequent learned tokens, in increasing order of id.
 
-    Tokens before a document's ``start`` count a little, so that they break ties: a draft copies from them.
-
-    Args:
-        always: ids that are included in any case (end of sequence).
-
-    Returns:
-        (count,) int64.
+    Tokens before a document's ``start`` count a little, so that they break ties: a draft copies from them. The ids
+    ``always`` are included in any case (end of sequence).
     """
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for document in documents:

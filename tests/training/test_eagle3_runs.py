@@ -1,0 +1,180 @@
+"""EAGLE-3 runs that go on from other drafts: adapting to long text, published drafts; what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from longdraft import Speculator
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafts import draft_folder
+from longdraft.errors import CheckpointError, ConfigError
+from longdraft.model.rotary import yarn
+from longdraft.training.config import DEPTH, Eagle3Config
+from longdraft.training.eagle3 import Eagle3Trainee, default_layers
+from longdraft.training.session import begin, never, silent
+from tests.drafts import published_eagle3
+from tests.training.helpers import begun, losses_of, steps
+
+KEPT = [i for i in range(61) if i % 3]
+# A later run, whose draft brings these.
+BROUGHT = {"feature_layers": (), "vocabulary": None, "intermediate_size": None, "window": None}
+
+
+@pytest.fixture
+def eagle3(config, tmp_path):
+    def make(**over: object) -> Eagle3Config:
+        return config("eagle3", **({"epochs": 0.8, "warmup": 0.1} | over))
+
+    return make
+
+
+def test_adapting_to_long_text(eagle3, tmp_path):
+    steps(eagle3())
+    long = eagle3(
+        out=tmp_path / "long", init=str(tmp_path / "run" / "last"), max_length=256, rope_factor=4.0,
+        rope_factor_inference=8.0, ttt=4, lr=1e-4, fields_set=("window",), **BROUGHT,
+    )  # fmt: skip
+    assert next(begun(long)).loss / 4 < 1.2 * losses_of(tmp_path / "run")[0] / 3
+    steps(long)
+    given = draft_folder.load(tmp_path / "long" / "last").config
+    assert (given["rope_factor"], given["rope_factor_trained"], given["rope_original_length"]) == (8.0, 4.0, 64)
+    assert (given["window"], given["trained_length"], given["draft_vocab_size"]) == (None, 256, 40)
+    # Once more: the length that is stretched stays that of the first draft.
+    again = replace(long, init=str(tmp_path / "long" / "last"), out=str(tmp_path / "again"), epochs=0.2)
+    steps(again)
+    assert draft_folder.load(tmp_path / "again" / "last").config["rope_original_length"] == 64
+
+
+def test_drafts_that_cannot_be_trained_further(eagle3, tmp_path):
+    steps(eagle3(epochs=0.2))
+    init = tmp_path / "run" / "last"
+    with pytest.raises(ConfigError, match="reads \\(0, 1, 2\\); leave it out"):
+        steps(eagle3(init=str(init), out=tmp_path / "b", feature_layers=(0, 2)))
+    described = json.loads((init / "config.json").read_text())
+    (init / "config.json").write_text(json.dumps(described | {"intermediate_size": 65}))
+    with pytest.raises(CheckpointError, match="is no EAGLE-3 draft as its config"):
+        steps(eagle3(init=str(init), out=tmp_path / "b"))
+
+
+@pytest.fixture
+def theirs(target, tmp_path) -> Callable[..., Path]:
+    """Writes a folder as EAGLE-3's authors publish theirs, for the tiny target."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+
+    def write(name: str = "theirs", **over: object) -> Path:
+        given = {
+            "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "head_dim": 12,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        }  # fmt: skip
+        folder = published_eagle3(tmp_path / name, model, KEPT, **(given | over))
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        return folder
+
+    return write
+
+
+def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
+    """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
+    session = begin(config, DEPTH, silent, never)
+    source = session.source(draft.feature_layers(session.runner))
+    documents = [source[i] for i in range(len(source))]
+    rotary = draft.rotary(torch.float32, "cpu")
+    trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config.ttt).train()
+    rows = sum(trainee.learned(len(d.tokens), d.start, 0) for d in documents)
+    with torch.no_grad():
+        return float(trainee(documents).loss) / rows
+
+
+def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_path):
+    """SpecPV's YaRN adaptation, two steps of it: all documents are one batch, so the first loss is the whole text's."""
+    init = theirs()
+    run = eagle3(init=str(init), rope_factor=4.0, rope_factor_inference=8.0, max_length=192, rows=100_000, epochs=2.0,
+                 lr=1e-3, ttt=4, **BROUGHT)  # fmt: skip
+    reports = steps(run)
+    assert len(reports) == 2
+    before = Eagle3Draft.load(init, rope_factor=4.0)
+    assert reports[0].loss == pytest.approx(loss_of(run, before), rel=1e-5)
+    plain, other = Eagle3Draft.load(init), Eagle3Draft.load(init, rope_factor=4.0)
+    other.weights = {name: t[torch.randperm(len(t))] for name, t in other.weights.items()}
+    for wrong in (plain, other):  # unstretched, and other weights
+        assert abs(loss_of(run, wrong) - reports[0].loss) > 2e-4 * reports[0].loss
+    assert reports[1].loss < reports[0].loss
+
+    found = Eagle3Draft.load(tmp_path / "run" / "last")
+    assert (found.layout, found.layers, found.trained_length, found.reach) == ("longdraft", (0, 1, 2), 192, 8 * 64)
+    assert found.shape == before.shape and found.ids.tolist() == KEPT == before.ids.tolist()
+    given = found.config["rope_factor"], found.config["rope_factor_trained"], found.config["rope_original_length"]
+    assert given == (8.0, 4.0, 64)
+    moved = [(found.weights[n].float() - t.float()).abs().max() for n, t in before.weights.items()]
+    assert 0 < max(moved) < 0.05
+    model = AutoModelForCausalLM.from_pretrained(target)
+    prompts = [[7, 8, 9] * 30, [11, 5]]
+    one, two = (
+        Speculator(method, target=model, **draft).generate(prompts, max_new_tokens=24)
+        for method, draft in (("ar", {}), ("eagle3", {"draft": found, "plan": "fixed"}))
+    )
+    assert [r.token_ids for r in one] == [r.token_ids for r in two] and sum(r.accepted for r in two) > 0
+
+
+def test_positions_that_a_published_draft_stretches_are_kept(eagle3, theirs, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}  # fmt: skip
+    init = theirs(rope_theta=5e5, rope_scaling=scaling)
+    run = eagle3(init=str(init), rows=100_000, epochs=1.0, **BROUGHT)
+    (report,) = steps(run)
+    before, found = Eagle3Draft.load(init), Eagle3Draft.load(tmp_path / "run" / "last")
+    assert report.loss == pytest.approx(loss_of(run, before), rel=1e-5)
+    assert found.rope == before.rope == scaling | {"rope_theta": 5e5}
+    # A factor stands in for it; so does a base.
+    again = replace(run, init=str(tmp_path / "run" / "last"), out=str(tmp_path / "b"), rope_factor=2.0, rope_theta=1e4)
+    steps(again)
+    found = Eagle3Draft.load(tmp_path / "b" / "last")
+    assert found.rope == yarn(1e4, 2.0, 32) and "rope_parameters" not in found.config
+    # Without one, a draft of ours keeps its own.
+    steps(replace(again, init=str(tmp_path / "b" / "last"), out=str(tmp_path / "c"), rope_factor=None, rope_theta=None))
+    assert Eagle3Draft.load(tmp_path / "c" / "last").rope == found.rope
+
+
+def test_published_folders_that_cannot_be_trained_further(eagle3, theirs, tmp_path):
+    def refused(folder: Path, key: str, **over: object) -> None:
+        held = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises((CheckpointError, ConfigError), match=key):
+            steps(eagle3(**({"init": str(folder)} | BROUGHT | over)))
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == held
+        assert not (tmp_path / "run").exists()
+
+    short = theirs("short")
+    path = short / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-5000])
+    refused(short, "truncated or damaged", target=str(tmp_path / "not read"))
+    refused(theirs("wrong", intermediate_size=97), r"\(96, 48\) where config.json asks for \(97, 48\)")
+    refused(theirs("other", vocab_size=62), r"vocab_size 62 \(this target: 61\)")
+    refused(theirs("deep", eagle_config=None), "must be there and increase")
+    refused(theirs("unsaid", max_position_embeddings=None), "set rope_original_length", rope_factor=4.0)
+    tensors = torch.load(theirs("first") / "pytorch_model.bin", weights_only=True)
+    first = {n.replace("midlayer", "layers.0"): t for n, t in tensors.items() if "norm" not in n}
+    torch.save(first, tmp_path / "first" / "pytorch_model.bin")
+    refused(tmp_path / "first", "a draft for eagle, not for eagle3")
+
+
+@pytest.mark.parametrize(
+    ("over", "key"),
+    [
+        ({"feature_layers": ()}, "set feature_layers"),
+        ({"feature_layers": (1, 3)}, r"feature_layers \[1, 3\]"),
+        ({"rope_factor": 4.0}, "needs rope_original_length"),
+    ],
+)
+def test_settings_that_do_not_fit_the_target(eagle3, over, key):
+    with pytest.raises(ConfigError, match=key):
+        steps(eagle3(**over))
+    assert default_layers(30) == (1, 14, 26)

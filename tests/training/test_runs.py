@@ -1,0 +1,313 @@
+"""Whole runs of all kinds: killed and resumed, stopped and resumed, on two processes; what they refuse."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
+
+from longdraft import Speculator
+from longdraft.drafters.longspec import LongSpecDraft
+from longdraft.drafts import draft_folder
+from longdraft.errors import (
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    NumericalError,
+    PromptError,
+    UnsupportedModelError,
+)
+from longdraft.model.loading import load
+from tests.drafts import random_draft
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "over", "less", "described"),
+    [
+        ("longspec", "longspec", {"epochs": 3.0}, 0.8, {"trained_positions": 64, "window": 12}),
+        (
+            "eagle3", "eagle3", {"epochs": 2.0, "distill": 0.2}, 0.97,  # it starts small
+            {"feature_layers": [0, 1, 2], "window": 12, "rope_theta": 10000.0, "rope_factor": None,
+             "rope_factor_trained": None, "rope_original_length": None},
+        ),
+        ("onepass", "onepass", {"epochs": 0.8, "distill": 0.2}, 0.97, {"slots": 3, "rank": 8, "window": 12}),
+        ("lm", "small-lm", {"epochs": 2.0}, 0.8, {}),
+        ("heads", "tokenswift", {"epochs": 3.0, "lr": 2e-2, "heads": 2}, 0.8, {"heads": 2}),
+    ],
+)  # fmt: skip
+def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method, over, less, described):
+    reports = steps(config(kind, precision="bf16", vocabulary=40, cache=str(tmp_path / "cache"), **over))
+    assert [r.step for r in reports] == list(range(1, reports[-1].steps + 1))
+    assert reports[-1].loss < less * reports[0].loss
+    first, final = (sum(r.agreement.values()) / len(r.agreement) for r in (reports[0], reports[-1]))
+    assert final > first
+    found = reports[-1].simulated
+    assert found is not None and found.tree >= found.chain > 1
+    assert len(found.agreement) == (2 if kind == "heads" else 5)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged] == [r.step for r in reports]
+    weights = checkpoint_tensors(tmp_path / "run", reports[-1].step)
+    assert {t.dtype for t in weights.values()} == {torch.float32}
+    model = load(str(target)).model
+    wanted = Speculator("ar", target=model).generate([[7, 8, 9]], max_new_tokens=20)[0]
+    for name in ("best", "last"):
+        draft = draft_folder.load(tmp_path / "run" / name)
+        ids = draft.tensors.pop("d2t") + torch.arange(40)
+        assert ids.dtype == torch.int64 and (ids.diff() > 0).all() and ids[-1] < 61
+        assert {t.dtype for t in draft.tensors.values()} == {torch.bfloat16}
+        assert draft.config.items() >= {"trained_length": 64, "draft_vocab_size": 40, **described}.items()
+        spec = Speculator(method, target=model, draft=tmp_path / "run" / name)
+        assert spec.generate([[7, 8, 9]], max_new_tokens=20)[0].token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "manner", "cached"),
+    [
+        *(("longspec", manner, cached) for manner in ("step", "checkpoint") for cached in (False, True)),
+        *((kind, "checkpoint", True) for kind in ("eagle3", "onepass", "lm", "heads")),
+    ],
+)
+def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):
+    over = {"anchor_offset": 100} if kind == "longspec" else {"vocabulary": None, "epochs": 0.5}
+    whole = config(kind, out=tmp_path / "whole", cache=str(tmp_path / "cache") if cached else None, **over)
+    last = steps(whole)[-1].step
+    cut = replace(whole, out=str(tmp_path / "cut"), cache=str(tmp_path / "cache2") if cached else None)
+    killed = run_elsewhere(cut, manner, "6" if manner == "checkpoint" else "5")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").glob("step-*")) == ["step-00000003"]
+    assert steps(cut)[0].step == 4
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
+    assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
+    for name in ("last", "best"):
+        there, here = (draft_folder.load(tmp_path / run / name).tensors for run in ("whole", "cut"))
+        assert same(there, here) and "d2t" not in here
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
+
+
+def test_stopped_and_resumed(config, tmp_path):
+    whole = config(out=tmp_path / "whole")
+    last = steps(whole)[-1].step
+    cut = replace(whole, out=str(tmp_path / "cut"), save_every=0)
+    seen = []
+    for report in begun(cut, lambda *what: None, lambda: len(seen) == 4):
+        seen.append(report.step)
+    assert seen == [1, 2, 3, 4]
+    assert steps(cut)[0].step == 5
+    assert steps(cut) == []  # it is finished; asking again does no harm
+    assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
+
+
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
+def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
+    # A large eps: AdamW alone would not notice gradients of another scale.
+    single = config(kind, out=tmp_path / "one", accumulate=2, cache=str(tmp_path / "cache1"), eps=1e-2, clip=1e3)
+    last = steps(single)[-1].step
+    double = replace(single, out=str(tmp_path / "two"), accumulate=1, cache=str(tmp_path / "cache2"))
+    done = run_elsewhere(double, processes=2)
+    assert done.returncode == 0, done.stderr
+    one, two = (checkpoint_tensors(tmp_path / name, last) for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=2e-4, atol=2e-6)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    first = [json.loads((tmp_path / r / "log.jsonl").read_text().splitlines()[0])["agreement"] for r in ("one", "two")]
+    assert first[0] == pytest.approx(first[1])
+    assert draft_folder.load(tmp_path / "two" / "best").kind == kind
+
+
+def test_sharded_weights_are_whole_ones(config, tmp_path):
+    """FSDP2 on gloo: stopped, resumed from sharded checkpoints, and saved as one draft."""
+    single = config(out=tmp_path / "one", accumulate=2, anchor_offset=50, eps=1e-2, clip=0.2)
+    steps(single)
+    sharded = replace(single, out=str(tmp_path / "two"), accumulate=1)
+    for arguments in (("fsdp", "4"), ("fsdp",)):
+        done = run_elsewhere(sharded, *arguments, processes=2)
+        assert done.returncode == 0, done.stderr
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    one, two = (LongSpecDraft.load(tmp_path / name / "last").weights for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-2, atol=1e-4)  # a bfloat16's last bit
+
+
+# --- data and targets ---
+
+
+def test_data_without_a_usable_row(config, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    for name, key in (("empty", "Nothing to train on"), ("none", "There is no file")):
+        with pytest.raises(PromptError, match=key):
+            steps(config(data=tmp_path / f"{name}.jsonl"))
+
+
+def test_broken_rows_are_skipped_counted_and_told(config, text, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": \n[1]\n{"tokens": [99999, 1]}\n{"text": ""}\n{"x": 1}\n' + text.read_text())
+    told = []
+    next(begun(config(data=broken), lambda what, done, total: told.append(what)))
+    line = next(t for t in told if "left out" in t)
+    assert "1 not JSON" in line and "1 not an object" in line and "1 with token ids outside" in line
+    assert "2 without usable text" in line
+
+
+def _gpt2():
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "n_inner": 64}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=61, eos_token_id=None, bos_token_id=None, **sizes))
+
+
+def _biased():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return PhiForCausalLM(PhiConfig(vocab_size=61, eos_token_id=None, bos_token_id=None, **sizes))
+
+
+@pytest.mark.parametrize(("made", "key"), [(_biased, "head with a bias"), (_gpt2, "rotary")])
+def test_targets_that_take_no_draft(config, tmp_path, made, key):
+    folder = tmp_path / "other"
+    made().save_pretrained(folder)
+    tiny_tokenizer(chat=True).save_pretrained(folder)
+    with pytest.raises(UnsupportedModelError, match=key):
+        steps(config(target=folder))
+
+
+# --- further training ---
+
+
+@pytest.mark.parametrize("kind", ["longspec", "lm", "heads"])
+def test_further_training_of_a_draft(config, tmp_path, kind):
+    given = {"lm": {"layers": 7, "rope_theta": 5.0}, "heads": {"heads": 7}, "longspec": {"window": 5}}[kind]
+    steps(config(kind, vocabulary=40, epochs=0.5))
+    first = tmp_path / "run" / "last"
+    further = config(kind, out=tmp_path / "next", init=str(first), lr=1e-5, max_length=128, **given)
+    assert next(begun(further)).loss < 1.2 * losses_of(tmp_path / "run")[-1]
+    steps(further)
+    there, here = (draft_folder.load(folder).config for folder in (first, tmp_path / "next" / "last"))
+    changed = {"trained_length": 128}
+    if kind == "longspec":
+        changed["trained_positions"] = 128
+    if kind == "lm":
+        changed["model"] = there["model"] | {"max_position_embeddings": 128}
+    assert here == there | changed  # what the draft brings stays
+    if kind == "longspec":  # unless it was said
+        window = replace(further, out=str(tmp_path / "b"), fields_set=("window",), epochs=0.2)
+        steps(window)
+        assert draft_folder.load(tmp_path / "b" / "last").config["window"] == 5
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_drafts_that_do_not_fit_are_refused(config, wide, tmp_path, kind):
+    steps(config(kind, epochs=0.1))
+    brought = {"feature_layers": ()} if "feature_layers" in SMALL[kind] else {}
+    with pytest.raises(CheckpointError, match="made for another target: hidden_size 48"):
+        steps(config(kind, target=wide, init=str(tmp_path / "run" / "last"), out=tmp_path / "next", **brought))
+    with pytest.raises(CheckpointError, match="no draft folder"):
+        steps(config(kind, init=str(tmp_path / "nothing"), out=tmp_path / "next"))
+    if kind != "longspec":
+        random_draft(tmp_path / "longspec", tiny_model())
+        with pytest.raises(CheckpointError, match="holds a draft for longspec"):
+            steps(config(kind, init=str(tmp_path / "longspec"), out=tmp_path / "next"))
+
+
+def test_a_one_pass_draft_from_eagle3_and_further(config, tmp_path):
+    steps(config("eagle3", out=tmp_path / "eagle3", epochs=0.2))
+    brought = {"vocabulary": None, "intermediate_size": None, "feature_layers": (), "epochs": 0.2}
+    start = config("onepass", init=str(tmp_path / "eagle3" / "last"), **brought)
+    first = next(begun(start)).loss  # its rows say what the anchor's does, or so
+    assert first < next(begun(config("onepass", out=tmp_path / "fresh"))).loss
+    steps(start)
+    there = draft_folder.load(tmp_path / "run" / "last").config
+    more = config("onepass", init=str(tmp_path / "run" / "last"), out=tmp_path / "more", **brought)
+    steps(replace(more, ttt=6, rank=128))  # not in fields_set: defaults
+    assert draft_folder.load(tmp_path / "more" / "last").config == there
+    for name, value in (("ttt", 4), ("rank", 9)):
+        with pytest.raises(ConfigError, match=f"{name} {value}: the draft in init has"):
+            steps(replace(more, **{name: value}, fields_set=(name,)))
+    with pytest.raises(CheckpointError, match="holds a draft for onepass, not for eagle3"):
+        steps(config("eagle3", init=str(tmp_path / "run" / "last"), out=tmp_path / "no"))
+
+
+# --- language models ---
+
+
+@pytest.mark.parametrize(("prompts", "rows"), [(True, 39 + 49 + 20 + 63), (False, 15 + 40 + 20 + 63)])
+def test_what_a_language_model_learns_of_answers(config, tmp_path, prompts, rows):
+    """Prompts are learned if they are whole; of what is too long, the end is kept. A cache holds predictions alone."""
+    answers, cache = tmp_path / "answers.jsonl", tmp_path / "cache"
+    made = [(40, 25), (50, 10), (100, 80), (90, 9)]
+    lines = [json.dumps({"tokens": [5 + (i + k) % 40 for k in range(n)], "start": s}) for i, (n, s) in enumerate(made)]
+    answers.write_text("\n".join(lines))
+    run = config("lm", data=answers, held_out=0.0, learn_prompts=prompts, rows=1000, cache=str(cache))
+    steps(run)
+    index = json.loads((cache / "index.json").read_text())
+    assert sorted(index["lengths"]) == [40, 50, 64, 64]
+    assert sum(n - s for n, s in zip(index["lengths"], index["starts"], strict=True)) == rows
+    assert sum(path.stat().st_size for path in cache.glob("*.safetensors")) < 218 * 4 + rows * 6 * 8 + 1000
+    assert index.pop("reads") == "text"
+    (cache / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="holds features of other documents"):
+        steps(replace(run, out=str(tmp_path / "b")))
+
+
+def test_a_language_model_that_starts_from_layers_of_the_target(config):
+    assert next(begun(config("lm", start_from=(0, 2), intermediate_size=None))).step == 1
+    with pytest.raises(ConfigError, match="start_from"):
+        steps(config("lm", start_from=(0, 2)))
+
+
+# --- checkpoints and logs ---
+
+
+def test_resuming_with_other_settings(config, tmp_path, text):
+    list(zip(range(4), begun(config()), strict=False))
+    with pytest.raises(CheckpointError, match=r"other settings.*lr: 0\.003 there, 0\.1 here"):
+        steps(config(lr=0.1))
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text(text.read_text().replace("rain", "snow"))
+    before = config(data=longer, out=tmp_path / "b")
+    list(zip(range(4), begun(before), strict=False))
+    longer.write_text(text.read_text().replace("rain", "hail"))
+    with pytest.raises(CheckpointError, match="the documents"):
+        steps(before)
+    with pytest.raises(CheckpointError, match=r"processes times accumulate|the documents"):
+        steps(config(accumulate=2))
+
+
+def test_a_damaged_checkpoint(config, tmp_path):
+    list(zip(range(4), begun(config()), strict=False))
+    weights = tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"step-00000003 cannot be read.*Delete it"):
+        steps(config())
+
+
+def test_a_loss_that_is_no_number(config, tmp_path):
+    with pytest.raises(NumericalError, match="The loss is nan at step"):
+        steps(config(lr=1e30, clip=1e30, save_every=1))
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_tensorboard(config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(CapabilityError, match="pip install tensorboard"):
+            steps(config(tensorboard=True))
+    pytest.importorskip("tensorboard")
+    next(begun(config(tensorboard=True)))
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_a_full_disk(config, monkeypatch, tmp_path):
+    from accelerate import Accelerator
+
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*Earlier ones are kept"):
+        steps(config())
+    assert not list(Path(tmp_path / "run" / "checkpoints").iterdir())

@@ -1,0 +1,249 @@
+"""Training steps of all kinds: the loss against drafting row by row, packs, and simulated acceptance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from longdraft.drafters.heads import HeadsBlock, HeadsShape
+from longdraft.drafts import draft_folder
+from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from longdraft.model import small_models
+from longdraft.model.parts import final_norm
+from longdraft.model.rotary import yarn
+from longdraft.model.runner import TargetRunner
+from longdraft.speculator import Speculator
+from longdraft.training.config import DEPTH, Eagle3Config
+from longdraft.training.documents import Document
+from longdraft.training.eagle3 import Plan
+from longdraft.training.features import FeatureReader, Features
+from longdraft.training.lm import LmTrainee
+from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
+from tests.tiny import tiny_model
+from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictions
+
+KEPT = torch.arange(0, 61, 2)
+SHIFTS = [2, 1, 3, 5, 4, 1]
+
+
+@pytest.fixture(scope="module")
+def runner() -> TargetRunner:
+    return TargetRunner(tiny_model(context=512))
+
+
+@pytest.fixture(scope="module")
+def features(runner):
+    """Features of texts that are learned from their beginning and of others from further on, as a kind reads them."""
+
+    def read(kind: str) -> list[Features]:
+        reader = FeatureReader(runner, 4, torch.float32, READS[kind])
+        g = torch.Generator().manual_seed(0)
+        made = [(20, 1, 0), (19, 8, 0), (25, 15, 90), (9, 1, 7), (30, 23, 0), (9, 6, 0)]
+        texts = [(Document(torch.randint(0, 61, (n,), generator=g).tolist(), s), offset) for n, s, offset in made]
+        return [reader.read(document, 0 if kind == "lm" else offset) for document, offset in texts]
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"),
+    [
+        *((kind, {}) for kind in KINDS),
+        *((kind, {"kept": KEPT, "distill": 0.6}) for kind in ("longspec", "heads", "lm")),
+        ("eagle3", {"window": 6, "distill": 1.0}),
+        ("eagle3", {"kept": KEPT, "distill": 0.6, "before": True, "rope": yarn(1000.0, 8.0, 16)}),
+        ("eagle3", {"kept": KEPT, "window": 6, "distill": 0.6, "rope": yarn(1000.0, 8.0, 16)}),
+        ("onepass", {"window": 6, "distill": 1.0}),
+        ("onepass", {"kept": KEPT, "window": 6, "distill": 0.6, "before": True}),
+    ],
+)
+def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
+    """Loss, gradients, ranks and depths are those of the draft as it decodes, one row at a time."""
+    trainee = make_trainee(kind, runner, **over)
+    for document, shift in list(zip(features(kind), SHIFTS, strict=True))[1:5]:
+        loss, ranks, depths = torch.zeros(()), [], []
+        for depth, at, logits in predictions(kind, trainee, document, shift):
+            token = int(trainee._to_draft[document.tokens[at]])
+            top = trainee._to_draft[document.top_ids[at - document.start]]
+            p = document.top_log_probs[at - document.start].exp() * (top >= 0)
+            wanted = torch.zeros_like(logits).index_add(
+                0, top.clamp_min(0), trainee.distill * p / p.sum().clamp_min(1e-6)
+            )
+            if token >= 0:
+                wanted[token] += 1 - trainee.distill
+            weight = getattr(trainee, "decay", 1.0) ** (depth - 1)
+            if kind in ("eagle3", "onepass") and top[0] < 0:
+                weight = 0.0
+            loss = loss - weight * (wanted * logits.log_softmax(-1)).sum()
+            ranks.append(len(logits) if token < 0 else int((logits > logits[token]).sum()))
+            depths.append(depth)
+        out = trainee([document], [shift])
+        torch.testing.assert_close(out.loss, loss, rtol=1e-4, atol=1e-3)
+        assert out.ranks.tolist() == ranks and out.depths.tolist() == depths
+        if kind != "lm":  # transformers computes its reference without gradients
+            weights = list(trainee.parameters())
+            found, expected = (torch.autograd.grad(x, weights, allow_unused=True) for x in (out.loss, loss))
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_is_its_documents_one_by_one(runner, features, kind):
+    found, documents = [], features(kind)
+    for groups in ([(documents, SHIFTS)], [([d], [j]) for d, j in zip(documents, SHIFTS, strict=True)]):
+        trainee = make_trainee(kind, runner, KEPT, 0.6, window=7)
+        loss = sum(trainee(*group).loss for group in groups)
+        loss.backward()
+        found.append([loss.detach()] + [p.grad for p in trainee.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_draft_is_trained_and_saved(runner, kind):
+    trainee = make_trainee(kind, runner)
+    assert set(trainee.state_dict()) == {f"block.{name}" for name in trainee.block.state_dict()}
+    assert not any("embed_tokens" in name for name in trainee.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "shift"), [("longspec", 9), ("eagle3", 1)])
+def test_a_document_without_a_row_to_learn(runner, features, kind, shift):
+    short = features(kind)[3]
+    if kind == "eagle3":
+        short = Features(
+            short.tokens[:5], 4, 0, {"hidden": short.hidden[:5]}, short.top_ids[:1], short.top_log_probs[:1]
+        )
+    with pytest.raises(ValueError, match="no row to learn"):
+        make_trainee(kind, runner)([short], [shift])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("kind", ["longspec", "eagle3", "onepass"])
+def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp_path):
+    """On text that the target wrote, by a draft that has learned it often enough to be right now and then."""
+    model, levels, prompt = tiny_model(context=512), STEPS if kind == "onepass" else DEPTH, 12
+    g = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 61, (3, prompt), generator=g).tolist()
+    answers = Speculator("ar", target=model).generate(prompts, max_new_tokens=40)
+    runner = TargetRunner(model)
+    reader = FeatureReader(runner, 4, torch.float32, READS[kind])
+    texts = [reader.read(Document(p + r.token_ids, prompt)) for p, r in zip(prompts, answers, strict=True)]
+    trainee = make_trainee(kind, runner, window=window)
+    optimizer = torch.optim.AdamW(trainee.parameters(), lr=1e-2)
+    for step in range(60):
+        trainee(texts, [1 + (step + i) % levels for i in range(3)]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():  # as a folder holds them
+        for weight in trainee.parameters():
+            weight.copy_(weight.bfloat16())
+    described = trainee.block.shape.as_dict()
+    if kind != "longspec":
+        plan = Plan(trainee.block, None, READS[kind], window, yarn(1000.0))
+        described = plan.described(Eagle3Config(window=window, max_length=64))
+    weights = trainee.block.state_dict()
+    draft_folder.save(tmp_path, draft_folder.trained(kind, described, weights, None, runner.parts.description))
+    spec = Speculator(kind, target=model, draft=tmp_path, widths=(1,) * levels)
+    results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
+    assert [r.token_ids for r in results] == [r.token_ids for r in answers]
+    decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
+    found = simulate(trainee.eval(), texts, levels, by_shift if kind == "longspec" else by_step)
+    assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "rows"), [("eagle3", STEPS, [10, 9, 8, 7, 6]), ("onepass", 2, [10, 9, 0, 0, 0])]
+)
+def test_ranks_of_every_level(runner, features, kind, slots, rows):
+    trainee = make_trainee(kind, runner, slots=slots).eval()
+    assert [(r < UNSEEN).sum().item() for r in by_step(trainee, features(kind)[1], 5)] == rows
+    assert len(simulate(trainee, features(kind), 5, by_step).agreement) == 5
+
+
+def test_a_language_model_has_the_same_ranks_at_every_level(runner, features):
+    trainee, text = make_trainee("lm", runner), features("lm")[1]
+    ranks = by_text(trainee, text, 5)
+    assert ranks.shape == (5, 18) and (ranks[:, :7] == UNSEEN).all() and (ranks == ranks[0]).all()
+    assert torch.equal(ranks[0, 7:], trainee([text]).ranks)
+
+
+def test_agreement_is_measured_head_by_head(runner, features):
+    trainee = make_trainee("heads", runner)
+    out = trainee(features("heads"))
+    wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
+    assert simulate(trainee, features("heads"), 3, by_step).agreement == pytest.approx(wanted)
+
+
+def test_nothing_to_measure():
+    found = simulate(lambda documents, shifts: None, [])
+    assert (found.chain, found.tree, found.agreement) == (0.0, 0.0, (0.0,) * DEPTH)
+
+
+# --- new drafts ---
+
+
+def test_fresh_heads_repeat_what_the_target_says(runner, features):
+    """Each says, less surely, the token that the target says by the same state: the one before its own."""
+    fresh = HeadsBlock(HeadsShape(48, 2, runner.parts.rms_norm_eps))
+    fresh.initialise(final_norm(runner.model), 7.0)
+    document = features("heads")[0]
+    with torch.no_grad():
+        want = runner.model(document.tokens[None]).logits[0]
+        for states in fresh(document.hidden):
+            torch.testing.assert_close(states @ runner.parts.head.T, 0.3 * want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_target_without_an_rms_norm(runner):
+    model = tiny_model()
+    model.model.norm = torch.nn.LayerNorm(48)
+    with pytest.raises(UnsupportedModelError, match="RMSNorm"):
+        final_norm(model)
+    assert torch.allclose(final_norm(runner.model), runner.model.model.norm.weight, atol=1e-5)
+
+
+def decoder(runner, layers: int, intermediate_size: int | None = None, theta: float = 1e4):
+    return small_models.decoder(small_models.sizes_for(runner, layers, intermediate_size, theta, 512))
+
+
+def test_starting_from_the_targets_own_layers(runner, features):
+    """All of them, with the target's rotary base, are the target."""
+    copy = decoder(runner, 3, theta=runner.model.config.rope_parameters["rope_theta"])
+    small_models.take_layers(copy, runner, (0, 1, 2))
+    text = features("lm")[0]
+    with torch.no_grad():
+        logits = runner.model(text.tokens[None]).logits[0, :-1]
+    truth = text.tokens[1:]
+    ranks = LmTrainee(copy, runner.parts, None, 1.0)([text]).ranks
+    assert torch.equal(ranks, (logits > logits.gather(1, truth[:, None])).sum(-1))
+    small_models.take_layers(copy, runner, (2, 2, 0))
+    assert torch.equal(copy.layers[0].mlp.up_proj.weight, runner.model.model.layers[2].mlp.up_proj.weight)
+
+
+def test_layers_that_cannot_be_taken(runner):
+    biased = TargetRunner(tiny_model("qwen2"))
+    for target, draft, layers, key in (
+        (runner, decoder(runner, 3), (0, 1), "names 2 layers for a draft of 3"),
+        (runner, decoder(runner, 2), (0, 3), "layers 0 to 2"),
+        (runner, decoder(runner, 2, 64), (0, 2), "other parts or sizes"),
+        (biased, decoder(biased, 1), (0,), "other parts or sizes"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            small_models.take_layers(draft, target, layers)
+
+
+def test_sizes_that_make_no_model(runner):
+    sizes = small_models.sizes_for(runner, 1, None, 1e4, 64)
+    for wrong in ({"model_type": "gpt2"}, {"hidden_size": "many"}, {"num_hidden_layers": -1.5}):
+        with pytest.raises(CheckpointError, match="No small language model"):
+            small_models.decoder(sizes | wrong)
+
+
+def test_a_fresh_language_model_is_unsure(runner, features):
+    made = [decoder(runner, 2) for _ in range(2)]
+    for each in made:
+        small_models.initialise(each, 0, runner.parts.head)
+    loss = LmTrainee(made[0], runner.parts)([features("lm")[0]]).loss.item() / 19
+    assert loss < 1.2 * math.log(61)
+    assert all(torch.equal(t, made[0].state_dict()[name]) for name, t in made[1].state_dict().items())

@@ -1,0 +1,174 @@
+"""A random draft of every kind, its training step, and its predictions as drafting makes them, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Shape
+from longdraft.drafters.heads import HeadsBlock, HeadsShape
+from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
+from longdraft.drafters.onepass import OnePassBlock, OnePassShape
+from longdraft.model import small_models
+from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
+from longdraft.training.eagle3 import Eagle3Trainee
+from longdraft.training.features import Features
+from longdraft.training.heads import HeadsTrainee
+from longdraft.training.lm import LmTrainee
+from longdraft.training.longspec import LongSpecTrainee
+from longdraft.training.onepass import OnePassTrainee
+from longdraft.training.trainee import Trainee
+from tests.training.helpers import masked_attention
+
+KINDS = ("longspec", "eagle3", "onepass", "heads", "lm")
+# What each kind reads of the target: hidden states of layers, the last layer's KV, nothing.
+READS = {"longspec": (), "eagle3": (0, 1, 2), "onepass": (0, 1, 2), "heads": (2,), "lm": None}
+WINDOW, STEPS, DECAY = 7, 4, 0.7
+
+
+def filled(block: nn.Module) -> nn.Module:
+    """A module in which every part matters: no weight is zero, no norm is one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in block.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    return block
+
+
+def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS):
+    """A module for the tiny target; EAGLE-3's has head counts of its own. ``before``: a norm before its fc."""
+    eps = runner.parts.rms_norm_eps
+    eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True)
+    if kind == "longspec":
+        kv = runner.kv_shape
+        shape = LongSpecShape(48, 64, runner.parts.heads, kv.kv_heads, kv.head_dim, eps, WINDOW, False)
+        return filled(LongSpecBlock(shape))
+    if kind == "eagle3":
+        return filled(Eagle3Block(eagle3))
+    if kind == "onepass":
+        return filled(OnePassBlock(OnePassShape(**eagle3.as_dict(), slots=slots, rank=5)))
+    if kind == "heads":
+        return filled(HeadsBlock(HeadsShape(48, 3, eps)))
+    return filled(small_models.decoder(small_models.sizes_for(runner, 2, 64, 1e4, 64)))
+
+
+def make_trainee(
+    kind: str,
+    runner: TargetRunner,
+    kept: torch.Tensor | None = None,
+    distill: float = 0.0,
+    window: int | None = None,
+    rope: dict | None = None,
+    **block: object,
+) -> Trainee:
+    module = random_block(kind, runner, 61 if kept is None else len(kept), **block)
+    if kind in ("eagle3", "onepass"):
+        rotary = Rotary(8, rope or yarn(1000.0))
+        trainee_class = Eagle3Trainee if kind == "eagle3" else OnePassTrainee
+        return trainee_class(module, runner.parts, rotary, kept, STEPS, DECAY, window, distill)
+    if kind == "heads":
+        return HeadsTrainee(module, runner.parts, kept, distill, decay=DECAY)
+    return {"longspec": LongSpecTrainee, "lm": LmTrainee}[kind](module, runner.parts, kept, distill)
+
+
+def predictions(kind: str, trainee: Trainee, document: Features, shift: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(depth, index of the predicted token, logits) of each learned row, in the order of a training step."""
+    length = len(document.tokens)
+    if kind == "longspec":
+        logits = _longspec(trainee, document, shift)
+        yield from ((shift, row + 1, logits[row]) for row in range(max(document.start - 1, shift), length - 1))
+    elif kind == "lm":
+        logits = _lm(trainee, document)
+        yield from ((1, row + 1, logits[row]) for row in range(document.start - 1, length - 1))
+    elif kind == "heads":
+        for i, states in enumerate(trainee.block(document.hidden)):
+            logits = states @ trainee.target_head.T
+            yield from ((i + 1, row + 2 + i, logits[row]) for row in range(document.start - 1, length - 2 - i))
+    else:
+        rows = {"eagle3": _eagle3, "onepass": _onepass}[kind]
+        roots = range(document.start - 1, length - 2)
+        chains = [rows(trainee, document, root, min(STEPS - 1, length - 3 - root)) for root in roots]
+        for i in range(STEPS):
+            yield from ((i + 1, root + i + 2, z[i]) for root, z in zip(roots, chains, strict=True) if i < len(z))
+
+
+def _longspec(trainee: LongSpecTrainee, document: Features, shift: int) -> torch.Tensor:
+    """(L, V'): logits at every row of a text, drafting at level ``shift``, with full masks."""
+    at = torch.arange(len(document.tokens))
+    behind = at[:, None] - at
+    cos, sin = trainee._parts.rotary(document.positions)
+    hidden = trainee.block(
+        trainee.embed(document.tokens), cos, sin,
+        lambda q, k, v: masked_attention(q, k, v, (behind >= 0) & (behind < WINDOW)),
+        lambda q: masked_attention(q, document.keys, document.values, behind >= shift),
+    )  # fmt: skip
+    return hidden @ trainee.target_head.T
+
+
+def _lm(trainee: LmTrainee, document: Features) -> torch.Tensor:
+    """(L, V') as transformers runs the model."""
+    sizes = trainee.block.config.to_dict()
+    model = small_models.around(sizes, trainee.block.state_dict(), trainee._parts.embedding, trainee.target_head)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(document.tokens[None]).logits[0]
+
+
+def _eagle3(trainee: Eagle3Trainee, document: Features, root: int, depth: int) -> list[torch.Tensor]:
+    """Logits of a root row and the ``depth`` rows drafted after it, as decoding makes them.
+
+    The rows up to the root have the target's features; those after it have the draft's own last output. Tokens are the
+    text's. Everything is computed anew for the root, row after row, with a cache of keys that only grows.
+    """
+    block, window = trainee.block, trainee.window
+    keys, values, outputs = [], [], []
+    for row in range(root + depth + 1):
+        g = block.project(document.hidden[row][None]) if row <= root else outputs[-1]
+
+        def attend(q, k, v):
+            keys.append(k)
+            values.append(v)
+            seen = slice(None) if window is None else slice(-window, None)
+            every = torch.cat(keys[seen], 1), torch.cat(values[seen], 1)
+            return masked_attention(q, *every, torch.ones(1, every[0].shape[1], dtype=torch.bool))
+
+        out = block(trainee.embed(document.tokens[row + 1][None]), g, *_turn(trainee, document, row), attend)
+        if row >= root:
+            outputs.append(out)
+    return [block.logits(out)[0] for out in outputs]
+
+
+def _onepass(trainee: OnePassTrainee, document: Features, root: int, depth: int) -> list[torch.Tensor]:
+    """The same of a one-pass draft: rows after the root know the root alone, and see what it sees and each other.
+
+    The bigram knows the token before.
+    """
+    block, window = trainee.block, trainee.window
+    keys, values, logits = [], [], []
+    for row in range(0 if window is None else max(0, root + 1 - window), root + depth + 1):
+        own, k = min(row, root), max(0, row - root)
+        x, g = trainee.embed(document.tokens[own + 1][None]), block.project(document.hidden[own][None])
+        if k:
+            x, g = x + block.slot_embedding[k - 1], g + block.slot_state[k - 1]
+
+        def attend(q, k, v):
+            keys.append(k)
+            values.append(v)
+            every = torch.cat(keys, 1), torch.cat(values, 1)
+            return masked_attention(q, *every, torch.ones(1, len(keys), dtype=torch.bool))
+
+        out = block(x, g, *_turn(trainee, document, row), attend)
+        if row >= root:
+            z = block.logits(out)[0]
+            if (before := int(trainee._to_draft[document.tokens[row + 1]])) >= 0:
+                z = z + block.bigram_out.weight @ block.bigram_in.weight[before]
+            logits.append(z)
+    return logits
+
+
+def _turn(trainee: Eagle3Trainee, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return trainee._rotary(document.positions[row][None])
