@@ -17,7 +17,6 @@ from longdraft.bench.settings import Settings
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Shares
-from longdraft.cli.wording import in_flags
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import method_of
@@ -98,9 +97,8 @@ def acceptance(
                 plan="fixed", draft_options=drafting.options(), own_options=method_options.contender_options(names),
             )  # fmt: skip
 
-    with in_flags(("temperature",)):
-        for t in temperatures:
-            Sampling(temperature=t)
+    for t in temperatures:
+        Sampling(temperature=t)
     chosen = None if names is None else settings(names)  # what is wrong is said before the model is read
     for option, path in (("--svg", svg), ("--results", results)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

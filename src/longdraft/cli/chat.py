@@ -17,7 +17,6 @@ import typer
 from longdraft.cli import console, method_options, options, reading
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import PrefillBar, TextOutput
-from longdraft.cli.wording import flagged
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.stats import Result
 from longdraft.errors import ContextError, LongdraftError, RequestError
@@ -130,7 +129,7 @@ class Chat:
                 elif line:
                     self.ask(line)
             except (LongdraftError, OSError) as error:
-                console.error(str(error) if line.startswith("/") else flagged(str(error)))
+                console.error(str(error) if line.startswith("/") else console.in_flags(str(error)))
 
     # --- questions ---
 

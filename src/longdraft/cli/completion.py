@@ -20,14 +20,13 @@ class Shell(str, Enum):
 
 
 def completion(
+    context: typer.Context,
     shell: Annotated[Shell | None, typer.Argument(help="For which shell.", show_default="that of $SHELL")] = None,
 ) -> None:
     """Print a completion script: eval "$(longdraft completion)" in ~/.bashrc or ~/.zshrc; for fish, | source."""
-    from longdraft.cli.main import app
-
     name = Path(os.environ.get("SHELL", "bash")).name
     kind = shell or (Shell(name) if name in Shell.__members__ else Shell.bash)
-    verbs = verbs_of(typer.main.get_command(app))
+    verbs = verbs_of(context.find_root().command)
     console.line(fish(verbs) if kind is Shell.fish else bash(verbs, zsh=kind is Shell.zsh))
 
 

@@ -149,3 +149,20 @@ def warnings_once() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(new)
+
+
+# Names of arguments in Python that are flags here; "--top-k" is of sampling.
+_FLAGS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        "arithmetic", "batch", "depth", "device", "draft", "dtype", "kv_dtype", "min_p", "nodes", "offload", "plan",
+        "repetition_penalty", "repetition_window", "rope_factor", "seed", "stop", "temperature", "threshold", "top_p",
+        "tree", "weights", "widths",
+    )
+} | {"max_new_tokens": "--max-tokens", "top_k": "--tree-top-k"}  # fmt: skip
+
+
+def in_flags(message: str) -> str:
+    """A message that begins with an argument's name, with the flag in its place."""
+    name, blank, rest = message.partition(" ")
+    return f"{_FLAGS.get(name, name)}{blank}{rest}"

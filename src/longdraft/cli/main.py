@@ -29,7 +29,6 @@ from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
 from longdraft.cli.serve import serve
 from longdraft.cli.train import Trainers, data, loaded_first
-from longdraft.cli.wording import flagged
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError
 
 
@@ -113,7 +112,7 @@ def _failed(error: Exception) -> int:
         traceback.print_exception(error)
     if isinstance(error, LongdraftError):
         # A training run's settings are no flags.
-        console.error(str(error) if isinstance(error, ConfigError) else flagged(str(error)))
+        console.error(str(error) if isinstance(error, ConfigError) else console.in_flags(str(error)))
         return BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
     hint = "" if options.debugging() else " Add --debug to see where."
     console.error(f"unexpected {type(error).__name__}: {error}.{hint}")

@@ -19,7 +19,6 @@ import torch
 import typer
 
 from longdraft.cli import console, panels
-from longdraft.cli.wording import flags, in_flags
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import LongdraftError, values_checked
 from longdraft.model.checkpoints import LoadedModel, Progress
@@ -239,9 +238,8 @@ class SamplingOptions(Group):
 
     def sampling(self) -> Sampling:
         """Raises RequestError for values that make none."""
-        with in_flags(vars(self)):
-            made = Sampling(**vars(self))
-        idle = [flag for name, flag in flags(("top_k", "top_p", "min_p")).items() if vars(self)[name] is not None]
+        made = Sampling(**vars(self))
+        idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p") if vars(self)[name] is not None]
         if made.greedy and idle:
             console.note(f"{', '.join(idle)}: of no effect at temperature 0; sample with --temperature (-t) above 0.")
         return made

@@ -102,7 +102,7 @@ class Engine:
             raise ContextError(
                 f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is "
                 f"{len(s.prompt) + s.max_new_tokens}, and the model's context holds {limit}. Shorten the prompt, "
-                f"lower max_new_tokens, or stretch the context with rope_factor (YaRN) when loading."
+                f"ask for fewer new tokens, or load the model with a rope_factor (YaRN), which stretches its context."
             )
         if s.index in self.stats:
             raise ValueError(f"there is a sequence {s.index} already")

@@ -156,7 +156,7 @@ def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
             raise ContextError(
                 f"{type(model).__name__} has rotary embeddings of the kind {kind}, whose frequencies depend on the "
                 f"length of the text beyond {limit} tokens. longdraft decodes it exactly up to there, and this needs "
-                f"{longest} (prompt, new tokens and draft). Shorten the prompt or lower max_new_tokens."
+                f"{longest} (prompt, new tokens and draft). Shorten the prompt or ask for fewer new tokens."
             )
 
 
