@@ -121,7 +121,7 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
 def test_who_retrieves_is_told_of_every_token(loaded, text, drafts, tmp_path, monkeypatch, name):
     loaded.model.save_pretrained(tmp_path)
     told = []
-    monkeypatch.setattr(Retrieval, "look", lambda self, store, slot, *asked: told.append(store.lengths[slot]))
+    monkeypatch.setattr(Retrieval, "observe", lambda self, store, slot, *asked: told.append(store.lengths[slot]))
     options = {} if name == "retrieval" else {"retrieval": True}
     one = view(name, {**options, "sink": 8, "recent": 16, "chunk": 8, "chunks": 4})
     asking, found = measured(loaded, text, [one], {**drafts, "small-lm": SmallLMDraft.load(tmp_path)})
