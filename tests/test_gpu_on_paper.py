@@ -243,7 +243,7 @@ def test_longspec_with_retrieval(paper, watch, tmp_path):
         watch.caches += [cache.store.keys, cache.store.values]
         return {"rows": len(cache.retrieval.rows(slot, cache.full.readable(slot)))}
 
-    watch.on(Retrieval, "look", lambda retrieval, store, slot, *_: {"prefix": store.readable(slot)})
+    watch.on(Retrieval, "observe", lambda retrieval, store, slot, *_: {"prefix": store.readable(slot)})
     watch.on(TrueCache, "choose", choose)
     run(watch, model, drafter, Schedule())
     looks = [seen for seen in watch.named("look") if seen.counted[2]]  # the others were not due
@@ -261,7 +261,7 @@ def test_specpv(paper, watch, tmp_path, monkeypatch):
     to a block's rows more, for the window starts at a block's border."""
     model, m = target(paper)
     drafter = LongSpecDrafter(LongSpecDraft.load(random_draft(tmp_path, model)), widths=(3, 2))
-    schedule = SpecPV(partial_view(12, sink=4, window=8, block=4, margin=6))
+    schedule = SpecPV(partial_view(12, sink=4, window=8, chunk=4, margin=6))
     for name, size in {"SINK": 4, "RECENT": 8, "BLOCK": 4, "PARTIAL": 24}.items():
         monkeypatch.setattr(paper, name, size)
 

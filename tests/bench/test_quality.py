@@ -66,7 +66,7 @@ class Eager(RecordedSpecPV):
             return "refresh"
         return "partial" if self.partial.waiting(sequence.slot) <= self.view.room else "refresh"
 
-    def _refresh(self, sequence, path, rows):
+    def _commit_full(self, sequence, path, rows):
         slot = sequence.slot
         self.store.commit(slot, path)
         queries = self._queries.pop(slot)

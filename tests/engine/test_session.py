@@ -160,7 +160,7 @@ def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
     last = session.add(Request([5], max_new_tokens=3))
     finished(session)
     assert [len(session.take(n).token_ids) for n in (*small, large, last)] == [9, 9, 30, 3]
-    assert not session._told and not session._engine.stats
+    assert not session._entries and not session._engine.stats
 
 
 def test_fewer_at_a_time_where_memory_is_short(spec, monkeypatch, caplog):
@@ -220,7 +220,7 @@ def test_a_slot_whose_prompt_was_not_begun_still_knows_what_it_holds(spec):
     session.step()  # reads it: it is the others' turn now
     given_up = session.add(Request(new, 4))
     session.step()  # which gives this one a slot, and decodes
-    assert len(session._engine._active) == 3 and not session._engine._looked
+    assert len(session._engine._active) == 3 and not session._engine._prompt_queries
     session.abort(given_up)
     again = session.add(Request(new, 4))
     finished(session)

@@ -26,7 +26,7 @@ from tests.events import begun, decoded
 from tests.forwards import forward
 from tests.tiny import tiny_model
 
-SMALL = {"sink": 4, "window": 4, "block": 4, "margin": 6}
+SMALL = {"sink": 4, "window": 4, "chunk": 4, "margin": 6}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
 
 
@@ -95,7 +95,7 @@ class Eagerly:
             return "refresh"
         return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
 
-    def _refresh(self, sequence, path, rows):
+    def _commit_full(self, sequence, path, rows):
         slot = sequence.slot
         self.store.commit(slot, path)
         queries = self._queries.pop(slot)
@@ -122,7 +122,7 @@ def test_guesses_use_the_draws_to_come(tmp_path):
 def test_fewer_guesses_wait_after_a_wrong_one(tmp_path):
     """Partial verification without retrieval guesses badly on a model that attends everywhere."""
     model = tiny_model(vocab=11, dtype=torch.float64)
-    schedule = ExactSpecPV(sizes(selector="streaming", margin=20))
+    schedule = ExactSpecPV(sizes(scorer="streaming", margin=20))
     schedule.close = lambda sequence: None  # its margin is looked at below
     got, _, _ = run(model, schedule, NoDrafter(), [PROMPTS[0]], 60)
     assert got[0].taken_back > 0 and schedule._margins[0] < 10  # it began with 10, and may have 20
@@ -287,9 +287,9 @@ def test_drafters_are_told_the_queries_of_the_deepest_accepted_node(kind):
         ({"window": 0}, "window must be a whole number of at least 1"),
         ({"window": 6}, "window must be a multiple of block"),
         ({"margin": 0}, "margin must be"),
-        ({"block": 0}, "block must be"),
+        ({"chunk": 0}, "block must be"),
         ({"budget": -4}, "budget must be"),
-        ({"selector": "best"}, "selector must be"),
+        ({"scorer": "best"}, "selector must be"),
         ({"reduction": "sum"}, "reduction must be one of mean"),
     ],
     ids=str,
@@ -299,7 +299,7 @@ def test_sizes_that_make_no_view(options, word):
         sizes(**options)
 
 
-@pytest.mark.parametrize("selector", list(SCORERS))
-def test_what_a_view_of_each_selector_holds(selector):
-    view = sizes(12, selector=selector)
-    assert (view.budget, view.room) == (8 if selector == "streaming" else 20, 6)
+@pytest.mark.parametrize("scorer", list(SCORERS))
+def test_what_a_view_of_each_scorer_holds(scorer):
+    view = sizes(12, scorer=scorer)
+    assert (view.budget, view.room) == (8 if scorer == "streaming" else 20, 6)

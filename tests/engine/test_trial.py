@@ -12,7 +12,7 @@ def decode(trial: Trial, speeds: dict[bool, float], tokens: int, plain: float = 
     taken = []
     for i in range(tokens):
         taken.append(trial.on)
-        trial.saw(1, 1 / speeds[trial.on], not trial.on or i % 8 == 7, plain)
+        trial.observe(1, 1 / speeds[trial.on], not trial.on or i % 8 == 7, plain)
     return taken
 
 

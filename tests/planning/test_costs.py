@@ -52,7 +52,7 @@ def test_a_batch_reads_the_weights_once_and_each_text_once():
 def test_it_follows_a_machine_that_slows_down():
     seen = Costs(TABLE)
     for _ in range(60):
-        seen.saw(1, [0], 3.0)
+        seen.observe(1, [0], 3.0)
     assert seen.verification(1, [0]) == pytest.approx(3.0, rel=0.02)
     # Rounds of other sizes are expected to be slower too, though less surely.
     assert seen.verification(2, [0]) > 2.0
@@ -60,15 +60,15 @@ def test_it_follows_a_machine_that_slows_down():
 
 def test_one_odd_round_moves_little():
     seen = Costs(TABLE)
-    seen.saw(1, [0], 1000.0)
+    seen.observe(1, [0], 1000.0)
     assert seen.verification(1, [0]) < 1.5
 
 
 def test_a_table_that_is_off_for_one_size_is_put_right_there():
     seen = Costs(TABLE)
     for _ in range(200):
-        seen.saw(1, [0], 1.0)
-        seen.saw(2, [0], 3.0)
+        seen.observe(1, [0], 1.0)
+        seen.observe(2, [0], 3.0)
     assert seen.verification(1, [0]) == pytest.approx(1.0, rel=0.05)
     assert seen.verification(2, [0]) == pytest.approx(3.0, rel=0.05)
 
@@ -77,12 +77,12 @@ def test_a_batch_is_reckoned_until_it_was_seen():
     seen = Costs(TABLE)
     reckoned = seen.verification(2, [0] * 4)
     for _ in range(3):
-        seen.saw(2, [0] * 4, 1.5 * reckoned)
+        seen.observe(2, [0] * 4, 1.5 * reckoned)
     assert seen.verification(2, [0] * 4) == pytest.approx(1.5 * reckoned, rel=0.25)
     # What is known of four is the best guess for three; one sequence was measured.
     assert seen.verification(2, [0] * 3) > 1.2 * Costs(TABLE).verification(2, [0] * 3)
     alone = Costs(TABLE)
-    alone.saw(2, [0], 1.5 * TABLE.at(2, 0))
+    alone.observe(2, [0], 1.5 * TABLE.at(2, 0))
     assert alone.verification(2, [0]) < 1.3 * TABLE.at(2, 0)
 
 

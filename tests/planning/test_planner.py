@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
-from longdraft.planning.chances import HOPE, KEEP, LONGEST, Chances, Hope, Worth
+from longdraft.planning.chances import KEEP, LONGEST, PRIOR_RATE, Chances, Gain, PriorGain
 from longdraft.planning.costs import CostTable
 from longdraft.planning.planner import Plan, Planner, cautious
 from longdraft.trees.tree import TokenTree
@@ -219,14 +219,14 @@ def test_texts_come_and_go():
         chosen = budget.choose(sequences, [ROOT] * len(sequences))
         verified = plan.prune([tree(0.8) if s in chosen else ROOT for s in sequences])
         plan.observe([event(s, t, 1) for s, t in zip(sequences, verified, strict=True)], 1, 0.1, 1.0)
-        assert sorted(plan._worth) == present
+        assert sorted(plan._gains) == present
 
 
 def test_greedy_and_sampled_text_are_learned_apart():
     planner = Planner(CHEAP)
     rounds(planner, 40, right=0)
-    assert planner.worth[True].tokens < 0.8 * HOPE * planner.hope.steps
-    assert planner.worth[False].tokens == pytest.approx(HOPE * planner.hope.steps)
+    assert planner.gains[True].tokens < 0.8 * PRIOR_RATE * planner.prior.steps
+    assert planner.gains[False].tokens == pytest.approx(PRIOR_RATE * planner.prior.steps)
     assert planner.chances[True].chance(log(0.5)) < 0.4 < planner.chances[False].chance(log(0.5))
 
 
@@ -254,16 +254,16 @@ def test_a_dear_draft_has_to_promise_more():
 def test_promises_are_corrected(truth):
     seen, promised = Chances(), log(0.5)
     for i in range(600):
-        seen.saw(promised, (i * truth) % 1 < truth)
+        seen.observe(promised, (i * truth) % 1 < truth)
         seen.fade()
     assert seen.chance(promised) == pytest.approx(truth, abs=0.1)
 
 
 def test_evidence_fades():
-    seen, worth = Chances(), Worth(Hope(0.3))
+    seen, worth = Chances(), Gain(PriorGain(0.3))
     for _ in range(50):
-        seen.saw(log(0.5), False)
-        worth.saw(0.0, 1.0, 0.6)
+        seen.observe(log(0.5), False)
+        worth.observe(0.0, 1.0, 0.6)
     assert seen.chance(log(0.5)) < 0.05 and worth.tokens < 0.05 and worth.steps > 0.55
     for _ in range(round(8 / (1 - KEEP))):
         seen.fade()
@@ -277,10 +277,10 @@ def test_every_probability_has_a_chance(log_prob):
 
 
 def test_a_round_that_the_lookup_would_have_served_says_little_of_a_draft():
-    doubtful, sure = Worth(Hope(0.3)), Worth(Hope(0.3))
-    doubtful.saw(0.0, 1.0, 0.3)
-    sure.saw(0.0, 0.1, 0.3)
-    assert doubtful.tokens < sure.tokens < 0.3 * HOPE
+    doubtful, sure = Gain(PriorGain(0.3)), Gain(PriorGain(0.3))
+    doubtful.observe(0.0, 1.0, 0.3)
+    sure.observe(0.0, 0.1, 0.3)
+    assert doubtful.tokens < sure.tokens < 0.3 * PRIOR_RATE
 
 
 @pytest.mark.parametrize(("length", "asked"), [(100, False), (100_000, True)])
@@ -289,17 +289,16 @@ def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, aske
     planner = Planner(CostTable((0, 100_000), (1, 64), ((1.0, 1.5), (11.0, 16.5))))
     drafter = SuffixDrafter()
     drafter.prior_acceptance, drafter.rows_read = 0.8, lambda n: min(n, 1000)
-    planner.expect(drafter)
-    s, plan = sequence(), planner.start()
+    s, plan = sequence(), planner.start(drafter)
     budget = plan.node_limit([s], [length])
     assert budget.choose([s], [ROOT]) == ([s] if asked else [])
 
 
 @given(st.floats(0.05, 0.98), st.floats(0.01, 2.0))
 def test_what_is_hoped_of_a_chain_is_the_best_of_all_lengths(share, level):
-    hope = Hope(1.0)
-    hope.chain(share, level)
+    prior = PriorGain(1.0)
+    prior.assume_chain(share, level)
     chains = [(sum(share**i for i in range(1, n + 1)), n * level) for n in range(1, LONGEST + 1)]
     best = max((1 + tokens) / (1 + steps) for tokens, steps in chains)
-    assert (1 + hope.tokens) / (1 + hope.steps) == pytest.approx(best)
-    assert (hope.tokens > hope.steps) == (best > 1)
+    assert (1 + prior.tokens) / (1 + prior.steps) == pytest.approx(best)
+    assert (prior.tokens > prior.steps) == (best > 1)

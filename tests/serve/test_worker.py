@@ -103,7 +103,7 @@ def test_memory_and_slots_do_not_grow_with_requests():
             for listener in listeners:
                 listener.end()
         (session,) = made._sessions.values()
-        assert not session._told and not session._engine.stats and sorted(session._engine._free) == [0, 1]
+        assert not session._entries and not session._engine.stats and sorted(session._engine._free) == [0, 1]
         assert session._engine.cache.store.slots == 2
     finally:
         made.close(5)

@@ -1,10 +1,9 @@
 """Acceptance: walk down the verified tree with tokens from the target's own distribution.
 
 At the root the target chooses the next token: the argmax, or one sample from its processed distribution p(. | path).
-If a child carries that token, the child is accepted and the walk goes on from it; if not, the token is emitted
-all the same and the walk ends. Every emitted token is thus a sample from p(. | its own path), so the output has the
-target's distribution for any tree, whoever drafted it and however well: the tree only decides how many samples
-one forward can serve.
+If a child carries that token, the child is accepted and the walk goes on from it. If not, the token is emitted all the
+same and the walk ends. So every emitted token is a sample from p(. | its own path), and the output has the target's
+distribution for any tree, however well drafted: the tree only decides how many samples one forward can serve.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from longdraft.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class Accepted:
-    """Attributes:
-    path: accepted nodes, root first: the block rows to commit.
-    tokens: emitted tokens, one for each node of the path; the last is the bonus token, not drafted or refuted.
+    """The result of a walk.
+
+    Attributes:
+        path: accepted nodes, root first: the block rows to commit.
+        tokens: emitted tokens, one for each node of the path; the last is the bonus token, which was not drafted.
     """
 
     path: tuple[int, ...]
@@ -33,37 +34,35 @@ class Accepted:
 
     @property
     def from_draft(self) -> int:
-        """Emitted tokens that a draft had right: all but the bonus token."""
+        """Number of emitted tokens that were drafted: all but the bonus token."""
         return len(self.tokens) - 1
 
 
 def decide(nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]]) -> list[list[int] | None]:
-    """The target's token at every node of some trees: one transfer for all, the check for NaN among it.
+    """Computes the target's token at every node of several trees in one transfer, with the check for NaN.
 
     Args:
-        nodes: trees with their logits, as :func:`accept` takes them, and what decides.
+        nodes: trees, with logits as :func:`accept` takes them and the sampler of each.
 
     Returns:
-        Of each tree the token of each node; None where a token depends on more than the node's logits, as with
-        processors that read the text.
+        For each tree the tokens of its nodes; None if they depend on more than the nodes' logits, as with processors
+        that read the text.
 
     Raises:
         NumericalError: a node's logits are NaN.
     """
     tokens: list[torch.Tensor | None] = []
-    wrong: list[torch.Tensor] = []
-    for tree, own, sampler in nodes:
+    has_nan: list[torch.Tensor] = []
+    for tree, padded, sampler in nodes:
+        logits = padded[: tree.size]
         # A maximum is NaN when any of its terms is. (-inf alone, a masked vocabulary, is allowed.)
-        top, likeliest = own[: tree.size].max(-1)
-        wrong.append(top.isnan().any())
-        if sampler.plain_greedy:
-            tokens.append(likeliest)
-        else:
-            tokens.append(sampler.samples(own[: tree.size], tree.depths))
-    found = torch.cat([torch.stack(wrong).long(), *(x for x in tokens if x is not None)]).tolist()
-    if any(found[: len(nodes)]):
+        top, likeliest = logits.max(-1)
+        has_nan.append(top.isnan().any())
+        tokens.append(likeliest if sampler.plain_greedy else sampler.samples(logits, tree.depths))
+    numbers = torch.cat([torch.stack(has_nan).long(), *(x for x in tokens if x is not None)]).tolist()
+    if any(numbers[: len(nodes)]):
         raise not_a_number()
-    rest = iter(found[len(nodes) :])
+    rest = iter(numbers[len(nodes) :])
     return [None if x is None else list(islice(rest, len(x))) for x in tokens]
 
 
@@ -75,14 +74,14 @@ def accept(
     stop: Callable[[int], bool] = lambda token: False,
     decided: Sequence[int] | None = None,
 ) -> Accepted:
-    """Walks the tree.
+    """Walks down the tree.
 
     Args:
         logits: (at least tree.size, vocabulary) raw target logits of the nodes, none of them NaN.
         sampler: greedy or sampling, with its processors.
-        text: gives the (n,) token ids up to and including the root; called only when processors need it.
-        stop: told each emitted token in order; True ends the walk there (nothing is sampled after an EOS).
-        decided: the tokens of all nodes, as :func:`decide` gives them; None: they are asked for on the way.
+        text: returns the (n,) token ids up to and including the root; called only if processors need it.
+        stop: called with each emitted token in order; True ends the walk there (nothing is sampled after an EOS).
+        decided: the tokens of all nodes, from :func:`decide`; None: they are sampled on the way.
     """
     prefix = None if decided is not None or not len(sampler.processors) else text()
     empty = torch.empty(0, dtype=torch.long)
@@ -91,8 +90,8 @@ def accept(
         if decided is not None:
             token = decided[node]
         else:
-            upto = empty if prefix is None else torch.cat([prefix, on_device(tokens, prefix.device, torch.long)])
-            token = sampler.sample(upto, logits[node])
+            path_text = empty if prefix is None else torch.cat([prefix, on_device(tokens, prefix.device, torch.long)])
+            token = sampler.sample(path_text, logits[node])
         tokens.append(token)
         child = None if stop(token) else tree.child(node, token)
         if child is None:

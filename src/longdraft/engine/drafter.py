@@ -1,4 +1,4 @@
-"""What a drafter is."""
+"""The contract of a drafter."""
 
 from __future__ import annotations
 
@@ -14,41 +14,40 @@ from longdraft.views.view import View
 
 
 class Drafter(ABC):
-    """Proposes continuations. It is called for all active sequences together, so a neural one can batch.
+    """Proposes continuations of all active sequences together, so that a neural one can batch.
 
-    Four methods, ``bind``, ``propose``, ``observe`` and ``release``; what it wants of the target is declared.
-
-    A drafter may be wrong at will: it decides how fast decoding is, never what comes out.
+    Four methods, ``bind``, ``propose``, ``observe`` and ``release``; the rest declares what it needs of the target and
+    what it costs. A drafter may be wrong at will: it decides how fast decoding is, never what comes out.
     """
 
     max_nodes: int
     """Largest number of drafted nodes of any tree; the cache keeps this much scratch space."""
 
     free: bool = False
-    """Whether it can propose without a forward of a draft."""
+    """True if it can propose without a forward of a draft."""
 
     forwards: int = 0
-    """Forwards of a draft so far; none where drafting costs next to nothing."""
+    """Forwards of a draft so far; stays 0 if drafting costs next to nothing."""
 
     prior_acceptance: float = 0.0
     """Chance that a drafted token is right before any was seen; for drafters with :meth:`rows_read`."""
 
     forward_ratio: float = 1.0
-    """Time of a forward of the target's own layers on the weights that it drafts with, of one on the target's."""
+    """Time of a forward of the target's own layers with the draft's weights, divided by one with the target's."""
 
     query_window: int = 1
-    """Of how many of a prompt's last tokens it wants the queries, where it wants any; the first event brings them."""
+    """How many of a prompt's last tokens it wants the queries of, if any; the first event brings them."""
 
     @property
     def views(self) -> tuple[View, ...]:
-        """What it sees of texts that are longer, once it is bound; none: all of them, or nothing."""
+        """Its views of longer texts, once it is bound; empty if it sees all rows or none."""
         return ()
 
     def use_planner(self) -> None:  # noqa: B027
-        """Called first if a planner sizes the trees: each :meth:`propose` then brings a limit."""
+        """Called first if a planner sizes the trees: each :meth:`propose` then gets a limit."""
 
     def rows_read(self, length: int) -> float | None:
-        """Rows of a text's KV that a forward reads, as many bytes each as the target's; None: of another model."""
+        """Rows that a draft forward reads of a text's KV, in rows of the target's size; None for another model."""
         return None
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
@@ -56,24 +55,24 @@ class Drafter(ABC):
         return ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Decoder layers of the target whose queries it wants to see; events bring them."""
+        """Decoder layers of the target whose queries events shall bring."""
         return ()
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
-        """Told once a run, before anything else: the target, and where its KV lies (readable rows may be read)."""
+        """Called once a run, before anything else, with the target and its KV (readable rows may be read)."""
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        """A tree for each sequence, rooted at its last emitted token.
+        """Returns a tree for each sequence, rooted at its last emitted token.
 
-        A round may pass without: what was emitted since the last call is in the sequences.
+        Not every round calls this: tokens that were emitted since the last call are in the sequences.
 
         Args:
             limit: how large the trees may be; None: the sizes that the drafter was made with.
         """
 
     def observe(self, event: Event) -> None:  # noqa: B027
-        """Told once a sequence when its prompt has been read, and after each verification; see the event."""
+        """Called once a sequence when its prompt has been read, and after each verification."""
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
-        """Told when a sequence has finished."""
+        """Called when a sequence has finished."""

@@ -1,14 +1,13 @@
 """The random numbers that tokens are sampled with: a sample of p is the argmax of p / e, one exponential e a token.
 
-That is how torch's multinomial samples. It is the argmax of log p - log e too: a Gumbel number is added to each
-log-probability. A drafter may look at the numbers of coming samples. Where it adds them to its own
-log-probabilities, it mostly finds the tokens that the target will sample (Daliri et al. 2024, arXiv:2408.07978); what
-these are does not depend on it.
+That is how torch's multinomial samples. It is also the argmax of log p - log e: a Gumbel number is added to each
+log-probability. A drafter that adds the numbers of coming samples to its own log-probabilities mostly finds the tokens
+that the target will sample (Daliri et al. 2024, arXiv:2408.07978), without changing them.
 
-:class:`OwnDraws` are a sequence's that has a generator to itself. :class:`StepDraws` are a batch's, as ``generate``
-takes them: once a step, for all rows together, so a row's depend on its place in the batch. Here rows come to a step at
-different times. The block of a step is made when it is first asked for, in the order of steps; for the others it is
-kept, or made again from the state that the generator had.
+:class:`OwnDraws` serve a sequence with a generator to itself. :class:`StepDraws` serve a batch as ``generate`` does:
+numbers are taken once a step for all rows together, so a row's depend on its place in the batch. Here rows come to a
+step at different times. The block of a step is made when the first row needs it, in the order of steps; for the others
+it is kept, or made again from the state that the generator had.
 """
 
 from __future__ import annotations
@@ -18,44 +17,33 @@ from typing import Protocol
 
 import torch
 
-# Blocks that are kept rather than made again: rows are rarely further apart, nor drafts longer.
+# Blocks that are kept: rows are rarely more steps apart, nor drafts longer.
 _KEPT = 16
 
 
 class Draws(Protocol):
-    """The random numbers of one sequence's samples.
-
-    Attributes:
-        generator: where they come from; None: torch's global one.
-    """
-
-    @property
-    def generator(self) -> torch.Generator | None: ...
+    """The random numbers of one sequence's samples."""
 
     def sample(self, probabilities: torch.Tensor) -> int:
-        """A token sampled with these probabilities (vocabulary,)."""
+        """Samples a token with these probabilities (vocabulary,)."""
 
     def ahead(self, count: int) -> torch.Tensor | None:
-        """(vocabulary,) exponentials of the sample behind the next ``count``; None where they cannot be told."""
+        """(vocabulary,) exponentials of the sample after ``count`` others; None if they are not known beforehand."""
 
     def advance(self, count: int) -> None:
-        """Told that ``count`` samples were made with the numbers of :meth:`ahead`: the next ones come behind them."""
+        """Skips the numbers of ``count`` samples, which were made with those of :meth:`ahead`."""
 
     def rehearsal(self) -> Draws:
-        """The same numbers as will come here, which are left as they are."""
+        """Returns the same coming numbers without using them up here."""
 
 
 class OwnDraws:
-    """Random numbers from a generator that nobody else uses, or from torch's global one (none told ahead)."""
+    """Random numbers from a generator that nobody else uses. None: from torch's global one, never known ahead."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
-        self._made: deque[torch.Tensor] = deque()  # looked at, and not used yet
+        self._made: deque[torch.Tensor] = deque()  # known ahead, and not used yet
         self._like: torch.Tensor | None = None
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        return self._generator
 
     def sample(self, probabilities: torch.Tensor) -> int:
         self._like = probabilities
@@ -75,10 +63,9 @@ class OwnDraws:
 
     def rehearsal(self) -> OwnDraws:
         device = torch.device("cpu") if self._generator is None else self._generator.device
-        twin = OwnDraws(torch.Generator(device))
-        assert twin._generator is not None
-        own = self._generator
-        twin._generator.set_state(torch.get_rng_state() if own is None else own.get_state())
+        generator = torch.Generator(device)
+        generator.set_state(torch.get_rng_state() if self._generator is None else self._generator.get_state())
+        twin = OwnDraws(generator)
         twin._made, twin._like = self._made.copy(), self._like
         return twin
 
@@ -90,8 +77,9 @@ class StepDraws:
     """Random numbers from torch's global generator, for the rows of a batch.
 
     Args:
-        rows: of the batch. device: where logits are.
-        alone: nobody else takes numbers from that generator meanwhile, so that they may be looked at ahead.
+        rows: number of rows.
+        device: where logits are.
+        alone: nobody else takes numbers from that generator meanwhile, so that they may be made ahead.
     """
 
     def __init__(self, rows: int, device: torch.device, alone: bool = True) -> None:
@@ -101,11 +89,11 @@ class StepDraws:
             self.generator = torch.cuda.default_generators[index]
         else:
             self.generator = torch.default_generator
-        self._drawn = 0
-        self._states: dict[int, torch.Tensor] = {}
+        self._made = 0  # steps whose blocks were made
+        self._states: dict[int, torch.Tensor] = {}  # of the generator, before each step's block
         self._blocks: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._next = dict.fromkeys(range(rows), 0)
-        self._steps = 0  # as many as a row has taken
+        self._next = dict.fromkeys(range(rows), 0)  # each row's next step
+        self._steps = 0  # most steps of any row
         self._like: torch.Tensor | None = None
 
     def row(self, index: int) -> RowDraws:
@@ -113,23 +101,26 @@ class StepDraws:
         return RowDraws(self, index)
 
     def close(self, row: int) -> None:
-        """Told when a row has ended: it needs no more numbers. After the last, it is as if nobody had looked ahead."""
+        """Ends a row. After the last, the generator is as if nothing had been made ahead."""
         self._next.pop(row, None)
         if not self._next and self._steps in self._states:
             self.generator.set_state(self._states[self._steps])
         self._forget()
 
     def at(self, step: int, row: int, like: torch.Tensor | None = None) -> torch.Tensor | None:
-        """(vocabulary,) exponentials of a row at a step; ``like`` has their shape, dtype and device. None: like the
-        last ones; where there were none yet, there are none."""
-        if like is None and self._like is None:
+        """(vocabulary,) exponentials of a row at a step.
+
+        Args:
+            like: has their shape, dtype and device; None: like the last ones. If there were none, returns None.
+        """
+        like = self._like if like is None else like
+        if like is None:
             return None
-        self._like = like = self._like if like is None else like
-        assert like is not None
-        while self._drawn <= step:
-            self._states[self._drawn] = self.generator.get_state()
-            self._keep(self._drawn, self._draw(like))
-            self._drawn += 1
+        self._like = like
+        while self._made <= step:
+            self._states[self._made] = self.generator.get_state()
+            self._keep(self._made, self._draw(like))
+            self._made += 1
         if step not in self._blocks:
             now = self.generator.get_state()
             self.generator.set_state(self._states[step])
@@ -138,7 +129,7 @@ class StepDraws:
         return self._blocks[step][row]
 
     def advance(self, row: int, step: int) -> None:
-        """A row will not ask for this step again."""
+        """Ends a step of a row."""
         if row in self._next:
             self._next[row] = step + 1
             self._steps = max(self._steps, step + 1)
@@ -154,23 +145,15 @@ class StepDraws:
             self._blocks.popitem(last=False)
 
     def _forget(self) -> None:
-        first = min(self._next.values(), default=self._drawn)
+        first = min(self._next.values(), default=self._made)
         self._states = {step: state for step, state in self._states.items() if step >= first}
 
 
 class RowDraws:
-    """The random numbers of one row, step by step.
-
-    Args:
-        step: the next one.
-    """
+    """The random numbers of one row, from step ``step`` on; ``rehearsed`` ones leave the batch's unchanged."""
 
     def __init__(self, draws: StepDraws, row: int, step: int = 0, rehearsed: bool = False) -> None:
         self._draws, self._row, self._step, self._rehearsed = draws, row, step, rehearsed
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self._draws.generator
 
     def ahead(self, count: int) -> torch.Tensor | None:
         return self._draws.at(self._step + count, self._row) if self._draws.alone else None

@@ -1,4 +1,4 @@
-"""What a round made of a sequence: told to its drafter, and to whoever counts, prints, plans or learns."""
+"""Events: what a round did to a sequence, for its drafter and for whoever counts, prints, plans or learns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
-# On what logits were computed: a prompt's forward; the whole cache; a part of it; the whole cache, putting right what
-# was computed on a part (SpecPV, section 3).
+# What logits were computed on: a prompt's own rows; the whole cache; a part of it; the whole cache, correcting what was
+# computed on a part (SpecPV, section 3).
 Mode = Literal["prefill", "full", "partial", "refresh"]
 
 
@@ -22,20 +22,21 @@ class Event:
 
     Attributes:
         sequence: as its drafter sees it.
-        tree: what was drafted, on the last token before; a root alone where nothing was.
-        accepted: how many drafted tokens were right.
+        tree: the drafted tree, rooted at the token before; a root alone if nothing was drafted.
+        accepted: number of drafted tokens that were right.
         path: the accepted nodes of ``tree``, the root first.
-        target_tokens: tokens that were accepted behind the tree's root, final or not, the last of them not drafted.
-        emitted: tokens that are final now; from_draft: how many of them, from the first on, were drafted.
+        emitted: tokens that are final now.
+        from_draft: how many of ``emitted``, from the first on, were drafted.
         mode: what the logits were computed on. "prefill": the prompt has been read and the first token emitted; the
             first event of a sequence, and the only one of this kind.
-        queries: of the layers that the drafter wants -> (query heads, n, head size), after RoPE: of the prompt's last
-            tokens, as many as its query window says and fewer where a kept cache left fewer to read; later of the
-            deepest accepted node alone. The rows up to the last query's own can be read in the store.
-        replaced: first position whose row in the store is another, exact one now; None: none were.
-        taken_back: tokens of earlier rounds that turned out wrong. The sequence ends earlier, or goes on otherwise,
-            than was said before; its last token has no KV yet, and what the store holds of the others is right.
-        unconfirmed: tokens that were accepted on a part of the cache.
+        queries: layer -> (query heads, n, head size), after RoPE, for the layers that the drafter wants. At first those
+            of the prompt's last tokens, as many as its query window says (fewer if a kept cache left fewer to read);
+            later those of the deepest accepted node. The store's rows up to the last query's own can be read.
+        replaced: first position whose row in the store has been replaced by an exact one; None if none has.
+        taken_back: number of tokens of earlier rounds that turned out wrong. The sequence is shorter, or goes on
+            differently, than earlier events said; its last token has no KV yet, and the store's other rows are right.
+        unconfirmed: number of tokens that were accepted on a part of the cache.
+        target_tokens: the target's tokens behind the tree's root, final or not; the last of them was not drafted.
     """
 
     sequence: Sequence
@@ -53,5 +54,5 @@ class Event:
 
     @property
     def begins(self) -> bool:
-        """Whether the sequence is a new one to its drafter."""
+        """Whether this is the sequence's first event."""
         return self.mode == "prefill"

@@ -1,4 +1,4 @@
-"""A result as a notebook shows it: the text, drafted tokens in colour, and its figures."""
+"""The HTML of a result in a notebook: its text, drafted tokens in colour, and its figures."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ from collections.abc import Sequence
 
 from longdraft.engine.streaming import Piece
 
-# Legible on white and on black.
-_DRAFTED = "color: #2e9e4f"
+_DRAFTED = "color: #2e9e4f"  # legible on white and on black
 
 
 def page(pieces: Sequence[Piece], summary: str) -> str:
-    """HTML of a text and a line about it.
-
-    Args:
-        pieces: of the text, each with whether it was drafted. summary: figures.
-    """
-    shown = "".join(_coloured(html.escape(text)) if drafted else html.escape(text) for text, drafted in pieces)
+    """Returns the HTML of a text with a line of figures below it."""
+    text = "".join(_coloured(html.escape(text)) if drafted else html.escape(text) for text, drafted in pieces)
     legend = f" &middot; {_coloured('drafted and accepted')}" if any(piece.drafted for piece in pieces) else ""
     return (
-        f'<div style="white-space: pre-wrap">{shown}</div>'
+        f'<div style="white-space: pre-wrap">{text}</div>'
         f'<div style="font-size: smaller; opacity: 0.7">{html.escape(summary)}{legend}</div>'
     )
 

@@ -1,4 +1,4 @@
-"""What the loop asks of a planner; :mod:`longdraft.planning` has ours."""
+"""The contract of a planner, as the loop uses it; :mod:`longdraft.planning` implements it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from longdraft.trees.tree import TokenTree
 
 
 class Plan(Protocol):
-    """Plans the rounds of one run."""
+    """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
 
-    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit:
-        """How large this round's trees may be.
+    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit | None:
+        """Returns how large this round's trees may be; None for no limit.
 
         Args:
             lengths: KV rows that a verification reads of each sequence.
@@ -24,13 +24,14 @@ class Plan(Protocol):
         ...
 
     def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """The nodes of each tree that are worth verifying."""
+        """Keeps the nodes of each tree that are worth verifying."""
         ...
 
     def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
         """Learns from a round.
 
         Args:
+            events: one for each sequence.
             forwards: forwards of the draft.
             drafting, verifying: seconds.
         """
@@ -41,13 +42,25 @@ class Plan(Protocol):
         ...
 
 
+class NoPlan:
+    """Plans nothing: trees have the drafter's own sizes and are verified whole."""
+
+    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> None:
+        return None
+
+    def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
+        return trees
+
+    def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
+        """Learns nothing."""
+
+    def plain(self, sequences: SequenceOf[Sequence]) -> float:
+        return 0.0
+
+
 class Planner(Protocol):
     """Makes a plan for each run."""
 
-    def expect(self, drafter: Drafter) -> None:
-        """Called before a run with the drafter whose trees will be planned."""
-        ...
-
-    def start(self) -> Plan:
-        """A plan for a run."""
+    def start(self, drafter: Drafter) -> Plan:
+        """Begins a run of this drafter."""
         ...

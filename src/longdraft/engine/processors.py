@@ -19,7 +19,7 @@ from transformers.generation import logits_process as known
 
 from longdraft.errors import CapabilityError
 
-# Of transformers: what they return follows from ids and scores alone. What some keep between calls does too.
+# Processors of transformers that depend on ids and scores alone, and so does what some of them cache.
 _STATELESS: frozenset[type] = frozenset(
     getattr(known, name)
     for name in (
@@ -47,7 +47,7 @@ _STATELESS: frozenset[type] = frozenset(
     )
     if hasattr(known, name)
 )
-# Of transformers: not for one row of a decoder's logits.
+# Processors of transformers that cannot work on one row of a decoder's logits.
 _REFUSED = {
     "ClassifierFreeGuidanceLogitsProcessor": "it wants the logits of two forwards (guidance_scale= makes the one that "
     "works with one)",
@@ -59,9 +59,7 @@ _REFUSED = {
 
 
 def copies(processors: Iterable[Any]) -> LogitsProcessorList:
-    """Processors that go on from the state that these have now, and leave it as it is.
-
-    Models and tokenizers that a processor holds are shared with the copy.
+    """Copies processors with their present state; models and tokenizers that one holds are shared with the copy.
 
     Raises:
         CapabilityError: naming a processor that cannot be copied.
@@ -70,10 +68,7 @@ def copies(processors: Iterable[Any]) -> LogitsProcessorList:
 
 
 def of_row(processors: Iterable[Any], row: int, rows: int) -> LogitsProcessorList:
-    """The processors of one row of a batch.
-
-    The only row of a batch of one gets the processors themselves: they see what transformers would show them, and keep
-    what they have seen.
+    """Returns the processors of one row of a batch; in a batch of one, the processors themselves.
 
     Raises:
         CapabilityError: naming a processor that cannot be called with single rows.
@@ -108,7 +103,7 @@ def _copy(processor: Any) -> Any:
 
 
 def _shared(held: Any) -> list[Any]:
-    """What a processor holds that all rows use: models, tokenizers, a fixed table, the user's function of a prefix."""
+    """Parts of a processor that all rows share: models, tokenizers, a fixed table, the user's function of a prefix."""
     parts = vars(held) if hasattr(held, "__dict__") else {}
     found = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
     if isinstance(held, known.SynthIDTextWatermarkLogitsProcessor):
@@ -118,11 +113,11 @@ def _shared(held: Any) -> list[Any]:
     return found
 
 
-# --- what was built for the batch, cut down to a row of it ---
+# --- processors built for the batch, cut down to one row ---
 
 
 def _rows_of(tensor: torch.Tensor, row: int, rows: int, what: str) -> torch.Tensor:
-    """The row's own part (1, ...) of a tensor that has one for each prompt: each may stand for several rows."""
+    """The row's own part (1, ...) of a tensor with one for each prompt, where a prompt may have several rows."""
     if tensor.shape[0] == 0 or rows % tensor.shape[0]:
         raise CapabilityError(f"{what} is for {tensor.shape[0]} rows, but the batch has {rows}. Give it one a row.")
     index = row * tensor.shape[0] // rows
@@ -142,7 +137,7 @@ def _repetition(own: Any, row: int, rows: int) -> None:
 
 @cache
 def _repeats_prompts() -> bool:
-    """Whether this transformers applies the penalty to all rows of a prompt; older versions take the first alone."""
+    """Whether this transformers applies the penalty to all rows of a prompt; older versions only do to the first."""
     penalty = known.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, 1, dtype=torch.long))
     scores = penalty(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     return bool(scores[0] == scores[1])
@@ -172,12 +167,11 @@ def _prefix(own: Any, row: int, rows: int) -> None:
 
 
 def _allowed(function: Callable[[int, torch.Tensor], list[int]], row: int, _: int, text: torch.Tensor) -> list[int]:
-    """What the user's function allows in this row, which is the first of the (one) row that the processor sees."""
+    """Calls the user's function with the row's index in the batch; the processor sees one row, with index 0."""
     return function(row, text)
 
 
 def _guidance(own: Any, row: int, rows: int) -> None:
-    """Its own text without the prompt, and its own cache of it; the model is shared."""
     context = own.unconditional_context
     if not context["first_pass"]:
         raise CapabilityError(

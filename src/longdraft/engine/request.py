@@ -1,4 +1,4 @@
-"""A request: a prompt, and how it is to be continued. Checked here, whoever asks."""
+"""Requests: a prompt with its settings, checked here for every way in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft.errors import PromptError, RequestError
 
 Prompt = str | list[int]
 
-# What can be given one by one in the place of a Sampling.
+# Settings that can be given one by one in place of a Sampling.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 _SHAPES = ("top_k", "top_p", "min_p")
 _SEEDS = -(2**63), 2**64 - 1  # torch's
@@ -27,22 +27,22 @@ _CHAT = (
 @answering_class
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how it is to be continued.
+    """A prompt with the settings of its continuation.
 
     Attributes:
         prompt: a text, or token ids.
         max_new_tokens: emitted at most.
-        sampling: temperature and filters together; None: those below, by which it is greedy where none is given.
-        seed: the same seed gives the same text, whatever the method and whoever else is decoded; None: another
-            text each time.
+        sampling: temperature and filters together; None: the settings below, which are greedy by default.
+        seed: the same seed gives the same text, whatever the method and whoever else is decoded; None: another text
+            each time.
         processors: logits processors of transformers' interface, applied before those of ``sampling``. One with a state
             belongs to one request.
-        eos_token_ids: where to end; None takes the model's own, an empty list none.
-        stop: strings that end the output, or one; they are cut from the text. None: none.
-        chat: wrap a text prompt in the tokenizer's chat template, where it has one.
-        temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as of :class:`~longdraft.Sampling`.
-        tenant: whose it is: with ``earlier=N``, lookups see the texts of the same tenant's requests alone.
-        predicted: token ids that the output may be, or be like: where lookups are on, they look there too.
+        eos_token_ids: tokens that end the output; None takes the model's own, an empty list none.
+        stop: string or strings that end the output; they are cut from the text. None: none.
+        chat: wrap a text prompt in the tokenizer's chat template, if it has one.
+        temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as in :class:`~longdraft.Sampling`.
+        tenant: the user whose request this is: with ``earlier=N``, lookups only see texts of the same tenant.
+        predicted: token ids that the output may resemble; lookups, if there are any, search them too.
     """
 
     prompt: Prompt
@@ -63,7 +63,7 @@ class Request:
     predicted: SequenceOf[int] = ()
 
     def checked(self) -> Request:
-        """The same request with all values as they are declared, and its sampling in one.
+        """Returns the request with all values in their declared types, and its sampling settings in one object.
 
         Raises:
             RequestError: a value of a wrong kind or outside its range.
@@ -88,41 +88,41 @@ class Request:
         )
 
     def _sampling(self) -> Sampling:
-        given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+        single = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         if self.sampling is None:
-            made = Sampling(**given)
-            if made.greedy and (idle := [name for name in _SHAPES if name in given]):
+            sampling = Sampling(**single)
+            if sampling.greedy and (idle := [name for name in _SHAPES if name in single]):
                 raise RequestError(
                     f"{' and '.join(idle)} shape{'s' * (len(idle) < 2)} sampled text, and temperature is 0: give a "
                     "temperature above 0 too"
                 )
-            return made
+            return sampling
         if not isinstance(self.sampling, Sampling):
             raise RequestError(
                 f"sampling takes longdraft.Sampling(temperature=0.7, ...), got {self.sampling!r}; or give temperature= "
                 "and its like by themselves"
             )
-        if given:
-            raise RequestError(f"sampling and {', '.join(given)} say the same thing: give one of the two")
+        if single:
+            raise RequestError(f"sampling and {', '.join(single)} say the same thing: give one of the two")
         return self.sampling
 
 
 def requests_of(prompts: object, settings: Request) -> list[Request]:
-    """One request a prompt.
+    """Makes one request a prompt.
 
     Args:
         prompts: one prompt or several, as :meth:`longdraft.Speculator.stream` takes them.
-        settings: of those that are not requests themselves; its own prompt is not looked at. Prompt i has its seed + i.
+        settings: of the prompts that are not requests themselves; its own prompt is ignored. Prompt i gets seed + i.
 
     Raises:
-        PromptError: no prompt, or what cannot be one.
+        PromptError: no prompt, or a value that cannot be one.
         RequestError: a setting that cannot be used.
     """
     one = isinstance(prompts, str | Request) or _is_ids(prompts := _plain(prompts))
     each = [prompts] if one else cast("list[Any]", prompts)
     if not each:
         raise PromptError("There is no prompt. Give a text or token ids, or a list with at least one of them.")
-    found = []
+    requests = []
     for i, prompt in enumerate(each):
         request = prompt
         if not isinstance(prompt, Request):
@@ -131,17 +131,17 @@ def requests_of(prompts: object, settings: Request) -> list[Request]:
                 seed = whole("seed", seed, *_SEEDS) + i
             request = replace(settings, prompt=prompt, seed=seed)
         try:
-            found.append(request.checked())
+            requests.append(request.checked())
         except PromptError as error:
             raise error if len(each) == 1 else PromptError(f"Prompt {i} of the list: {error}") from None
-    return found
+    return requests
 
 
 def prompt_of(value: object) -> Prompt:
-    """A text, or token ids as a list.
+    """Returns a text as it is, and token ids as a list.
 
     Raises:
-        PromptError: it is neither; says what to do with it.
+        PromptError: the value is neither.
     """
     if isinstance(value, str):
         return value
@@ -157,26 +157,22 @@ def prompt_of(value: object) -> Prompt:
 
 
 def stops_of(value: object) -> tuple[str, ...]:
-    """Stop strings as a tuple.
+    """Returns stop strings as a tuple.
 
     Raises:
-        RequestError: one that is no text, or empty: it would end every output at once.
+        RequestError: one is no text, or empty, which would end every output at once.
     """
-    found = (value,) if isinstance(value, str) else tuple(_listed("stop", () if value is None else value))
-    for stop in found:
+    stops = (value,) if isinstance(value, str) else tuple(_listed("stop", () if value is None else value))
+    for stop in stops:
         if not isinstance(stop, str):
             raise RequestError(f"stop takes strings, got {stop!r}; token ids that end the output are eos_token_ids")
         if not stop:
             raise RequestError("stop has an empty string, which every text begins with: leave it out")
-    return cast("tuple[str, ...]", found)
+    return cast("tuple[str, ...]", stops)
 
 
 def _plain(value: object) -> list[Any]:
-    """A list of what may be a prompt or several: of a tuple, a range, an array, a tensor, an iterator.
-
-    Raises:
-        PromptError: for anything else.
-    """
+    """Makes a list of a tuple, a range, an array, a tensor or an iterator; raises PromptError for anything else."""
     if isinstance(value, Mapping):
         if "role" in value:
             raise PromptError(_CHAT)
@@ -195,7 +191,7 @@ def _is_id(value: object) -> bool:
 
 
 def _is_ids(values: list[Any]) -> bool:
-    """Whether a list is one prompt's token ids, and not a list of prompts."""
+    """Whether a list is the token ids of one prompt, rather than a list of prompts."""
     return bool(values) and all(map(_is_id, values))
 
 
@@ -212,6 +208,6 @@ def _listed(name: str, value: object) -> list[Any]:
 
 
 def _short(value: object) -> str:
-    """A value for a sentence: its type where it is long."""
+    """A value's repr, or its type if that is long."""
     shown = repr(value)
     return shown if len(shown) <= 40 else f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
 """The sampler: the one place where the target's distribution is processed and a token chosen from it.
 
-The processors are transformers' own, so a setting means here what it means in ``generate``. They are evaluated
-with the full text up to the node in question, so penalties and bans see the node's own path.
+The processors are transformers' own, so a setting means what it means in ``generate``. They see the full text up to a
+node, so penalties and bans apply along the node's own path.
 """
 
 from __future__ import annotations
@@ -27,38 +27,34 @@ from longdraft.errors import values_checked
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Processors that look at scores alone: what they make of a draft's likeliest tokens is about what they make of all.
+# Processors that read scores alone: applied to a draft's likeliest tokens, they do about what they do to all.
 _BY_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 _TINY = 1e-30  # for a random number of 0
 
 
 class RecentPenalty(LogitsProcessor):
-    """transformers' repetition penalty, for the last tokens of the text alone (TokenSwift's contextual penalty).
-
-    Args:
-        penalty: above 1 makes them less likely. window: how many tokens count, those of the prompt among them.
-    """
+    """transformers' repetition penalty on the last ``window`` tokens of the text (TokenSwift's contextual penalty)."""
 
     def __init__(self, penalty: float, window: int) -> None:
         self._penalty, self._window = RepetitionPenaltyLogitsProcessor(penalty), window
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._penalty(input_ids[:, -self._window :], scores)
-        return found
+        penalised: torch.Tensor = self._penalty(input_ids[:, -self._window :], scores)
+        return penalised
 
 
 @answering_class
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's distribution is processed.
+    """Settings that process the target's distribution.
 
     Attributes:
         temperature: 0 is greedy; 1 is the model's own distribution.
-        top_k: sample from so many tokens, the most probable; None and 0: from all.
-        top_p: from the fewest tokens that have this probability together, above 0 and at most 1.
-        min_p: from tokens with at least this share of the best one's probability, 0 to 1.
-        repetition_penalty: above 1 makes tokens of the text less likely, below 1 more.
-        repetition_window: the penalty is for tokens among the last so many of the text; None: for all of it.
+        top_k: sample from this many most probable tokens; None and 0: from all.
+        top_p: sample from the fewest tokens that have this probability together, above 0 and at most 1.
+        min_p: sample from tokens with at least this share of the best one's probability, 0 to 1.
+        repetition_penalty: above 1 makes tokens of the text less likely, below 1 more likely.
+        repetition_window: last tokens of the text that the penalty applies to; None: all of them.
 
     Raises:
         RequestError: a value of a wrong kind or outside its range.
@@ -102,7 +98,7 @@ class Sampling:
         return self.temperature == 0
 
     def processors(self, first: Iterable[Processor] = ()) -> LogitsProcessorList:
-        """The processors in the order that ``generate`` applies them, behind a request's own."""
+        """Returns the processors in the order that ``generate`` applies them, after the ``first`` ones."""
         processors = LogitsProcessorList(first)
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
             if self.repetition_window is None:
@@ -126,11 +122,11 @@ class Sampling:
 class Sampler:
     """Decides one token from the target's logits at a node.
 
-    It is called once for every emitted token, in order. So a stateful processor sees just the calls that plain
-    decoding would make, and a seed gives the same text whatever was drafted.
+    It is called once for every emitted token, in order. So a stateful processor sees the calls that plain decoding
+    would make and no others, and a seed gives the same text whatever was drafted.
 
     Attributes:
-        greedy: take the most probable token instead of drawing.
+        greedy: take the most probable token instead of sampling.
         processors: applied to the logits first; empty for the plain distribution.
         draws: the random numbers; by default from torch's global generator.
     """
@@ -146,11 +142,11 @@ class Sampler:
 
     @property
     def foresees(self) -> bool:
-        """Whether the random numbers of coming samples can be told."""
+        """Whether the random numbers of coming samples are known beforehand."""
         return not self.greedy and self.draws.ahead(0) is not None
 
     def rehearsal(self) -> Sampler:
-        """A sampler that chooses what this one will choose wherever the logits are the same, and leaves it as it is.
+        """Returns a sampler that makes this one's coming choices if the logits are equal, and leaves it unchanged.
 
         Both use the same random numbers: a multinomial sample is the argmax of p / e with one exponential e a token,
         and the e are the same. So from two similar distributions both mostly choose the same token.
@@ -160,15 +156,16 @@ class Sampler:
         return Sampler(False, row_processors.copies(self.processors), self.draws.rehearsal())
 
     def foresee(self, count: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """How likely each of some tokens is the one that will be sampled behind the next ``count``, as a draft sees it.
+        """Estimates for some tokens how likely each will be sampled, after ``count`` others, from a draft's numbers.
 
-        The random numbers of that sample are known, so that a draft which says what the target says knows the token.
+        The random numbers of that sample are known, so a draft with the target's distribution knows the token.
 
         Args:
-            log_probs: (..., K), the draft's, of its likeliest tokens (..., K).
+            log_probs: (..., K), the draft's, of its likeliest tokens.
+            tokens: (..., K) ids of these.
 
         Returns:
-            (..., K) log-probabilities; those of the draft where no numbers can be told.
+            (..., K) log-probabilities; the draft's own if the random numbers are not known.
         """
         numbers = self.draws.ahead(count) if self.foresees else None
         if numbers is None:
@@ -180,23 +177,26 @@ class Sampler:
         return (scores.view_as(log_probs) - numbers[tokens].clamp_min(_TINY).log()).log_softmax(-1)
 
     def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
-        """Args:
-        text: (n,) token ids from the prompt's first to the node.
-        logits: (vocabulary,) the target's raw logits at the node.
+        """Decides the token that follows a node.
+
+        Args:
+            text: (n,) token ids from the prompt's first to the node.
+            logits: (vocabulary,) the target's raw logits at the node.
         """
         if self.greedy:
             return int(self._scores(text, logits).argmax())
         return self.draws.sample(self.distribution(text, logits))
 
     def samples(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
-        """What :meth:`sample` would say at each of several nodes, without waiting for the device.
+        """Computes what :meth:`sample` would choose at each of several nodes, without waiting for the device.
 
         Args:
-            logits: (n, vocabulary) of the nodes. depths: of each, how many tokens are sampled before its own.
+            logits: (n, vocabulary) of the nodes.
+            depths: for each node, the tokens that are sampled before its own.
 
         Returns:
-            (n,) token ids; None where they depend on more than logits and random numbers that can be told. Who samples
-            by them says so (:meth:`Draws.advance`).
+            (n,) token ids; None if they depend on more than logits and known random numbers. A caller that uses them
+            then calls :meth:`Draws.advance`.
         """
         # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
         if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):

@@ -1,4 +1,4 @@
-"""Schedules: what verifies a round's trees. The default verifies each on the whole cache."""
+"""Schedules: how a round's trees are verified. The default verifies each on the whole cache."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from longdraft.views.view import View
 
 @dataclass
 class Verified:
-    """A tree with the target's word on it.
+    """A tree with the target's logits, ready to be walked.
 
     Attributes:
-        sequence: the batch's own. drafted: what was drafted for it.
-        tree: what the walk goes down. walker: the sequence that goes along, whose last token is the tree's root and
-            whose sampler decides.
+        sequence: the batch's own sequence.
+        drafted: the tree that was drafted for it.
+        tree: the tree to walk: the drafted one, behind a chain of guesses or not.
+        receiver: the sequence that the walk's tokens are appended to. Its last token is the root of ``tree``, and its
+            sampler decides.
         logits: (at least tree.size, vocabulary), the target's.
         mode: what the logits were computed on.
-        queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE; the layers that
-            :meth:`Schedule.open` was told.
+        queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE, for the layers that
+            were given to :meth:`Schedule.open`.
     """
 
     sequence: Sequence
     drafted: TokenTree
     tree: TokenTree
-    walker: Sequence
+    receiver: Sequence
     logits: torch.Tensor
     mode: Mode = "full"
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def event(self, accepted: Accepted) -> Event:
-        """What came of it where all that was accepted is final."""
+        """The event of a walk whose tokens are all final."""
         node = accepted.path[-1]
         return Event(
-            self.walker,
+            self.receiver,
             self.drafted,
             accepted.from_draft,
             accepted.path,
@@ -59,26 +61,20 @@ class Schedule:
     """Verifies every tree on the whole cache: exact, whatever is drafted.
 
     Attributes:
-        exact: whether what is emitted is what the target alone would have emitted.
+        exact: whether it emits what the target alone would have emitted.
     """
 
     exact = True
 
     views: tuple[View, ...] = ()
-    """What partial verifications see of longer texts; none: every verification sees all."""
+    """What partial verifications see of longer texts; empty if every verification sees all rows."""
 
     def extra_rows(self, max_nodes: int) -> int:
         """Rows that a slot needs behind prompt, output and tree."""
         return 0
 
-    def open(
-        self,
-        runner: TargetRunner,
-        store: KVStore,
-        max_nodes: int,
-        query_layers: tuple[int, ...] = (),
-    ) -> None:
-        """Told before anything else, and again when the store has been replaced.
+    def open(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
+        """Called before anything else, and again when the store has been replaced.
 
         Args:
             max_nodes: most drafted nodes of a tree.
@@ -90,15 +86,15 @@ class Schedule:
         self.runner, self.store, self.query_layers = runner, store, query_layers
 
     def drafter_sequence(self, sequence: Sequence) -> Sequence:
-        """The sequence as its drafter sees it."""
+        """Returns the sequence as its drafter sees it: with tokens that are not final yet."""
         return sequence
 
     def length(self, sequence: Sequence) -> int:
-        """Rows of KV that a round reads of a sequence, as a rule."""
+        """Rows of KV that a round usually reads of a sequence."""
         return len(sequence.prompt) + len(sequence.output)
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
-        """The target's logits for a tree of each sequence, none of them committed.
+        """Computes the target's logits of a tree for each sequence; commits nothing.
 
         Args:
             trees: rooted at the last token of :meth:`drafter_sequence`.
@@ -111,34 +107,31 @@ class Schedule:
         ]
 
     def queries(self, out: TargetOutput, b: int, start: int = 0) -> dict[int, torch.Tensor]:
-        """The queries of sequence b that were asked for, from row ``start`` of its block on: views."""
+        """Views of sequence b's queries in :attr:`query_layers`, from row ``start`` of its block on."""
         return {layer: out.queries[layer][b, :, start:] for layer in self.query_layers}
 
     def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
-        """One full forward of a batch of trees, padded to the largest."""
+        """Runs one full forward of a batch of trees, padded to the largest."""
         return verify_trees(self.runner, self.store, [s.slot for s in sequences], trees, taps=taps)
 
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
-        """Keeps the rows of what was accepted, and says what came of it.
-
-        Args:
-            verified: as :meth:`verify` gave it. accepted: where the walk went.
-        """
+        """Keeps the KV rows of the accepted path, and returns what became of the sequence."""
         self.store.commit(verified.sequence.slot, accepted.path)
         return verified.event(accepted)
 
     def use_planner(self) -> None:
-        """Told at first that rounds are planned, so that :meth:`observe_round` says what each took."""
+        """Called first if a planner plans the rounds: :meth:`observe_round` then follows each."""
 
     def observe_round(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
-        """Told how long a planned round took, with drafting, and what came of it.
+        """Called after a planned round.
 
         Args:
-            plain: seconds that one of plain decoding takes.
+            seconds: what the round took, with drafting.
+            plain: seconds of a plain decoding step.
         """
 
     def close(self, sequence: Sequence) -> None:
-        """Told when a sequence has finished: its slot keeps exact rows alone."""
+        """Called when a sequence has finished: its slot keeps exact rows alone."""
 
 
 def verify_trees(
@@ -149,9 +142,8 @@ def verify_trees(
     bases: list[int] | None = None,
     taps: Taps = NO_TAPS,
 ) -> TargetOutput:
-    """One forward over a tree a slot, padded to the largest. Writes KV behind the slots' rows, uncommitted.
+    """Runs one forward over a tree a slot, padded to the largest. Writes KV behind the slots' rows, uncommitted.
 
-    Nobody has looked for NaN among its logits yet.
+    Logits are not checked for NaN here: whoever walks the trees does that, and waits for the device once.
     """
-    # Not checked: whoever walks down the trees does, and waits for the device once.
     return runner.forward(tree_block(store, slots, trees, bases), store, taps=taps, check=False)

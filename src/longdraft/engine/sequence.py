@@ -1,4 +1,4 @@
-"""One sequence: its tokens while decoding, how the next one is decided, and when it is over."""
+"""One sequence: its tokens while decoding, its sampler, and the rules that end it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.engine.sampler import Sampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
-# Told the sequence after each emitted token: a reason to finish, or None.
+# Called with the sequence after each emitted token; returns a reason to finish, or None.
 StopRule = Callable[["Sequence"], FinishReason | None]
 
 
@@ -24,13 +24,14 @@ class Sequence:
         prompt: prompt token ids.
         max_new_tokens: emitted at most.
         device: where logits are, and so where processors want the ids.
-        shown: the prompt as processors and stopping criteria see it, where that is not the prompt: a padded row of
-            transformers, whose padding the model never sees.
-        greedy: its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
-        tenant: whose request it is. predicted: what its output may be: lookups may look there.
-        sampler: decides its tokens from the target's logits; None: given before the sequence is decoded. Drafters may
-            rehearse coming tokens with it, but not sample.
-        rules: asked in order after each emitted token whether the sequence is over.
+        shown: the prompt as processors and stopping criteria see it, if that differs: a padded row of transformers,
+            whose padding the model never sees.
+        greedy: whether its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
+        sampler: decides its tokens from the target's logits; None if it is set before the sequence is decoded. Drafters
+            may rehearse coming tokens with it, but not sample.
+        rules: called in order after each emitted token; the first reason that one returns ends the sequence.
+        tenant: the user whose request this is.
+        predicted: tokens that the output may contain, for lookups.
     """
 
     sampler: Sampler
@@ -48,8 +49,7 @@ class Sequence:
         tenant: str | None = None,
         predicted: SequenceOf[int] = (),
     ) -> None:
-        self.index = index
-        self.slot = index
+        self.index = self.slot = index
         self.prompt = prompt
         self.greedy = greedy
         self.rules = tuple(rules)
@@ -59,10 +59,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         if sampler is not None:
             self.sampler = sampler
-        seen = prompt if shown is None else shown
-        self._start = len(seen)
-        self._ids = torch.empty(len(seen) + max_new_tokens, dtype=torch.long, device=device)
-        self._ids[: len(seen)] = on_device(seen, device, torch.long)
+        shown = prompt if shown is None else shown
+        self._start = len(shown)
+        self._ids = torch.empty(len(shown) + max_new_tokens, dtype=torch.long, device=device)
+        self._ids[: len(shown)] = on_device(shown, device, torch.long)
 
     @property
     def tokens(self) -> list[int]:
@@ -70,16 +70,21 @@ class Sequence:
         return self.prompt + self.output
 
     @property
+    def longest(self) -> int:
+        """Tokens of prompt and output at most."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_new_tokens - len(self.output)
 
     def ids(self) -> torch.Tensor:
-        """(n,) ids of prompt, as it is shown, and output, a view."""
+        """(n,) ids of prompt, as it is shown, and output: a view."""
         return self._ids[: self._start + len(self.output)]
 
     def emit(self, token: int) -> bool:
-        """Appends a token and says whether it was the last."""
+        """Appends a token and returns whether it was the last."""
         self.append(token)
         reasons = (rule(self) for rule in self.rules)
         self.finish_reason = next((r for r in reasons if r), None) or ("length" if not self.remaining else None)
@@ -90,7 +95,7 @@ class Sequence:
         self.output.append(token)
 
     def fork(self) -> Sequence:
-        """A sequence that has come as far as this one and goes on by itself, in the same slot."""
+        """Returns a copy in the same slot that goes on by itself; it shares the sampler."""
         twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device, greedy=self.greedy)
         twin.rules = self.rules
         twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
@@ -98,7 +103,7 @@ class Sequence:
         twin.sampler = self.sampler
         return twin
 
-    def follow(self, other: Sequence) -> None:
-        """Takes the output of another sequence with the same prompt for its own."""
+    def copy_output(self, other: Sequence) -> None:
+        """Replaces its output by that of another sequence with the same prompt."""
         self.output, self.finish_reason = list(other.output), other.finish_reason
         self._ids.copy_(other._ids)

@@ -1,4 +1,4 @@
-"""Requests to a Speculator: sessions, in which they come and go, and generations, which are a list of them."""
+"""Sessions, in which requests come and go, and generations, which decode a list of them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from longdraft.memory import sizes
 from longdraft.model import support
 from longdraft.views.view import View
 
-# Sequences decoded at a time where nobody says how many: each more makes a step a little slower and its KV is memory.
+# Sequences decoded at a time by default: each more makes a step a little slower, and its KV takes memory.
 BATCH, BATCH_ON_GPU = 8, 32
 
 
 @dataclass
-class _Told:
-    """What is kept of a request beside its sequence.
+class _Entry:
+    """A request's sequence, with its text and times.
 
     Attributes:
         text: turns its tokens into text; None without a tokenizer.
-        from_draft: of each token, whether it was drafted. pieces: of the text so far.
-        seconds: of its prefill, and of the rounds that it took part in.
+        from_draft: for each token, whether it was drafted.
+        pieces: the text so far.
+        prefill_seconds, decode_seconds: of its prefill, and of the rounds that it took part in.
     """
 
     sequence: Sequence
@@ -40,10 +41,10 @@ class _Told:
     text: TextStream | None
     from_draft: list[bool] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
-    def follow(self, step: Step) -> Step:
-        """The step with its text."""
+    def with_text(self, step: Step) -> Step:
         self.from_draft += [i < step.from_draft for i in range(len(step.token_ids))]
         if self.text is None:
             return step
@@ -66,15 +67,15 @@ class Session:
 
     def __init__(self, engine: Engine, texts: Texts, method: str, exact: bool) -> None:
         self._engine, self._texts, self._method, self._exact = engine, texts, method, exact
-        self._told: dict[int, _Told] = {}
+        self._entries: dict[int, _Entry] = {}
         self._next = 0
 
     def __repr__(self) -> str:
-        ended = sum(map(self.ended, self._told))
-        return f"{type(self).__name__}({self._method}, {len(self._told)} requests, {ended} ended)"
+        ended = sum(map(self.ended, self._entries))
+        return f"{type(self).__name__}({self._method}, {len(self._entries)} requests, {ended} ended)"
 
     def add(self, request: Request | Prompt) -> int:
-        """A request joins as soon as a slot is free.
+        """Queues a request, which joins as soon as a slot is free.
 
         Returns:
             Its number, which its steps carry as ``sequence``.
@@ -92,14 +93,14 @@ class Session:
         self._next += 1
         stops = stops_of(request.stop)
         text = None if self._texts.tokenizer is None else TextStream(self._texts.decode, stops)
-        self._told[index] = _Told(sequence, stops, text)
+        self._entries[index] = _Entry(sequence, stops, text)
         return index
 
     def step(self) -> list[Step]:
         """Reads prompts for a while, or makes a round of all requests that are decoded.
 
         Returns:
-            What came of it: a step for each request concerned.
+            A step for each request concerned.
 
         Raises:
             MemoryBudgetError: there is no room for even one request, before any work on it.
@@ -109,25 +110,24 @@ class Session:
         steps = self._engine.step()
         decoding = sum(step.seconds for step in steps if step.mode != "prefill")
         for step in steps:
-            seconds = self._told[step.sequence].seconds
             if step.mode == "prefill":
-                seconds[0] += step.seconds
+                self._entries[step.sequence].prefill_seconds += step.seconds
             else:
-                seconds[1] += decoding
-        return [self._told[step.sequence].follow(step) for step in steps]
+                self._entries[step.sequence].decode_seconds += decoding
+        return [self._entries[step.sequence].with_text(step) for step in steps]
 
     @property
     def views(self) -> tuple[View, ...]:
-        """What drafts, and then partial verifications, see of longer texts; settled by the first step."""
+        """Views of longer texts: those of drafts, then of partial verifications; known after the first step."""
         return self._engine.drafter.views + self._engine.schedule.views
 
     def abort(self, number: int) -> None:
-        """Ends a request where it is; its last step says "cancelled". One that has ended is left as it is."""
+        """Ends a request where it is, with the finish reason "cancelled". Has no effect on one that has ended."""
         self._engine.abort(number)
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended yet."""
+        """Whether any request has not ended yet."""
         return self._engine.busy
 
     def close(self) -> None:
@@ -135,36 +135,37 @@ class Session:
         self._engine.close()
 
     def result(self, number: int) -> Result:
-        """What there is of a request, marked cancelled where it has not ended.
+        """Returns a request's result so far, with the finish reason "cancelled" if it has not ended.
 
         Raises:
-            RequestError: the session has no such request, or not any more.
+            RequestError: the session has no such request (any more).
         """
-        if number not in self._told:
+        if number not in self._entries:
             raise RequestError(f"this session has no request {number}, or its result was taken")
-        return self._result(number, *self._told[number].seconds)
+        entry = self._entries[number]
+        return self._result(number, entry.prefill_seconds, entry.decode_seconds)
 
     def ended(self, number: int) -> bool:
-        """Whether a request has ended, and no step of it will follow."""
+        """Whether a request has ended, with no step still to come."""
         return not self._engine.holds(number)
 
     def take(self, number: int) -> Result:
-        """The result of a request that has ended; the session forgets it.
+        """Returns the result of a request that has ended, and forgets it.
 
         Raises:
             RequestError: it is still decoded, or the session has no such request.
         """
-        found = self.result(number)
+        result = self.result(number)
         if not self.ended(number):
             raise RequestError(f"request {number} is still decoded: take it when its last step has come, or abort it")
-        del self._told[number], self._engine.stats[number]
-        return found
+        del self._entries[number], self._engine.stats[number]
+        return result
 
     def _result(self, number: int, prefill_seconds: float, decode_seconds: float) -> Result:
-        told, stats = self._told[number], self._engine.stats[number]
-        s = told.sequence
+        entry, stats = self._entries[number], self._engine.stats[number]
+        s = entry.sequence
         return Result(
-            text=self._text(told),
+            text=self._text(entry),
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
             cached_tokens=stats.cached,
@@ -180,22 +181,22 @@ class Session:
             partial_tokens=stats.unconfirmed,
             rolled_back=stats.taken_back,
             peak_memory_bytes=sizes.peak_bytes(self._engine.runner.device),
-            from_draft=list(told.from_draft),
-            pieces=list(told.pieces),
+            from_draft=list(entry.from_draft),
+            pieces=list(entry.pieces),
             arithmetic=self._engine.runner.arithmetic,
         )
 
-    def _text(self, told: _Told) -> str:
+    def _text(self, entry: _Entry) -> str:
         if self._texts.tokenizer is None:
             return ""
-        text: str = self._texts.decode(told.sequence.output)
+        text: str = self._texts.decode(entry.sequence.output)
         # The earliest stop string ends the text.
-        ends = [text.find(stop) for stop in told.stops if told.sequence.finish_reason == "stop" and stop in text]
+        ends = [text.find(stop) for stop in entry.stops if entry.sequence.finish_reason == "stop" and stop in text]
         return text[: min(ends)] if ends else text
 
 
 class Generation(Session):
-    """A list of requests in progress: iterate over its :class:`Step` s, or ask for its results at once."""
+    """A list of requests in progress: iterate over its :class:`Step` s, or call :meth:`results`."""
 
     def __init__(
         self,
@@ -217,12 +218,12 @@ class Generation(Session):
     @property
     def prompt_tokens(self) -> list[int]:
         """Prompt length of each sequence, in tokens."""
-        return [len(told.sequence.prompt) for told in self._told.values()]
+        return [len(entry.sequence.prompt) for entry in self._entries.values()]
 
     def _run(self) -> Iterator[Step]:
         while self.busy:
             if self._cancelled():
-                for number in self._told:
+                for number in self._entries:
                     self.abort(number)
             for step in self.step():
                 if step.mode == "prefill":
@@ -235,14 +236,14 @@ class Generation(Session):
         return self._steps
 
     def results(self) -> list[Result]:
-        """Runs whatever is left and returns one result a prompt. Seconds are those of the whole list."""
+        """Runs to the end and returns one result a prompt. Seconds are those of the whole list."""
         for _ in self._steps:
             pass
-        return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._told]
+        return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._entries]
 
 
 def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Sequence:
-    """A checked request as the engine decodes it; for errors, see :meth:`Session.add`."""
+    """Makes the sequence of a checked request; raises what :meth:`Session.add` raises."""
     runner, sampling = engine.runner, request.sampling or Sampling()
     ids = texts.encode(request.prompt, request.chat)
     support.check_tokens(runner.model, ids)
@@ -253,8 +254,8 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
         generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
         if runner.share is not None:
             generator.set_state(runner.share.first(generator.get_state()))
-    given = request.eos_token_ids
-    eos = runner.eos_token_ids | texts.eos if given is None else frozenset([given] if isinstance(given, int) else given)
+    ends = request.eos_token_ids
+    eos = runner.eos_token_ids | texts.eos if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
     rules: list[StopRule] = [eos_rule(eos)] if eos else []
     if request.stop:
         if texts.tokenizer is None:
@@ -274,5 +275,5 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
 
 
 def batch_for(device_type: str) -> int:
-    """Sequences decoded at a time on a device."""
+    """Sequences decoded at a time by default."""
     return BATCH if device_type == "cpu" else BATCH_ON_GPU

@@ -1,4 +1,4 @@
-"""What is counted of a run, from its events, and told to users: steps while it runs, results when it has ended."""
+"""Counters of a run, and what users get of it: steps while it runs, results when it has ended."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.engine.streaming import Piece
 from longdraft.trees.tree import TokenTree
 
-# Characters of a text that its repr shows.
-_SHOWN = 60
+_REPR_CHARACTERS = 60  # of a text
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one round did to one sequence.
+    """One round of one sequence.
 
     Attributes:
         sequence: index in the batch.
         token_ids: emitted tokens; empty while prefilling.
         from_draft: how many of them, counted from the first, were drafted; the rest is the bonus token.
-        drafted: nodes that were drafted this round.
+        drafted: nodes drafted this round.
         accepted: drafted nodes accepted this round.
         mode: "prefill" while the prompt is read; "full" for a verification on the whole cache, "partial" on a partial
-            one, "refresh" for a full one that puts partial ones right (SpecPV, section 3).
-        seconds: wall time of the round, carried by the first of its steps; the others say 0.0.
+            one, "refresh" for a full one that corrects partial ones (SpecPV, section 3).
+        seconds: wall time of the round, in the first of its steps; 0.0 in the others.
         prefilled: prompt tokens read so far (mode "prefill").
         finish_reason: set on a sequence's last step.
-        pieces: the text that it emitted, each piece with whether it was drafted; none without a tokenizer. A character
-            that lacks bytes, and what may be the beginning of a stop string, come with a later step.
-        tree: what was drafted and verified, on the last token before. path: its accepted nodes, the root first.
+        pieces: the emitted text, each piece with whether it was drafted; none without a tokenizer. An incomplete
+            character, and what may be the beginning of a stop string, come with a later step.
+        tree: the verified tree, rooted at the token before.
+        path: its accepted nodes, the root first.
     """
 
     sequence: int
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The text that it emitted: that of all steps makes the result's."""
+        """The emitted text; the texts of all steps together are the result's."""
         return "".join(piece.text for piece in self.pieces)
 
 
@@ -62,14 +62,15 @@ class Result:
         text: the output, without a stop string that ended it; empty when there is no tokenizer.
         token_ids: emitted tokens, EOS included.
         rounds: target verification forwards that this sequence took part in, partial ones among them.
-        partial_rounds: those on a partial cache. partial_tokens: tokens that they accepted. rolled_back: how many of
-            these a full one refuted before they were emitted.
-        cached_tokens: of the prompt, whose keys and values were there already.
-        prefill_seconds, decode_seconds: wall time of reading the prompts and of everything after.
+        partial_rounds: verification forwards on a partial cache.
+        partial_tokens: tokens that those accepted.
+        rolled_back: how many of these a full verification refuted before they were emitted.
+        cached_tokens: prompt tokens whose keys and values were in the cache already.
+        prefill_seconds, decode_seconds: wall time of reading the prompts, and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
-        from_draft: of each token, whether it was drafted.
-        pieces: the text once more, each piece with whether it was drafted. A notebook shows these in colour.
-        arithmetic: the target's, "int8" or the dtype it computes in.
+        from_draft: for each token, whether it was drafted.
+        pieces: the text again, each piece with whether it was drafted. A notebook shows these in colour.
+        arithmetic: the target's: "int8" or the dtype it computes in.
     """
 
     text: str
@@ -93,7 +94,7 @@ class Result:
     arithmetic: str = "float32"
 
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        text = self.text if len(self.text) <= _REPR_CHARACTERS else f"{self.text[:_REPR_CHARACTERS]}..."
         return f"Result({text!r}, {self.summary})"
 
     def _repr_html_(self) -> str:
@@ -102,7 +103,7 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """Its figures in a line."""
+        """Its figures in one line."""
         exact = "exact" if self.exact else "approximate"
         figures = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
         if self.rounds:
@@ -134,11 +135,9 @@ class Stats:
 
     @property
     def rounds(self) -> int:
-        """Verifications that it took part in."""
         return sum(self.rounds_by_mode.values())
 
     def count(self, event: Event) -> None:
-        """A round of it."""
         self.rounds_by_mode[event.mode] += 1
         self.drafted += event.tree.drafted
         self.accepted += event.accepted
@@ -147,7 +146,7 @@ class Stats:
 
 
 def step_of(sequence: Sequence, event: Event) -> Step:
-    """A round as users see it; its seconds are not known yet."""
+    """A round as users see it, without its seconds."""
     return Step(
         sequence=sequence.index,
         token_ids=event.emitted,

@@ -1,4 +1,4 @@
-"""When a sequence is over: rules that are asked after each emitted token."""
+"""Rules that end a sequence; they are called after each emitted token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def eos_rule(eos: frozenset[int]) -> StopRule:
 
 
 def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> StopRule:
-    """Finishes when a stop string stands in the output's text, wherever token borders fall.
+    """Finishes when a stop string appears in the output's text, wherever token borders fall.
 
     Args:
         decode: token ids to text, special tokens included or not as the user sees them.

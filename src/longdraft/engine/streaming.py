@@ -1,11 +1,11 @@
-"""From tokens to the text that may be shown now: no halves of characters, nothing of a stop string."""
+"""Turns tokens into text that may be shown now: no halves of characters, nothing of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# What a decoder writes for bytes that are not, or not yet, a character.
+# A decoder writes this for bytes that are not, or not yet, a character.
 BROKEN = "\ufffd"
 
 
@@ -19,8 +19,8 @@ class Piece(NamedTuple):
 class Detokenizer:
     """Turns a growing list of tokens into text.
 
-    Each new text is the difference of two decodings of the same short tail, one with and one without the new tokens,
-    so that a space which a tokenizer writes between two tokens, but not before the first, is there.
+    A new text is the difference of two decodings of the same short tail, with and without the new tokens. So a space
+    that a tokenizer writes between two tokens, but not before the first, is there.
 
     Args:
         decode: token ids to text.
@@ -29,10 +29,10 @@ class Detokenizer:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._tail: list[int] = []
-        self._shown = 0  # tokens of the tail whose text has been given
+        self._shown = 0  # tokens of the tail whose text was returned
 
     def push(self, token: int) -> str:
-        """Text that is certain now; empty while a character lacks bytes."""
+        """Returns the text that is certain now; empty while a character lacks bytes."""
         self._tail.append(token)
         text = self._decode(self._tail)
         known = self._decode(self._tail[: self._shown])
@@ -43,7 +43,7 @@ class Detokenizer:
         return text[len(known) :]
 
     def finish(self) -> str:
-        """What is left, broken characters included."""
+        """Returns the remaining text, broken characters included."""
         text = self._decode(self._tail)[len(self._decode(self._tail[: self._shown])) :]
         self._tail, self._shown = [], 0
         return text
@@ -64,7 +64,7 @@ class TextStream:
         self._stopped = False
 
     def push(self, tokens: Sequence[int], from_draft: int, last: bool = False) -> list[Piece]:
-        """Pieces that a step adds; its first ``from_draft`` tokens were drafted. The last step gives what was held."""
+        """Returns the pieces that a step adds, the last step all that was held; ``from_draft`` tokens were drafted."""
         for i, token in enumerate(tokens):
             self._hold(self._tokens.push(token), i < from_draft)
         if last:
@@ -77,19 +77,19 @@ class TextStream:
 
     def _release(self, last: bool) -> list[Piece]:
         text = "".join(piece.text for piece in self._held)
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        stops = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if stops:
             self._stopped = True
-            end = min(found)
+            end = min(stops)
         else:
             end = len(text) if last else len(text) - self._suspicious(text)
-        given, self._held = _split(self._held, end)
+        released, self._held = _split(self._held, end)
         if self._stopped:
             self._held = []
-        return given
+        return released
 
     def _suspicious(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Characters at the text's end that may be the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for n in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stops):
@@ -98,7 +98,7 @@ class TextStream:
 
 
 def _split(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
-    """Pieces before and from character ``end`` on."""
+    """Pieces before character ``end``, and from it on."""
     before, after = [], []
     for text, drafted in pieces:
         if text[:end]:

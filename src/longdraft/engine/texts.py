@@ -13,12 +13,12 @@ from longdraft.model.chat import chat_prompt, encode
 
 @dataclass(frozen=True)
 class Texts:
-    """A target's tokenizer; without one, only token ids can be decoded."""
+    """Encodes and decodes with a target's tokenizer; without one, prompts and outputs are token ids."""
 
     tokenizer: PreTrainedTokenizerBase | None
 
     def decode(self, tokens: list[int]) -> str:
-        """Token ids to text, without special tokens.
+        """Returns the text of token ids, without special tokens.
 
         Raises:
             CapabilityError: there is no tokenizer.
@@ -28,13 +28,13 @@ class Texts:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
-        """A prompt to token ids. Token ids are returned as they are.
+        """Returns a prompt's token ids; token ids are returned as they are.
 
         Args:
             chat: wrap a text in the model's chat template, if it has one.
 
         Raises:
-            CapabilityError: a text, and there is no tokenizer.
+            CapabilityError: the prompt is a text, and there is no tokenizer.
         """
         prompt = prompt_of(prompt)
         if not isinstance(prompt, str):
@@ -46,5 +46,5 @@ class Texts:
     @property
     def eos(self) -> frozenset[int]:
         """The tokenizer's end token (a chat model's end of turn), if it has one."""
-        found = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return frozenset() if found is None else frozenset([int(found)])
+        token = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return frozenset() if token is None else frozenset([int(token)])

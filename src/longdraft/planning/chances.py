@@ -1,7 +1,8 @@
-"""What is believed of a draft: posteriors that forget.
+"""What is known of a draft, as posteriors that forget.
 
-:class:`Chances`: that a node is right, by the probability that its drafter gives its path (Beta posteriors).
-:class:`Worth`: what asking the draft adds to a round (a Gamma posterior of tokens), and what it takes.
+:class:`Chances`: the chance that a node is right, given the probability that its drafter gives its path (Beta
+posteriors). :class:`Gain`: the tokens that a forward of the draft adds to a round (a Gamma posterior), and its time.
+Times are in plain steps: one step of decoding without a draft.
 """
 
 from __future__ import annotations
@@ -9,39 +10,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
-# Nodes are told apart by the log-probability of their path, in steps of this many nats, the last one open.
+# Nodes are grouped into grades by the log-probability of their path: steps of half a nat, the last grade open.
 _STEP, _GRADES = 0.5, 12
-# Observations that a prior is worth: how many it takes until half of what is believed is what was seen.
+# A prior weighs as much as this many observations.
 PRIOR = 4.0
-# Tokens that a draft is hoped to add for each plain step that it takes: a bad one is given up after two trials.
-HOPE = 4 / 3
-# Tokens of the longest chain that is hoped for.
+# Before it was tried, a draft is believed to add this many tokens per plain step that it takes: a bad one is given up
+# after two trials.
+PRIOR_RATE = 4 / 3
+# Longest chain considered when a draft's chance of being right is known beforehand.
 LONGEST = 8
-# What a round leaves of the evidence before it: about the last hundred rounds count.
+# Evidence is multiplied by this once a round, so about the last hundred rounds count.
 KEEP = 0.99
 
 
 class Chances:
-    """Of drafted nodes: what the draft says, corrected by what became of nodes of the same grade."""
+    """Corrects a drafter's probabilities by how often nodes of the same grade were right."""
 
     def __init__(self) -> None:
         self._right = [0.0] * _GRADES
-        self._seen = [0.0] * _GRADES
+        self._counts = [0.0] * _GRADES
 
     def chance(self, log_prob: float) -> float:
-        """That a path of this log-probability is right: the mean of a Beta posterior around what its drafter says."""
+        """The chance that a path of this log-probability is right: the mean of a Beta posterior."""
         grade = _grade(log_prob)
-        return (PRIOR * exp(log_prob) + self._right[grade]) / (PRIOR + self._seen[grade])
+        return (PRIOR * exp(log_prob) + self._right[grade]) / (PRIOR + self._counts[grade])
 
-    def saw(self, log_prob: float, right: bool) -> None:
-        """A verified node, and whether all of its path was right."""
+    def observe(self, log_prob: float, right: bool) -> None:
+        """Counts a verified node; ``right`` if all of its path was."""
         self._right[_grade(log_prob)] += right
-        self._seen[_grade(log_prob)] += 1.0
+        self._counts[_grade(log_prob)] += 1.0
 
     def fade(self) -> None:
-        """Once a round."""
+        """Called once a round."""
         self._right = [x * KEEP for x in self._right]
-        self._seen = [x * KEEP for x in self._seen]
+        self._counts = [x * KEEP for x in self._counts]
 
 
 def _grade(log_prob: float) -> int:
@@ -49,12 +51,12 @@ def _grade(log_prob: float) -> int:
 
 
 @dataclass
-class Hope:
-    """A belief about a draft that has not been tried: that it pays, by a little; or by what its drafter knows of it.
+class PriorGain:
+    """The belief about a draft that has not been tried: it pays by a little, unless its drafter knows better.
 
     Attributes:
         steps: plain steps that a round with the draft takes longer.
-        known: tokens that it adds to such a round; None where nothing is known of it.
+        known: tokens that it adds to such a round; None if the drafter does not say.
     """
 
     steps: float
@@ -62,54 +64,55 @@ class Hope:
 
     @property
     def tokens(self) -> float:
-        """That it adds to such a round."""
-        return HOPE * self.steps if self.known is None else self.known
+        return PRIOR_RATE * self.steps if self.known is None else self.known
 
     @property
     def pays(self) -> bool:
-        """True where it makes more tokens than plain decoding does in the same time."""
+        """True if the draft adds more tokens than plain decoding makes in the same time."""
         return self.tokens > self.steps
 
-    def chain(self, share: float, level: float) -> None:
-        """Believes in the chain that makes the most tokens a plain step.
+    def assume_chain(self, acceptance: float, level: float) -> None:
+        """Assumes the chain that makes the most tokens a plain step.
 
         Args:
-            share: chance of each of its tokens to be right, behind right ones.
-            level: plain steps that drafting and verifying one more takes.
+            acceptance: chance of each of its tokens to be right, if those before it are.
+            level: plain steps that drafting and verifying one more token takes.
         """
-        tokens, best = 0.0, 0.0
+        tokens, best_rate = 0.0, 0.0
         for n in range(1, LONGEST + 1):
-            tokens += share**n
-            if (rate := (1.0 + tokens) / (1.0 + n * level)) > best:
-                best, self.known, self.steps = rate, tokens, n * level
+            tokens += acceptance**n
+            rate = (1.0 + tokens) / (1.0 + n * level)
+            if rate > best_rate:
+                best_rate, self.known, self.steps = rate, tokens, n * level
 
 
-class Worth:
-    """What asking a draft adds to a round: tokens, were nothing else proposed, and the steps that it takes longer.
+class Gain:
+    """What drafting adds to a round: tokens, if nothing else proposed any, and the plain steps that it takes.
 
     Args:
-        prior: as sure as ``PRIOR`` rounds; of a text, what is believed of all texts.
+        prior: weighs as much as ``PRIOR`` rounds; for one text, the gain over all texts.
     """
 
-    def __init__(self, prior: Hope | Worth) -> None:
+    def __init__(self, prior: PriorGain | Gain) -> None:
         self._prior = prior
         self._tokens = self._new = self._steps = self._rounds = 0.0
 
     @property
     def tokens(self) -> float:
-        """Mean of a Gamma posterior: tokens are counted as Poisson's are, and a round counts by what is new in it."""
+        """Mean of a Gamma posterior for Poisson counts; a round weighs as much as its share of new tokens."""
         return (PRIOR * self._prior.tokens + self._tokens) / (PRIOR + self._new)
 
     @property
     def steps(self) -> float:
-        """In time of plain decoding."""
         return (PRIOR * self._prior.steps + self._steps) / (PRIOR + self._rounds)
 
-    def saw(self, tokens: float, new: float, steps: float) -> None:
-        """A round with the draft.
+    def observe(self, tokens: float, new: float, steps: float) -> None:
+        """Counts a round with the draft.
 
         Args:
-            tokens: that it added. new: the share of its tokens that nothing else proposed. steps: that it took longer.
+            tokens: that the draft added.
+            new: share of the draft's tokens that nothing else proposed.
+            steps: plain steps that the round took longer.
         """
         self._tokens += tokens
         self._new += new
@@ -117,7 +120,7 @@ class Worth:
         self._rounds += 1.0
 
     def fade(self) -> None:
-        """Once a round."""
+        """Called once a round."""
         self._tokens *= KEEP
         self._new *= KEEP
         self._steps *= KEEP

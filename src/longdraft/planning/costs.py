@@ -1,7 +1,7 @@
-"""What a verification costs on this machine: a table measured once, and how the machine does now.
+"""The costs of verifications on this machine: a table measured once, and the machine's present speed.
 
-A forward of n rows on L tokens of text costs more than one of a single row by much less than n times, how much less
-depends on machine, model and L, and no formula knows it. So it is measured, at a few n and L, and kept on disk.
+A forward of n rows on L tokens of text costs much less than n forwards of one row. How much less depends on machine,
+model and L, and no formula gives it. So it is measured at a few n and L, and kept on disk.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
+# What is measured: rows of a forward, tokens of text, and how often.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LENGTHS = (64, 2048, 7168)
 REPEATS = 3
-# Measuring ends after this long, with what there is by then: a large model, or a machine that does something else too.
+# Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 20.0
-# How often it is said how far it is.
-STEPS = 20
-# Of which the shortest text, without which there is no table, may take so much.
+# The share of that time that the shortest text may take, without which there is no table.
 FIRST_SHARE = 0.5
-# Raise it when a table means something else than before.
+# Progress is reported this many times.
+STEPS = 20
+# Version of the tables on disk: raise it when one means something else than before.
 _FORMAT = 4
-# Rows of the forwards that wake a model up; how much faster than its table the machine may be, and than one that was
-# measured beside other work.
-WAKING, _BUSY, _QUIET = 4, 0.6, 0.85
-# How fast the estimate of the machine's present speed follows what is seen, and how far off a single round may look.
+# Rows of the forwards that wake a model up.
+WAKING = 4
+# A table is outdated if the machine now needs less than this share of the table's time: of a table that was measured
+# undisturbed, and of one that was measured beside other work.
+_UNDISTURBED, _DISTURBED = 0.6, 0.85
+# Weight of a new round in the estimate of the machine's present speed, and the factor by which one may seem off.
 _FOLLOW, OUTLIER = 0.15, 2.0
 
 
 class Stage(str):
-    """A line of text about something that takes seconds, with the share of it that is over."""
+    """A line of text about something that takes seconds, with the share of it that is done."""
 
     share: float
 
@@ -68,9 +71,10 @@ class CostTable:
     """Seconds of a forward by rows and tokens of text.
 
     Attributes:
-        lengths: tokens of text, ascending. rows: rows of a forward, ascending, the first of them 1.
+        lengths: tokens of text, ascending.
+        rows: rows of a forward, ascending, the first of them 1.
         seconds: for each length, for each number of rows.
-        busy: other processes were in the way while it was measured.
+        busy: whether other processes were in the way while it was measured.
     """
 
     lengths: tuple[int, ...]
@@ -84,7 +88,7 @@ class CostTable:
             raise ValueError("a table of costs has a row for each length and a column for each number of rows")
 
     def at(self, rows: float, length: float) -> float:
-        """Seconds of a forward of ``rows`` rows on ``length`` tokens; linear between what was measured, and beyond."""
+        """Seconds of a forward of ``rows`` rows on ``length`` tokens; linear between measurements, and beyond them."""
         return _between(self.lengths, [_between(self.rows, s, rows) for s in self.seconds], length)
 
 
@@ -99,41 +103,39 @@ def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @dataclass
 class Costs:
-    """Predicts what a verification takes now: the table, times how the machine does at present.
-
-    Attributes:
-        table: as measured.
-    """
+    """Predicts the seconds of a verification: the table's, times the machine's present pace and the table's bias."""
 
     table: CostTable
     _pace: float = 1.0
-    # By column and sequences: how far off the table is, and how often that was seen.
+    # (column of the table, sequences) -> factor by which the table is off, and how often that was seen.
     _bias: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     def verification(self, rows: int, lengths: Sequence[int]) -> float:
         """Seconds of one forward over ``rows`` rows of each sequence of a batch with these tokens of text."""
-        return self._pace * self._known(rows, len(lengths))[0] * self._expected(rows, lengths)
+        return self._pace * self._bias_of(rows, len(lengths))[0] * self._expected(rows, lengths)
 
-    def saw(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
-        """Learns from a round: other work on the machine slows all rounds, a table that is off some of them."""
+    def observe(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
+        """Learns from a round: other work on the machine slows all rounds (pace), a wrong table some (bias)."""
         ratio = seconds / self._expected(rows, lengths)
         ratio = min(max(ratio, self._pace / OUTLIER), self._pace * OUTLIER)
-        bias, times = self._known(rows, len(lengths))
-        # A batch was never measured, only reckoned: its first rounds say more than the table does.
+        bias, times = self._bias_of(rows, len(lengths))
+        # A batch was never measured, only computed from the table: its first rounds say more than the table does.
         follow = _FOLLOW if len(lengths) == 1 else max(_FOLLOW, 1 / (times + 1))
         self._bias[self._column(rows), len(lengths)] = (bias + follow * (ratio / self._pace - bias), times + 1)
         self._pace += _FOLLOW * (ratio / bias - self._pace)
 
-    def _known(self, rows: int, batch: int) -> tuple[float, int]:
-        """The bias of a forward, and how often it was seen; that of the nearest batch where this one never was."""
+    def _bias_of(self, rows: int, batch: int) -> tuple[float, int]:
+        """The bias of a forward, and how often it was seen; if it never was, the bias of the nearest batch size."""
         column = self._column(rows)
         if (column, batch) in self._bias:
             return self._bias[column, batch]
-        seen = [b for c, b in self._bias if c == column]
-        return (self._bias[column, min(seen, key=lambda b: abs(b - batch))][0], 0) if seen else (1.0, 0)
+        batches = [b for c, b in self._bias if c == column]
+        if not batches:
+            return 1.0, 0
+        return self._bias[column, min(batches, key=lambda b: abs(b - batch))][0], 0
 
     def _expected(self, rows: int, lengths: Sequence[int]) -> float:
-        # Weights are read once for the rows of all sequences, a sequence's text once for its own.
+        # Weights are read once for the rows of all sequences, a sequence's text for its own rows alone.
         shared = self.table.at(rows * len(lengths), 0)
         own = sum(self.table.at(rows, n) - self.table.at(rows, 0) for n in lengths)
         return max(shared + own, 1e-9)
@@ -148,15 +150,15 @@ def table_for(
     progress: Progress | None = None,
     seconds: float | None = None,
 ) -> CostTable | None:
-    """The costs of a target on this machine: found, or measured and kept.
+    """Returns a target's costs on this machine: read from disk, or measured and kept.
 
     Args:
         folder: where tables are kept; None: in the package's cache.
-        progress: told that it is measured, by a :class:`Stage` now and then.
-        seconds: what :func:`wake` saw: a table that was measured on a busy machine is measured again on a quiet one.
+        progress: called with a :class:`Stage` now and then while measuring.
+        seconds: result of :func:`wake`: a table that was measured on a busy machine is measured again on a quiet one.
 
     Returns:
-        None where not even the shortest text fits the memory that is free.
+        None if not even the shortest text fits the free memory.
     """
     key = _key(runner)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -166,22 +168,22 @@ def table_for(
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    told = 0
+    reported = 0
 
     def done(share: float) -> None:
-        nonlocal told
-        if progress is not None and share >= told / STEPS:
+        nonlocal reported
+        if progress is not None and share >= reported / STEPS:
             progress(Stage(line, share))
-            told += 1
+            reported += 1
 
-    found = measure(runner, done=done)
-    if found is not None:
-        if found.busy:
+    table = measure(runner, done=done)
+    if table is not None:
+        if table.busy:
             logger.warning(
                 "Costs were measured beside other work on this machine, and are measured again when it has ended."
             )
-        _write(file, key, found)
-    return found
+        _write(file, key, table)
+    return table
 
 
 def measure(
@@ -190,70 +192,62 @@ def measure(
     rows: Sequence[int] = ROWS,
     done: Callable[[float], None] = lambda share: None,
 ) -> CostTable | None:
-    """Times forwards, the sizes in turn: the best times. The text is made up: what a forward costs does not
-    depend on it.
+    """Times forwards on a made-up text, all sizes in turn, and keeps the best times.
 
-    After :data:`LIMIT_SECONDS` it ends with what there is: fewer lengths, or fewer rows of a forward, as the last of
-    which all larger ones are reckoned.
+    After :data:`LIMIT_SECONDS` it ends with what there is: fewer lengths, or fewer rows; costs of more rows than these
+    are then extrapolated.
 
     Args:
-        done: told which share of the work, or of the time, is over.
+        done: called with the share of the work, or of the time, that is over.
 
     Returns:
-        None where memory does not even allow the shortest length; lengths that do not fit are left out.
+        None if memory does not even allow the shortest length; lengths that do not fit are left out.
     """
-    wanted = [n for n in lengths if n + rows[-1] <= runner.context_length] or [max(1, runner.context_length - rows[-1])]
+    fitting = [n for n in lengths if n + rows[-1] <= runner.context_length]
+    lengths = fitting or [max(1, runner.context_length - rows[-1])]
     others, start = OtherProcesses(), time.perf_counter()
-    seconds: list[list[float]] = []
-    for i, length in enumerate(wanted):
+    table: list[list[float]] = []  # seconds, for each length, for each number of rows
+    for i, length in enumerate(lengths):
         try:
-            store = runner.new_store(1, length + rows[-1])
+            store = _filled_store(runner, length, rows[-1])
         except MemoryBudgetError:
             break
-        for layer in range(store.shape.layers):
-            for tensor in store.layer(layer):
-                tensor.zero_()
-        store.lengths[0] = length
         until = start + LIMIT_SECONDS * (FIRST_SHARE if i == 0 else 1.0)
-        found: list[float] = []
+        best: list[float] = []
         # The first pass warms up and is not kept, unless the machine is so slow that there is no other.
         for turn, (column, n) in product(range(REPEATS + 1), enumerate(rows)):
             spent = time.perf_counter() - start
-            done(max((i + turn / (REPEATS + 1)) / len(wanted), spent / LIMIT_SECONDS))
+            done(max((i + turn / (REPEATS + 1)) / len(lengths), spent / LIMIT_SECONDS))
             # The next forward takes what one of this size took, or twice what a smaller one did.
-            expected = found[column] if turn else seconds[-1][column] if seconds else 2 * found[-1] if found else 0.0
-            if start + spent + expected > until and (seconds or turn or column > 1):
+            expected = best[column] if turn else table[-1][column] if table else 2 * best[-1] if best else 0.0
+            if start + spent + expected > until and (table or turn or column > 1):
                 break
-            taken = _time(runner, store, n)
+            seconds = _time(runner, store, n)
             if turn == 0:
-                found.append(taken)
+                best.append(seconds)
             else:
-                found[column] = taken if turn == 1 else min(found[column], taken)
+                best[column] = seconds if turn == 1 else min(best[column], seconds)
         if i == 0:
-            rows = rows[: len(found)]
-        if len(found) < len(rows):
+            rows = rows[: len(best)]
+        if len(best) < len(rows):
             break
-        seconds.append(found)
-    # Other work on the machine only ever adds. What is left of it: fewer rows, or less text, cannot cost more.
-    seconds = [[min(s[column] for s in seconds[i:]) for column in range(len(rows))] for i in range(len(seconds))]
-    seconds = [[min(s[column:]) for column in range(len(rows))] for s in seconds]
-    if not seconds:
+        table.append(best)
+    if not table:
         return None
-    return CostTable(tuple(wanted[: len(seconds)]), tuple(rows), tuple(map(tuple, seconds)), others.in_the_way)
+    # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
+    table = [[min(seconds[column] for seconds in table[i:]) for column in range(len(rows))] for i in range(len(table))]
+    table = [[min(seconds[column:]) for column in range(len(rows))] for seconds in table]
+    return CostTable(tuple(lengths[: len(table)]), tuple(rows), tuple(map(tuple, table)), others.in_the_way)
 
 
 def wake(runner: TargetRunner) -> float | None:
     """Verifies a few rows: what the first such forward does once (packing weights) is no round's cost.
 
     Returns:
-        Seconds of one of ``WAKING`` rows on next to no text, the best of a few; None where memory does not allow it.
+        Seconds of one of ``WAKING`` rows on next to no text, the best of a few; None if memory does not allow it.
     """
     with suppress(MemoryBudgetError):
-        store = runner.new_store(1, 1 + WAKING)
-        for layer in range(store.shape.layers):
-            for tensor in store.layer(layer):
-                tensor.zero_()
-        store.lengths[0] = 1
+        store = _filled_store(runner, 1, WAKING)
         first = _time(runner, store, WAKING)
         return min(_time(runner, store, WAKING) for _ in range(REPEATS)) if first < LIMIT_SECONDS / 20 else first
     return None
@@ -263,13 +257,23 @@ def outdated(table: CostTable, seconds: float | None) -> bool:
     """Whether the machine is faster than a table says, which was then measured beside other work.
 
     Args:
-        seconds: as :func:`wake` returns them.
+        seconds: result of :func:`wake`.
     """
-    return seconds is not None and seconds < (_QUIET if table.busy else _BUSY) * table.at(WAKING, 1)
+    return seconds is not None and seconds < (_DISTURBED if table.busy else _UNDISTURBED) * table.at(WAKING, 1)
+
+
+def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
+    """A store with a made-up text of zeros, and room for so many rows behind it."""
+    store = runner.new_store(1, length + rows)
+    for layer in range(store.shape.layers):
+        for tensor in store.layer(layer):
+            tensor.zero_()
+    store.lengths[0] = length
+    return store
 
 
 def _tree(nodes: int) -> TokenTree:
-    """Of the kind that is drafted: a branch at every other node."""
+    """A tree with a branch at every other node, as drafts are."""
     return TokenTree((0,) * nodes, (-1, *((i - 1) // 2 * 2 for i in range(1, nodes))))
 
 
@@ -287,7 +291,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _key(runner: TargetRunner) -> dict[str, object]:
-    """All that a table depends on."""
+    """Everything that a table depends on."""
     return {
         "format": _FORMAT,
         "target": runner.fingerprint,
@@ -301,12 +305,12 @@ def _key(runner: TargetRunner) -> dict[str, object]:
 
 
 def _read(file: Path, key: dict[str, object]) -> CostTable | None:
-    """A kept table; None where there is none, or one that cannot be read: it is measured again."""
+    """Reads a kept table; returns None if there is none, or none that can be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["key"] != key:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["key"] != key:
             return None
-        table = found["table"]
+        table = content["table"]
         times = tuple(map(tuple, table["seconds"]))
         return CostTable(tuple(table["lengths"]), tuple(table["rows"]), times, bool(table["busy"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -314,7 +318,7 @@ def _read(file: Path, key: dict[str, object]) -> CostTable | None:
 
 
 def _write(file: Path, key: dict[str, object], table: CostTable) -> None:
-    """Keeps a table; where that fails, it is measured again the next time."""
+    """Keeps a table; if that fails, it is measured again the next time."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What else the machine does: other processes on the cores that a run wants."""
+"""Other processes on the cores that a run wants."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 import psutil
 import torch
 
-# Cores that others may take of a run's without a word: a shell, a clock, what the system does.
+# Cores that others may take of a run's without a warning: a shell, a clock, the system's own work.
 SLACK = 0.3
 
 
 class OtherProcesses:
-    """Cores that other processes keep busy from the time this is made."""
+    """Measures how many cores other processes keep busy, from its creation on."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.perf_counter(), _busy(), _own()
 
     @property
     def cores(self) -> float:
-        """How many, on average; 0 before the clock of the system has moved."""
+        """Busy cores on average; 0 before the system's clock has moved."""
         elapsed = time.perf_counter() - self._start
         return max(0.0, (_busy() - self._busy) - (_own() - self._own)) / elapsed if elapsed > 0.1 else 0.0
 
@@ -31,17 +31,17 @@ class OtherProcesses:
 
     @property
     def advice(self) -> str | None:
-        """What to do about them; None where they are not in the way."""
+        """A sentence for the user; None if they are not in the way."""
         if not self.in_the_way:
             return None
         threads = torch.get_num_threads()
         cores = f"{self.cores:.1f} of {psutil.cpu_count()} cores"
-        found = f"Other processes kept {cores} busy beside {threads} threads of this run"
-        return f"{found}: try --threads {threads - 1}." if threads > 1 else f"{found}."
+        sentence = f"Other processes kept {cores} busy beside {threads} threads of this run"
+        return f"{sentence}: try --threads {threads - 1}." if threads > 1 else f"{sentence}."
 
 
 def _busy() -> float:
-    """Seconds that all cores have worked, since the machine started."""
+    """Seconds that all cores have worked since the machine started."""
     times = psutil.cpu_times()._asdict()
     # Guests' seconds are counted among user's.
     return float(sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))

@@ -1,4 +1,4 @@
-"""What to call the processor that costs were measured on."""
+"""Names of processors, for tables of costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def cpu_name() -> str:
-    """The processor's own name where Linux tells it, else what platform knows."""
+    """Returns the processor's own name if Linux tells it, else what ``platform`` knows."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Model")):
@@ -20,7 +20,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or the processor's with the threads that torch uses of it."""
+    """Returns a GPU's name, or the CPU's with the number of threads that torch uses."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_name()}, {torch.get_num_threads()} threads"

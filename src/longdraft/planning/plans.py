@@ -1,4 +1,4 @@
-"""Whether rounds are planned, and by what."""
+"""Whether rounds are planned, and the planner of a target."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from longdraft.planning.costs import table_for, wake
 from longdraft.planning.planner import Planner
 
 PLANS = ("auto", "fixed")
-# Says what is done where nobody asks for a plan.
+# Environment variable with the default plan.
 VARIABLE = "LONGDRAFT_PLAN"
-# Options that say what tree there shall be.
-_SHAPING = ("widths", "nodes", "tree", "depth", "top_k", "threshold")
+# Options that describe a tree: with one of them, rounds are not planned by default.
+_TREE_OPTIONS = ("widths", "nodes", "tree", "depth", "top_k", "threshold")
 
 
 def checked(plan: str | None) -> str | None:
-    """The plan that was asked for. Raises ValueError for one that there is not."""
+    """Returns the plan; raises ValueError if there is no such plan."""
     if plan is not None and plan not in PLANS:
         raise ValueError(f"plan must be {' or '.join(PLANS)}, got {plan!r}")
     return plan
 
 
 def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
-    """Whether to plan: as asked, else not where a tree was asked for.
+    """Whether to plan: as ``plan`` says; by default, unless the options describe a tree.
 
     Raises:
-        ValueError: the environment asks for a plan that there is not.
+        ValueError: the environment variable names no plan.
     """
-    if plan is None and any(options.get(name) is not None for name in _SHAPING):
+    if plan is None and any(options.get(name) is not None for name in _TREE_OPTIONS):
         return False
     return (plan or checked(os.environ.get(VARIABLE) or None) or PLANS[0]) == "auto"
 
 
 def planner_for(runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
-    """A planner with what verifications cost on this machine; None where there is no memory to measure it in."""
+    """Makes a planner with measured costs; returns None if there is no memory to measure them in."""
     table = table_for(runner, progress=progress, seconds=wake(runner))
     return None if table is None else Planner(table)
