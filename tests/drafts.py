@@ -17,7 +17,7 @@ from longdraft.drafters.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass_block import OnePassBlock, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
-from longdraft.model.parts import describe
+from longdraft.model.shared_parts import describe
 from tests.tiny import Family, tiny_model
 
 

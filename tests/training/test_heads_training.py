@@ -18,8 +18,8 @@ from longdraft.drafters.heads_draft import HeadsDraft
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model.loading import load
-from longdraft.model.parts import final_norm
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader

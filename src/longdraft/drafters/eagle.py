@@ -15,9 +15,9 @@ from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.parts import norm_before_head
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
+from longdraft.model.shared_parts import norm_before_head
 
 
 class EagleDraft(Eagle3Draft):

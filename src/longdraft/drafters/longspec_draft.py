@@ -16,9 +16,9 @@ from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.parts import SharedParts
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
+from longdraft.model.shared_parts import SharedParts
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.native.stored import Stored

@@ -19,8 +19,8 @@ from longdraft.memory.store import KVStore
 from longdraft.model import hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
-from longdraft.model.parts import SharedParts
 from longdraft.model.sharded import share_of
+from longdraft.model.shared_parts import SharedParts
 from longdraft.model.twin import Twin, host
 
 

@@ -26,8 +26,8 @@ from longdraft.drafters.eagle3_draft import Eagle3Draft
 from longdraft.drafters.eagle3_formats import KIND, THETA, stretched, usual_layers
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.parts import SharedParts
 from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features

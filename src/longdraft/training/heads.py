@@ -13,7 +13,7 @@ import torch
 
 from longdraft.drafters.heads_block import HeadsBlock, HeadsShape
 from longdraft.drafters.heads_draft import KIND, HeadsDraft
-from longdraft.model.parts import SharedParts, final_norm
+from longdraft.model.shared_parts import SharedParts, final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.run_log import Report
