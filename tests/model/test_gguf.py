@@ -249,7 +249,7 @@ def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(kind, tmp_pa
     write_gguf(tmp_path / "a.gguf", kind=kind, hidden=256)
     model = load(tmp_path / "a.gguf", device="cpu").model
     runner = TargetRunner(model)
-    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.rounds
+    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.kv_is_rounded
     assert TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model).arithmetic == "float32"
     told = longdraft.Speculator("ar", target=model).generate([[5, 6, 7]], max_new_tokens=2)[0]
     assert told.exact and told.arithmetic == "int8"

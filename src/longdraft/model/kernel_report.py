@@ -73,7 +73,7 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
         return KernelReport(
             None, reason=f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
         )
-    attends = runner.can_round and runner.kv_shape.head_dim % HEAD_UNIT == 0
+    attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_UNIT == 0
     kv = _dtype(runner.kv_dtype) if attends else None
     whole = twin.fused.stack is not None and attends and runner.offload is None
     names = tuple(name for name, _ in sizes.most_common())
