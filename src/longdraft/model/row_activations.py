@@ -1,9 +1,9 @@
 """Activations that give a row the same bits whatever rows are beside it.
 
-torch computes an activation of many numbers in vectors, and what fills no vector at the end of the numbers, or of a
-thread's share of them, one by one, which rounds otherwise. Which numbers those are depends on how many rows there are.
-So where layers run their own code, activations are computed row by row while text is decoded: some microseconds a row.
-Our own layers (native/layer.cpp) need none of this.
+torch computes an activation in vectors, and the numbers left over at the end of the tensor, or of a thread's share, one
+by one, which rounds differently. Which numbers those are depends on the number of rows. So where layers run their own
+code, activations are computed row by row while text is decoded, at a cost of some microseconds a row. Our own layers
+(native/layer.cpp) do not need this.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from longdraft.native import kernels
 
 
 def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
-    """Puts this into the place of the activations' own forwards, for good: the model has to be nobody's but ours.
+    """Replaces the forwards of a model's activations for good. The model must be a copy of our own.
 
     Args:
-        wanted: asked in each forward; False leaves activations as they are.
+        wanted: called in each forward; while it returns False, activations are computed as usual.
     """
-    if kernels() is None:  # nothing else would give a row the same bits
+    if kernels() is None:  # without kernels, products do not give a row the same bits either
         return
     for module in model.modules():
-        if _is_activation(module) and "forward" not in vars(module):
+        home = type(module).__module__
+        activation = home in ("torch.nn.modules.activation", "transformers.activations")
+        if activation and not any(module.parameters()) and "forward" not in vars(module):
             vars(module)["forward"] = _by_row(module.forward, wanted)
-
-
-def _is_activation(module: nn.Module) -> bool:
-    home = type(module).__module__
-    return home in ("torch.nn.modules.activation", "transformers.activations") and not any(module.parameters())
 
 
 def _by_row(forward: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[], bool]) -> Callable[..., torch.Tensor]:
