@@ -22,8 +22,8 @@ import torch
 import longdraft
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecDraft
 from longdraft.drafts import draft_folder
-from longdraft.model.parts import SharedParts, shared_parts
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.longspec import LongSpecTrainee

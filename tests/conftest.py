@@ -53,7 +53,7 @@ def _fixed_start(monkeypatch: pytest.MonkeyPatch, _kept: Path) -> None:
     """No test depends on the one before it, nor on what the shell has set."""
     torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
-    monkeypatch.setattr("longdraft.model.gguf_kept.cache_folder", lambda: _kept)  # of hundreds of tiny models
+    monkeypatch.setattr("longdraft.model.gguf_cache.cache_folder", lambda: _kept)  # of hundreds of tiny models
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
     # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.
     monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")

@@ -18,7 +18,7 @@ from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
-from longdraft.model.parts import describe
+from longdraft.model.shared_parts import describe
 from tests.tiny import Family, tiny_model
 
 

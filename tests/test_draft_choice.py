@@ -15,7 +15,7 @@ from longdraft.drafts import shipped as coming_along
 from longdraft.drafts.draft_folder import kind
 from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
 from longdraft.methods import METHODS
-from longdraft.model.parts import describe
+from longdraft.model.shared_parts import describe
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model
 

@@ -215,7 +215,7 @@ class Speculator:
     @property
     def exact(self) -> bool:
         """Whether what it emits is what its (first) target alone would."""
-        return self.method.exact and not self.runner().rounds
+        return self.method.exact and not self.runner().kv_is_rounded
 
     def draft(self) -> Draft[Any] | None:
         """The draft that it decodes its target with; None for a method that needs none."""

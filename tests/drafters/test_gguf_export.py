@@ -15,8 +15,8 @@ from longdraft.drafts.small_lm_gguf import to_gguf as small_lm_to_gguf
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import small_models
 from longdraft.model.loading import load
-from longdraft.model.parts import describe
 from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.shared_parts import describe
 from tests.drafts import random_eagle3, small_lm
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model

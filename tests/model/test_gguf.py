@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from longdraft.errors import CapabilityError, CheckpointError, NumericalError
 from longdraft.folders import cache_folder
-from longdraft.model import gguf_kept
+from longdraft.model import gguf_cache
 from longdraft.model.chat import chat_prompt
 from longdraft.model.checkpoints import quiet
 from longdraft.model.gguf_files import File
@@ -249,7 +249,7 @@ def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(kind, tmp_pa
     write_gguf(tmp_path / "a.gguf", kind=kind, hidden=256)
     model = load(tmp_path / "a.gguf", device="cpu").model
     runner = TargetRunner(model)
-    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.rounds
+    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.kv_is_rounded
     assert TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model).arithmetic == "float32"
     told = longdraft.Speculator("ar", target=model).generate([[5, 6, 7]], max_new_tokens=2)[0]
     assert told.exact and told.arithmetic == "int8"
@@ -273,7 +273,7 @@ def test_halves_are_computed_in_float32_and_int8_is_refused_with_why(small, tmp_
 
 def test_what_was_made_of_the_metadata_is_kept(tmp_path, monkeypatch):
     """A second start reads it back, and gets the same; what is damaged, or of another file, is made again."""
-    monkeypatch.setattr(gguf_kept, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_cache, "cache_folder", lambda: tmp_path / "cache")
     write_gguf(tmp_path / "model.gguf", "qwen2")
     made, say = [], []
     monkeypatch.setattr(File, "tokenizer", lambda self, own=File.tokenizer: made.append(self.path) or own(self))
@@ -291,8 +291,8 @@ def test_what_was_made_of_the_metadata_is_kept(tmp_path, monkeypatch):
 
 
 def test_of_many_files_the_last_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_kept, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(gguf_kept, "MOST", 2)
+    monkeypatch.setattr(gguf_cache, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_cache, "MOST", 2)
     for layers in (1, 2, 3):
         write_gguf(tmp_path / "model.gguf", layers=layers)
         load(tmp_path / "model.gguf", device="cpu")

@@ -11,7 +11,7 @@ import torch
 import longdraft
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
-from longdraft.model.parts import rotary_module
+from longdraft.model.shared_parts import rotary_module
 from tests.gguf_files import write_gguf
 
 pytest.importorskip("gguf")

@@ -11,9 +11,9 @@ from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model import small_models
-from longdraft.model.parts import final_norm
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import final_norm
 from longdraft.speculator import Speculator
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document

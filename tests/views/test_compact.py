@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.shared.retrieval import retrieval_of
-from longdraft.model.rotation import KeyRotation
+from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
 from longdraft.views.compact import CompactCache, FullCache

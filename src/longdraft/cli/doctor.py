@@ -21,7 +21,7 @@ from longdraft.errors import LongdraftError
 from longdraft.memory import sizes
 from longdraft.model import graphs, hosting
 from longdraft.model.checkpoints import LoadedModel
-from longdraft.model.kernels_said import serving
+from longdraft.model.kernel_report import kernel_report
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import parameters
 
@@ -93,7 +93,7 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _kernels(runner: TargetRunner | None) -> dict[str, Any]:
-    found = serving(runner)
+    found = kernel_report(runner)
     return asdict(found) | {"line": found.line}
 
 

@@ -15,7 +15,7 @@ from longdraft.errors import CapabilityError
 from longdraft.folders import is_gguf
 from longdraft.integration import model_folder
 from longdraft.methods import method_of, resolve
-from longdraft.model.parts import architecture
+from longdraft.model.shared_parts import architecture
 
 
 class Layout(str, Enum):

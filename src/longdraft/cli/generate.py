@@ -23,7 +23,7 @@ from longdraft.errors import CheckpointError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt, encode
 from longdraft.model.checkpoints import LoadedModel
-from longdraft.model.kernels_said import serving
+from longdraft.model.kernel_report import kernel_report
 from longdraft.planning.load import OtherProcesses
 from longdraft.speculator import Speculator
 
@@ -138,7 +138,7 @@ def generate(
         elif kv_cache is not None and own.token_ids:
             _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
-        console.show(console.stderr(), footer(own, serving(spec.runner()).line, text.coloured))
+        console.show(console.stderr(), footer(own, kernel_report(spec.runner()).line, text.coloured))
         if others.advice is not None:
             console.note(others.advice)
         report: dict[str, Any] = payload(own)

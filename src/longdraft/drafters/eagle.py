@@ -26,9 +26,9 @@ from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.parts import norm_before_head
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
+from longdraft.model.shared_parts import norm_before_head
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 

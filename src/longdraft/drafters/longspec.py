@@ -33,9 +33,9 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.parts import SharedParts
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
+from longdraft.model.shared_parts import SharedParts
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.native.stored import Stored

@@ -160,7 +160,12 @@ class SelfOptions(ViewOptions):
 def drafts_lightly(runner: TargetRunner) -> bool:
     """Whether a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
     ours."""
-    return runner.can_round and not runner.rounds and runner.offload is None and runner.twin.fused.stack is not None
+    return (
+        runner.can_round_kv
+        and not runner.kv_is_rounded
+        and runner.offload is None
+        and runner.twin.fused.stack is not None
+    )
 
 
 class SelfDrafter(TreeDrafter):
@@ -227,7 +232,7 @@ class SelfDrafter(TreeDrafter):
     def host(self, runner: TargetRunner, full: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
         """Drafts with this model, whose KV of the texts is kept in ``full``."""
         self.runner, self.full = runner, full
-        if self._many and runner.can_round:
+        if self._many and runner.can_round_kv:
             self.view_dtype = torch.int8
 
         def new_store(slots: int, capacity: int) -> KVStore:

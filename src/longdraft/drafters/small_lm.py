@@ -33,8 +33,8 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError
 from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
-from longdraft.model.parts import rotary_module
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import rotary_module
 from longdraft.options import option, parse
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors

@@ -41,7 +41,7 @@ class DraftFolder:
         kind: the drafter that reads it, e.g. "longspec".
         config: sizes and settings, JSON.
         tensors: name -> tensor, on the CPU.
-        target: what the draft was made for, as :func:`longdraft.model.parts.describe` gives it; empty if unknown.
+        target: what the draft was made for, from :func:`longdraft.model.shared_parts.describe`; empty if unknown.
     """
 
     kind: str

@@ -170,7 +170,7 @@ class Session:
             prompt_tokens=len(s.prompt),
             cached_tokens=stats.cached,
             method=self._method,
-            exact=self._exact and not self._engine.runner.rounds,
+            exact=self._exact and not self._engine.runner.kv_is_rounded,
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,

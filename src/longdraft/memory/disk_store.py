@@ -1,8 +1,8 @@
-"""A KV store in a memory-mapped file: contexts that memory does not hold, on a machine without a GPU.
+"""A KV store in a memory-mapped file, for contexts that exceed the memory of a machine without a GPU.
 
-The file is layer after layer, so that a layer is one stretch of pages. While a layer is attended to, the system is
-asked to read the next one; pages of the layer before are given back. What is resident is one layer, and the page
-cache, which the system drops when memory is wanted for something else.
+The file holds one layer after another, so a layer is one run of pages. While attention reads a layer, the system reads
+the next one ahead, and the pages of the layer before are released. One layer is resident, and the page cache, which
+the system drops when it needs the memory.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
 
-# File systems that live in memory: a file there saves none.
+# File systems that keep files in memory.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-# What a file system answers that cannot reserve room; all others that fail to are full.
+# Errors of file systems that cannot reserve room; any other error means that the disk is full.
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class DiskStore(KVStore):
-    """A :class:`KVStore` on the CPU whose keys and values lie in a file.
+    """A :class:`KVStore` on the CPU that keeps keys and values in a file, and features in memory.
 
-    The file has no name from the start, where the platform allows it (Linux, macOS): it is gone with the store, and
-    with the process, however that ends. Features stay in memory.
+    On Linux and macOS the file has no name, so it goes away with the store or the process, however that ends.
 
     Args:
-        folder: where the file is made.
+        folder: where the file is made; the others as for :class:`KVStore`.
 
     Raises:
         CheckpointError: no file can be made in the folder.
-        MemoryBudgetError: the disk has no room for it, or the memory none for two layers of it.
+        MemoryBudgetError: the disk has no room for the file, or the memory none for two of its layers.
     """
 
     def __init__(
@@ -51,21 +50,20 @@ class DiskStore(KVStore):
         feature_size: int = 0,
     ) -> None:
         self._folder = folder
-        self._held: tuple[int, int] | None = None  # the layers whose pages are in use, as a range
+        self._in_use: tuple[int, int] | None = None  # the range of layers whose pages are in use
         super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size)
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, what = self.shape, f"A cache of {self.capacity} tokens"
+        shape = self.shape
         half = self.bytes_for(shape, self.slots, self.capacity) // shape.layers // 2
-        # Layers begin on pages of their own: what is given back with one belongs to no other.
+        # Each layer begins on a page of its own, so that its pages can be released alone.
         self._layer_bytes = -(-2 * half // mmap.PAGESIZE) * mmap.PAGESIZE
         total = shape.layers * self._layer_bytes
         resident = total if in_memory(self._folder) else min(2, shape.layers) * self._layer_bytes
-        sizes.require(resident + beside, self.device, f"{what}, offloaded to {self._folder},")
-        self._map = _mapped(self._folder, total, what)
+        sizes.require(resident + beside, self.device, f"{self._name}, offloaded to {self._folder},")
+        self._map = _mapped(self._folder, total, self._name)
         rows = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.layers, -1)
-        count = half // shape.dtype.itemsize
-        size = (self.slots, shape.kv_heads, self.capacity, shape.head_dim)
+        count, size = half // shape.dtype.itemsize, self._size[1:]
         values = rows[:, count : 2 * count].unflatten(1, size)
         if not transposed_keys:
             return rows[:, :count].unflatten(1, size), values
@@ -78,7 +76,7 @@ class DiskStore(KVStore):
 
     def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         first, last, _ = layers.indices(self.shape.layers)
-        # Nothing is read ahead: a few rows of each layer may be all that is wanted.
+        # Nothing is read ahead: callers may want only a few rows of each layer.
         self._use(first, last, ahead=False)
         return super().stored(slot, layers, start)
 
@@ -87,16 +85,16 @@ class DiskStore(KVStore):
         return [slice(i, i + 1) for i in range(self.shape.layers)]
 
     def _use(self, first: int, last: int, ahead: bool) -> None:
-        """Gives back the pages of other layers than these, and has the one after them read."""
-        if self._held == (first, last):
+        """Releases the pages of the layers in use so far, and reads the layer after these ahead."""
+        if self._in_use == (first, last):
             return
-        if self._held is not None:
-            # A shared mapping: what was written stays, in the page cache and then in the file.
-            self._advise("MADV_DONTNEED", *self._held)
+        if self._in_use is not None:
+            # The mapping is shared: rows that were written stay in the page cache, and then in the file.
+            self._advise("MADV_DONTNEED", *self._in_use)
         if ahead and last - first < self.shape.layers:
             following = last % self.shape.layers
             self._advise("MADV_WILLNEED", following, following + 1)
-        self._held = (first, last)
+        self._in_use = (first, last)
 
     def _advise(self, advice: str, first: int, last: int) -> None:
         if hasattr(self._map, "madvise") and hasattr(mmap, advice):  # not on Windows
@@ -105,36 +103,32 @@ class DiskStore(KVStore):
 
 
 def default_folder() -> Path:
-    """The folder for temporary files; /var/tmp where the former lies in memory, which a file shall spare."""
+    """The folder for temporary files, or /var/tmp if that folder is kept in memory."""
     folder, on_disk = Path(tempfile.gettempdir()), Path("/var/tmp")
     return on_disk if in_memory(folder) and on_disk.is_dir() and not in_memory(on_disk) else folder
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether files in a folder take memory (tmpfs); False where the system does not say."""
+    """True if files in a folder take memory (tmpfs); False if the system does not say."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return False
     folder = folder.resolve()
-    # The longest mount point that the folder lies under, and of several there the last.
+    # The longest mount point above the folder counts; of several there, the last.
     kinds = [(len(point), kind) for _, point, kind, *_ in mounts if folder.is_relative_to(point)]
-    return bool(kinds) and max(reversed(kinds), key=lambda found: found[0])[1] in _IN_MEMORY
+    return bool(kinds) and max(reversed(kinds), key=lambda mount: mount[0])[1] in _IN_MEMORY
 
 
 def _mapped(folder: Path, size: int, what: str) -> mmap.mmap:
-    """A file of that size without a name, mapped.
-
-    Raises:
-        CheckpointError, MemoryBudgetError: as :class:`DiskStore`.
-    """
+    """Maps a new file of ``size`` bytes without a name. Raises the errors of :class:`DiskStore`."""
     try:
         free = shutil.disk_usage(folder).free
         if size > free:
             raise _no_room(folder, size, what, free)
         with tempfile.TemporaryFile(prefix="longdraft-kv-", dir=folder) as file:
             _reserve(file.fileno(), size)
-            return mmap.mmap(file.fileno(), size)  # holds the file open by itself
+            return mmap.mmap(file.fileno(), size)  # keeps the file open
     except OSError as error:
         if isinstance(error, MemoryBudgetError):
             raise
@@ -146,7 +140,7 @@ def _mapped(folder: Path, size: int, what: str) -> mmap.mmap:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Takes the room now: a mapped file that finds the disk full later kills the process."""
+    """Reserves the room now: a mapped file that meets a full disk later kills the process."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)

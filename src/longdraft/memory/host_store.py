@@ -1,11 +1,11 @@
-"""A KV store in host memory for a target on a GPU: on the device are two layers at a time.
+"""A KV store in host memory for a target on a GPU: the device holds two layers at a time.
 
-Two staging buffers take turns. While a layer computes, a side stream copies the next layer's rows into the other
-buffer, and the rows that the layer has added back to the host; nothing else ever travels.
+Two staging buffers take turns. While one layer computes, a side stream copies the next layer's rows into the other
+buffer, and the rows that the layer has added back to the host.
 
-A staging buffer is a cache of the host's rows: its rows ``[0, valid)`` of a slot equal the host's, once the copies that
-were asked for are done. Whoever changes rows on the host lowers ``valid``. Copies run in order on one stream, so what
-went to the host can be read back from there without waiting in between.
+A staging buffer caches the host's rows: its rows ``[0, valid)`` of a slot equal the host's once the pending copies are
+done. Code that changes rows on the host lowers ``valid``. Copies run in order on one stream, so rows that went to the
+host can be read back without waiting in between.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from longdraft.memory.store import KVShape, KVStore
 
 
 class Side(Protocol):
-    """Where copies run beside the computation."""
+    """Runs copies beside the computation."""
 
     def begin(self) -> None:
-        """Copies from here on wait for what the device has been asked to compute so far."""
+        """Makes the next copies wait for all computations that the device has queued so far."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Asks for a copy. Both are contiguous, the one on the host pinned, or it would not run beside anything."""
+        """Queues a copy. Both tensors are contiguous and the one on the host is pinned, or it would not overlap."""
 
     def mark(self) -> Any:
-        """A mark behind all copies asked for so far."""
+        """Returns a mark behind all copies queued so far."""
 
     def wait(self, mark: Any) -> None:
-        """The computation waits for the copies before the mark; the host does not."""
+        """Makes the computation, not the host, wait for the copies before the mark."""
 
     def settle(self) -> None:
-        """The host waits for all copies."""
+        """Makes the host wait for all copies."""
 
 
 class CudaSide:
@@ -54,7 +54,7 @@ class CudaSide:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
         for tensor in (to, source):
-            if tensor.is_cuda:  # a store that goes while this runs must not give its memory away yet
+            if tensor.is_cuda:  # a store freed meanwhile must keep its memory until the copy is done
                 tensor.record_stream(self._stream)
 
     def mark(self) -> Any:
@@ -68,7 +68,7 @@ class CudaSide:
 
 
 class NoSide:
-    """Copies at once: a device that is the host."""
+    """Copies at once, for a device that is the host."""
 
     def begin(self) -> None: ...
 
@@ -88,9 +88,9 @@ class _Stage:
 
     Attributes:
         tensors: keys and values of one layer, (slots, capacity, kv_heads, head_dim).
-        layer: whose rows it holds.
-        valid: rows of each slot that equal the host's.
-        mark: behind the copies from or into it that nobody has waited for.
+        layer: index of that layer.
+        valid: number of leading rows of each slot that equal the host's.
+        mark: behind the copies from or into the buffer that the computation has not waited for.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor]
@@ -102,18 +102,17 @@ class _Stage:
 class HostStore(KVStore):
     """A :class:`KVStore` with keys and values in (pinned) host memory, for attention on ``device``.
 
-    ``keys`` and ``values`` are on the host; read or write them through :meth:`stored` and :meth:`put_rows`, which
-    wait for copies under way. What :meth:`layer` returns is on the device, not to be written to, and good until
-    another layer is asked for.
-    Rows of a slot lie together, all heads of a token side by side, so that a copy is one piece: ``transposed_keys``
-    is for attention on a CPU and does not exist here. Features stay on the device.
+    ``keys`` and ``values`` are on the host; read and write them through :meth:`stored` and :meth:`put_rows`, which
+    wait for pending copies. :meth:`layer` returns tensors on the device, to be read only, valid until another layer is
+    asked for. All heads of a token are stored side by side, so that a range of rows is one copy (there are no
+    ``transposed_keys``). Features stay on the device.
 
     Args:
         device: where attention runs.
-        side: where copies run; None takes a stream of the device.
+        side: runs the copies; None takes a stream of the device.
 
     Raises:
-        MemoryBudgetError: when the host has no room for the cache, or the device none for two layers of it.
+        MemoryBudgetError: the host has no room for the cache, or the device none for two of its layers.
     """
 
     def __init__(
@@ -126,52 +125,42 @@ class HostStore(KVStore):
         feature_size: int = 0,
         side: Side | None = None,
     ) -> None:
-        where = torch.device(device)
-        self._side: Side = side or (CudaSide(where) if where.type == "cuda" else NoSide())
-        super().__init__(shape, slots, capacity, where, False, feature_layers, feature_size)
-        size = (slots, capacity, shape.kv_heads, shape.head_dim)
-        self._stages = [
-            _Stage((self._staging(size), self._staging(size)), layer, [0] * slots)
-            for layer in range(min(2, shape.layers))
-        ]
+        super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
+        self._side: Side = side or (CudaSide(self.device) if self.device.type == "cuda" else NoSide())
+        staged = self._host[0].shape[1:]
+        self._stages = []
+        for layer in range(min(2, shape.layers)):
+            keys, values = (torch.empty(staged, dtype=shape.dtype, device=self.device) for _ in "kv")
+            self._stages.append(_Stage((keys, values), layer, [0] * slots))
         self._current = self._stages[0]
-        # The layer that the forward in progress is at; its stage holds more than the committed rows.
+        # The layer that the forward in progress has written; its stage holds more than the committed rows.
         self._written: int | None = None
 
-    def _staging(self, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(size, dtype=self.shape.dtype, device=self.device)
-
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
-        what, total = f"A cache of {self.capacity} tokens", self.bytes_for(self.shape, self.slots, self.capacity)
+        total = self.bytes_for(self.shape, self.slots, self.capacity)
         pinned = self.device.type == "cuda"
         # torch rounds a pinned tensor up to a power of two.
         on_host = 2 * _power_of_two(total // 2) if pinned else total
-        sizes.require(on_host, torch.device("cpu"), f"{what}, offloaded to the host,")
+        sizes.require(on_host, torch.device("cpu"), f"{self._name}, offloaded to the host,")
         staged = total // self.shape.layers * min(2, self.shape.layers)
-        sizes.require(staged + beside, self.device, f"{what}, two layers at a time,")
+        sizes.require(staged + beside, self.device, f"{self._name}, two layers at a time,")
         size = (self.shape.layers, self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim)
         self._host = [torch.empty(size, dtype=self.shape.dtype, pin_memory=pinned) for _ in "kv"]
         return self._host[0].transpose(2, 3), self._host[1].transpose(2, 3)
 
-    # --- on the device: a forward, and drafters that read a layer ---
-
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
-        # Earlier rows of the tree are attended to as the prefix is: they too may have to be fetched.
+        # Attention reads earlier rows of the tree as well as the prefix: both may have to be fetched.
         places = [(slot, n + block.offset) for slot, n in zip(block.slots, block.lengths, strict=True)]
         stage = self._current = self._stage(layer)
         self._fill(stage, places)
         self._wait(stage)
-        self._side_copies(stage, k, v, places)
+        self._add_rows(stage, k, v, places)
         # Last, so that it queues behind the few rows that go to the host.
         self._fill(self._stage((layer + 1) % self.shape.layers), places)
         self._written = layer
 
-    def _side_copies(self, stage: _Stage, k: torch.Tensor, v: torch.Tensor, places: list[tuple[int, int]]) -> None:
-        """Writes a block's rows into the stage, and has them copied to the host.
-
-        Args:
-            places: slot and first row of each sequence's.
-        """
+    def _add_rows(self, stage: _Stage, k: torch.Tensor, v: torch.Tensor, places: list[tuple[int, int]]) -> None:
+        """Writes a block's rows into the stage and queues their copies to the host; places: (slot, first row)."""
         size = k.shape[2]
         for b, (slot, start) in enumerate(places):
             for staged, new in zip(stage.tensors, (k, v), strict=True):
@@ -182,7 +171,7 @@ class HostStore(KVStore):
             for host, staged in zip(self._host, stage.tensors, strict=True):
                 rows = slice(start, start + size)
                 self._side.copy(host[stage.layer, slot, rows], staged[slot, rows])
-        # Whoever writes there next has to wait until they are copied.
+        # The next write there has to wait for these copies.
         stage.mark = self._side.mark()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +181,7 @@ class HostStore(KVStore):
             needed = [(slot, self.readable(slot)) for slot in range(self.slots)]
             self._fill(stage, needed)
             self._wait(stage)
-            # Whoever reads one layer after another finds the next one there too.
+            # Callers that read one layer after another find the next one there too.
             self._fill(self._stage((index + 1) % self.shape.layers), needed)
         keys, values = stage.tensors
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -202,7 +191,7 @@ class HostStore(KVStore):
         super().write_features(hidden, block)
 
     def _stage(self, layer: int) -> _Stage:
-        """The stage that holds a layer; else the one not in use, emptied for it."""
+        """The stage that holds a layer, or the one not in use, emptied for the layer."""
         for stage in self._stages:
             if stage.layer == layer:
                 return stage
@@ -211,11 +200,7 @@ class HostStore(KVStore):
         return free
 
     def _fill(self, stage: _Stage, needed: Iterable[tuple[int, int]]) -> None:
-        """Has the rows copied from the host that the stage lacks.
-
-        Args:
-            needed: slots, and how many rows of each.
-        """
+        """Queues copies of the rows that the stage lacks; needed: (slot, number of rows)."""
         missing = [(slot, stage.valid[slot], rows) for slot, rows in needed if stage.valid[slot] < rows]
         if not missing:
             return
@@ -231,8 +216,6 @@ class HostStore(KVStore):
             self._side.wait(stage.mark)
             stage.mark = None
 
-    # --- on the host: commits, truncations, rows in and out ---
-
     def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         self._side.settle()
         self._forget(slot, start)
@@ -247,7 +230,7 @@ class HostStore(KVStore):
         self._forget(slot, length)
 
     def _forget(self, slot: int, start: int) -> None:
-        """Rows from ``start`` on may differ from the host's now."""
+        """Marks rows of all stages from ``start`` on as different from the host's."""
         self._written = None
         for stage in self._stages:
             stage.valid[slot] = min(stage.valid[slot], start)

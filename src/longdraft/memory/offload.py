@@ -1,4 +1,4 @@
-"""Offload: where keys and values are kept when not in the memory of the device that computes."""
+"""Offload: keeps keys and values outside the memory of the device that computes."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from longdraft.memory.disk_store import DiskStore, default_folder
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 
-# None: nothing is offloaded. "host": host memory, for a GPU. A folder: a file in it, for a CPU.
+# None for no offload, "host" for host memory (of a GPU), or a folder for a file (of a CPU).
 Offload = Literal["host"] | Path | None
 
-# What a device can offload to. A CPU's KV is in host memory as it is.
+# The place that each kind of device can offload to.
 _OFFLOADS = {"cuda": "host", "cpu": "disk"}
 
 
-def parse(asked: str | Path | None) -> Offload:
-    """What a user wrote: None, ``"host"``, ``"disk"`` (the folder for temporary files), or a folder.
+def parse(option: str | Path | None) -> Offload:
+    """Reads a user's option: None, ``"host"``, ``"disk"`` (the folder for temporary files), or a folder.
 
     Raises:
         CheckpointError: there is no such folder.
-        RequestError: it is no name.
+        RequestError: the option is no name of a folder.
     """
-    if asked is None or asked == "host":
-        return asked  # type: ignore[return-value]  # the literal, but for mypy a str
-    if not isinstance(asked, str | Path):
-        raise RequestError(f"offload takes host, disk or an existing folder, got {asked!r}")
-    folder = default_folder() if asked == "disk" else Path(asked)
+    if option is None or option == "host":
+        return option  # type: ignore[return-value]  # mypy sees a str in the literal
+    if not isinstance(option, str | Path):
+        raise RequestError(f"offload takes host, disk or an existing folder, got {option!r}")
+    folder = default_folder() if option == "disk" else Path(option)
     if not folder.is_dir():
         raise CheckpointError(f"offload takes host, disk or an existing folder; there is no folder {folder}.")
     return folder
 
 
 def check(offload: Offload, device: torch.device) -> None:
-    """Refuses what a device cannot do.
-
-    Raises:
-        CapabilityError: saying what it can.
-    """
+    """Raises CapabilityError if a device cannot offload that way; the message says what it can do."""
     kind = "host" if offload == "host" else "disk"
     if offload is None or _OFFLOADS.get(device.type) == kind:
         return
@@ -60,7 +56,7 @@ def new_store(
     feature_layers: tuple[int, ...] = (),
     feature_size: int = 0,
 ) -> KVStore:
-    """A :class:`KVStore`, or one that keeps its rows elsewhere and is used in the same way."""
+    """Makes the kind of :class:`KVStore` that ``offload`` asks for."""
     if offload is None:
         return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size)
     if offload == "host":

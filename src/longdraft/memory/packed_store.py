@@ -1,5 +1,7 @@
-"""A store in fewer bytes: bfloat16, or int8 with a scale for each row. Exact methods draft on copies in one; a target
-whose own KV is in one is another model, if only by a little."""
+"""A KV store in fewer bytes: bfloat16, or int8 with a scale for each row.
+
+Exact methods draft on copies of the KV in such a store. A target whose own KV is in one is a slightly different model.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,15 @@ from longdraft.native.scaled import Scaled
 
 
 class PackedStore(KVStore):
-    """Keys and values on a CPU that are rounded as they are written. Features are kept as they are.
+    """A :class:`KVStore` on the CPU, with transposed keys, that rounds keys and values as they are written.
 
     Args:
-        shape: of the rows that are written.
-        dtype: what they are rounded to: torch.bfloat16 or torch.int8, whose ``keys`` and ``values`` are
-            :class:`~longdraft.native.scaled.Scaled`. They are read with ``.to(shape.dtype)``.
-        others: as of :class:`KVStore`; keys are transposed.
+        shape: shape and dtype of the rows that are written. Read ``keys`` and ``values`` with ``.to(shape.dtype)``.
+        dtype: torch.bfloat16, or torch.int8, which makes keys and values
+            :class:`~longdraft.native.scaled.Scaled`.
 
     Raises:
-        MemoryBudgetError: when they do not fit the memory that is free.
+        MemoryBudgetError: they do not fit the free memory.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class PackedStore(KVStore):
         return self._dtype
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = (self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim)
+        size = self._size
         needed = self.bytes_for(replace(self.shape, dtype=self._dtype), self.slots, self.capacity)
         if self._dtype == torch.int8:
             needed += 2 * torch.Size(size[:-1]).numel() * torch.float32.itemsize
-        sizes.require(needed + beside, self.device, f"A cache of {self.capacity} tokens")
+        sizes.require(needed + beside, self.device, self._name)
         keys, values = turned_rows(size, self._dtype, self.device), torch.empty(size, dtype=self._dtype)
         if self._dtype != torch.int8:
             return keys, values
-        # They stand for tensors wherever rows are read and written.
+        # Scaled behaves like a tensor wherever rows are read and written.
         return cast(tuple[torch.Tensor, torch.Tensor], tuple(Scaled(x, torch.empty(size[:-1])) for x in (keys, values)))

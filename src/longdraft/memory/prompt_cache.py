@@ -1,4 +1,4 @@
-"""A store that outlives a run and knows what its slots hold, so that the next run reads only what is new."""
+"""A KV store that outlives a run and knows the tokens of its slots, so that the next run computes only new ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from longdraft.errors import RequestError
 from longdraft.memory import snapshot
 from longdraft.memory.store import KVStore
 
-# Tokens that are compared at a time, a power of two.
+# Tokens compared at a time, a power of two.
 _BLOCK = 4096
 
 
 class PromptCache:
-    """Keeps the KV of past prompts and outputs, and the token ids they belong to.
+    """Keeps the KV of past prompts and outputs with their token ids.
 
-    A run that starts from it prefills each prompt from the first token that differs from its slot's. It may grow
-    by replacing its store with a larger one.
+    A run with a cache prefills each prompt from the first token that differs from its slot's. The cache replaces its
+    store with a larger one when a run needs it.
 
     Args:
-        feature_layers: hidden states to keep beside the KV even where a run needs none, for the runs that will.
+        feature_layers: layers whose hidden states are kept beside the KV even if a run needs none, for later runs.
 
     Attributes:
-        tokens: those of each slot, as arrays: they are compared some twenty times as fast as lists.
-        opened: how often. A run that finds another number than its own has lost the cache to another one.
+        tokens: the token ids of each slot, as arrays, which compare some twenty times as fast as lists.
+        opened: number of calls of :meth:`open`. A run that finds it changed has lost the cache to another run.
     """
 
     def __init__(self, feature_layers: tuple[int, ...] = ()) -> None:
@@ -52,35 +52,29 @@ class PromptCache:
         feature_layers: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> KVStore:
-        """The store for a run, with what it holds.
+        """The store for a run, with the rows that the cache holds.
 
         Args:
             new_store: builds a store from (slots, capacity).
-            slots, capacity: how many slots the run needs, and how many rows each.
-            feature_layers: hidden states that have to lie beside the KV (``new_store`` makes room for them). What was
-                read without them is read again.
-            dtype: what ``new_store`` keeps rows as, None: any. What was kept as another is read again.
+            slots, capacity: number of slots that the run needs, and rows of each.
+            feature_layers: layers whose hidden states the run needs (``new_store`` makes room for them). A cache
+                without them is dropped.
+            dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
 
         Raises:
-            MemoryBudgetError: when a store of that size does not fit; the cache keeps what it had.
+            MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
         """
         old = self.store
-        lacking = old is not None and bool(feature_layers) and old.feature_layers != feature_layers
-        lacking = lacking or (old is not None and dtype not in (None, old.dtype))
-        if old is None or old.slots < slots or old.capacity < capacity or lacking:
+        unusable = old is not None and (
+            (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
+        )
+        if old is None or old.slots < slots or old.capacity < capacity or unusable:
             slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
-            if lacking:
+            if unusable:
                 self.tokens = []
             elif old is not None:
-                for slot, n in enumerate(old.lengths):
-                    # The finer of the two divisions: neither store need hold more layers than it likes.
-                    for layers in max(store.portions, old.portions, key=len):
-                        for new, rows in zip(store.stored(slot, layers), old.stored(slot, layers), strict=True):
-                            new[:, :, :n] = rows[:, :, :n]
-                    if store.features is not None and old.features is not None:
-                        store.features[slot, :n] = old.features[slot, :n]
-                    store.lengths[slot] = n
+                _copy(old, store)
             self.tokens += [packed(()) for _ in range(slots - len(self.tokens))]
             self.store = store
         assert self.store is not None
@@ -91,37 +85,33 @@ class PromptCache:
         return self.store
 
     def choose(self, slots: Sequence[int], prompt: Sequence[int]) -> int:
-        """Which of several free slots shares the longest prefix with a prompt; of equals, one that holds the least."""
+        """The one of several free slots that shares the longest prefix with a prompt; of equals, the one with the
+        fewest tokens."""
         text = packed(prompt)
         return max(slots, key=lambda slot: (common_prefix(self.tokens[slot], text), -len(self.tokens[slot])))
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
-        """Leaves in a slot what is already there of a prompt; rows that another slot has more of are copied from it.
-
-        The last prompt token is never reused: its logits have to be computed.
+        """Truncates a slot to its common prefix with a prompt, and copies more of the prompt from another slot if one
+        has it. The last prompt token is never reused, as its logits have to be computed.
 
         Args:
-            piece: only whole multiples of so many rows are reused.
+            piece: the number of reused rows is a multiple of this.
 
         Returns:
-            How many of the prompt's tokens need not be read.
+            The number of the prompt's tokens that the slot holds.
         """
         assert self.store is not None
         text = packed(prompt)[:-1]
         other = self.choose(range(len(self.tokens)), text)
-        own, shared = (common_prefix(self.tokens[s], text) // piece * piece for s in (slot, other))
-        self.store.truncate(slot, own)
-        if shared > own:
-            self.store.copy_rows(other, slot, own, shared)
-        self.tokens[slot] = text[: max(own, shared)]
-        return max(own, shared)
+        held, shared = (common_prefix(self.tokens[s], text) // piece * piece for s in (slot, other))
+        self.store.truncate(slot, held)
+        if shared > held:
+            self.store.copy_rows(other, slot, held, shared)
+        self.tokens[slot] = text[: max(held, shared)]
+        return max(held, shared)
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Records which tokens the committed rows of a slot belong to.
-
-        Args:
-            tokens: at least as many as the slot has committed rows.
-        """
+        """Records the tokens of a slot's committed rows; further ``tokens`` are ignored."""
         assert self.store is not None
         self.tokens[slot] = packed(tokens[: self.store.lengths[slot]])
 
@@ -129,7 +119,7 @@ class PromptCache:
         """Writes a slot to a snapshot file, atomically.
 
         Raises:
-            RequestError: nothing was decoded with this cache yet.
+            RequestError: no run has used this cache yet.
             CheckpointError: the file cannot be written.
         """
         if self.store is None:
@@ -138,24 +128,36 @@ class PromptCache:
 
     @classmethod
     def restored(cls, path: Path | str, fingerprint: str, feature_layers: tuple[int, ...] = ()) -> PromptCache:
-        """A cache that will hold a snapshot in slot 0 once a run has opened it."""
+        """A cache that reads a snapshot into slot 0 when a run opens it."""
         cache = cls(feature_layers)
         cache._pending, cache._fingerprint = Path(path), fingerprint
         return cache
 
 
+def _copy(old: KVStore, new: KVStore) -> None:
+    """Copies all committed rows into a larger store."""
+    for slot, n in enumerate(old.lengths):
+        # The finer division of the two, so that neither store holds too many layers at a time.
+        for layers in max(new.portions, old.portions, key=len):
+            for rows, old_rows in zip(new.stored(slot, layers), old.stored(slot, layers), strict=True):
+                rows[:, :, :n] = old_rows[:, :, :n]
+        if new.features is not None and old.features is not None:
+            new.features[slot, :n] = old.features[slot, :n]
+        new.lengths[slot] = n
+
+
 def packed(tokens: Sequence[int]) -> array[int]:
-    """Token ids side by side in memory."""
+    """Token ids as an array of 64-bit integers."""
     return tokens if isinstance(tokens, array) else array("q", tokens)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two texts share. Two arrays, or two lists, are compared in blocks."""
+    """The number of leading tokens that two texts share."""
     if type(a) is not type(b):  # slices of a tuple and of a list are never equal
         a, b = packed(a), packed(b)
     same, shorter, size = 0, min(len(a), len(b)), _BLOCK
     while size:
-        # Blocks as long as they agree; then half of one, which finds the place in twelve steps.
+        # Compares blocks as long as they are equal, then halves the block.
         while same + size <= shorter and a[same : same + size] == b[same : same + size]:
             same += size
         size //= 2

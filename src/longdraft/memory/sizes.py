@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a request needs."""
+"""The memory that is free, and checks that a request fits it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from longdraft.errors import MemoryBudgetError
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None where the system does not say."""
+    """Bytes that can still be allocated on ``device``; None if the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch's allocator holds but does not use is ours to use again.
+        # Memory that torch's allocator holds but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu":
         free, limit = int(psutil.virtual_memory().available), _cgroup_available()
@@ -24,7 +24,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """A container's limit less what it uses (cgroup v2); page cache counts as free, as it can be dropped."""
+    """A container's memory limit minus its use (cgroup v2). Page cache counts as free."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
@@ -47,11 +47,7 @@ def human(n: float) -> str:
 
 
 def require(needed: int, device: torch.device, what: str) -> None:
-    """Refuses before work starts.
-
-    Raises:
-        MemoryBudgetError: with the bytes needed and available.
-    """
+    """Raises MemoryBudgetError, with the bytes needed and available, if ``needed`` bytes are not available."""
     available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryBudgetError(
@@ -62,7 +58,7 @@ def require(needed: int, device: torch.device, what: str) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: torch's allocator on a GPU, the process's resident set on a CPU; 0 if unknown."""
+    """Peak memory so far: of torch's allocator on a GPU, of the process on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,4 +1,4 @@
-"""A prefilled slot on disk: one safetensors file with the keys, the values and the tokens they belong to."""
+"""Snapshots: a prefilled slot on disk, as one safetensors file with keys, values and tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 
 FORMAT = "longdraft-kv-1"
-# How the names of files end that are being written.
+# Suffix of unfinished files.
 PART = ".part"
 
 
 class Head(NamedTuple):
-    """What a snapshot says of itself.
-
-    Attributes:
-        tokens: int64 ids, one a row.
-        target: fingerprint. feature_layers: whose hidden states lie beside the KV.
-    """
+    """A snapshot's tokens (int64 ids, one a row), its target's fingerprint, and the layers of its hidden states."""
 
     tokens: array[int]
     target: str
@@ -39,12 +34,12 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     """Writes the committed rows of a slot, atomically.
 
     Args:
-        tokens: the token ids whose KV the slot holds, one a committed row.
+        tokens: the token ids of the committed rows.
         fingerprint: names the target; :func:`load` refuses any other.
 
     Raises:
-        CheckpointError: when the file cannot be written (no space, no permission); nothing is left behind.
-        MemoryBudgetError: when the rows do not fit the memory that is free.
+        CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
+        MemoryBudgetError: the rows do not fit the free memory.
     """
     path = Path(path)
     n = store.lengths[slot]
@@ -63,10 +58,9 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         os.close(handle)
         temporary = Path(name)
         save_file(tensors, temporary, metadata=meta)
-        with temporary.open("r+b") as written:
-            os.fsync(written.fileno())  # or a power cut could leave a file with a name and no rows
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())  # or a power cut could leave a file with a name and no rows
         temporary.replace(path)
-        temporary = None
     except (OSError, SafetensorError) as error:
         needed = sum(t.numel() * t.itemsize for t in tensors.values())
         raise CheckpointError(f"Could not write the snapshot {path} ({needed} bytes): {error}") from error
@@ -78,14 +72,14 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
 def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: int | None = None) -> list[int]:
     """Restores a slot from a file of :func:`save` and returns the token ids that it now holds.
 
-    A store that keeps hidden states takes nothing from a file that lacks them: its text has to be read again.
+    A store with hidden states takes nothing from a file without them: the text has to be prefilled again.
 
     Args:
-        most: read so many leading rows; None: all.
+        most: number of leading rows to read; None for all.
 
     Raises:
-        CheckpointError: missing, truncated or damaged file, another target's snapshot, or more rows than the slot has
-            room for. The slot's own rows may be overwritten by then: forget them.
+        CheckpointError: the file is missing, truncated or damaged, is another target's, or holds more rows than the
+            slot. The slot's own rows may be overwritten by then.
     """
     path = Path(path)
     try:
@@ -124,7 +118,7 @@ def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Te
     """Keys and values (layers, kv_heads, n, head_dim) of a slot's first rows, contiguous.
 
     Raises:
-        MemoryBudgetError: when a store off the device holds more than fits the memory: a file is put together there.
+        MemoryBudgetError: the rows do not fit the free memory.
     """
     shape = store.shape
     sizes.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
@@ -136,10 +130,11 @@ def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Te
 
 
 def head(path: Path | str) -> Head | None:
-    """What a file says of itself, without reading keys and values; None: it is no snapshot of longdraft.
+    """Reads a snapshot's :class:`Head` without its keys and values; None if it is no snapshot of longdraft.
 
     Raises:
-        CheckpointError: it is damaged. OSError: it is missing, or may not be read.
+        CheckpointError: the file is damaged.
+        OSError: it is missing or cannot be read.
     """
     try:
         with safe_open(Path(path), framework="pt") as file:
@@ -153,7 +148,7 @@ def head(path: Path | str) -> Head | None:
 
 
 def token_count(path: Path | str) -> int:
-    """How many tokens a snapshot holds, without reading the rest of it; 0 when it cannot be read."""
+    """The number of tokens in a snapshot, read from its header; 0 if the file cannot be read."""
     try:
         with safe_open(Path(path), framework="pt") as file:
             return int(file.get_slice("tokens").get_shape()[0])
@@ -162,10 +157,10 @@ def token_count(path: Path | str) -> int:
 
 
 def serves(path: Path | str, feature_layers: Sequence[int] = ()) -> bool:
-    """Whether there is a snapshot that holds these hidden states too, without reading the rest of it."""
+    """True if the file is a snapshot that holds these layers' hidden states; reads its header only."""
     try:
         with safe_open(Path(path), framework="pt") as file:
-            found = (file.metadata() or {}).get("feature_layers")
+            saved = (file.metadata() or {}).get("feature_layers")
     except (OSError, SafetensorError):
         return False
-    return not feature_layers or found == ",".join(map(str, feature_layers))
+    return not feature_layers or saved == ",".join(map(str, feature_layers))

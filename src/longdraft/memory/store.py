@@ -1,8 +1,8 @@
 """The KV store: preallocated keys and values, a slot per sequence, each slot with its own length.
 
-Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space; nothing
-there counts until :meth:`KVStore.commit` keeps the accepted path and moves it into place. A store may keep the hidden
-states of some layers beside the KV, row by row: what drafters of the EAGLE kind read.
+Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space, and
+:meth:`KVStore.commit` keeps the accepted path of it and moves it into place. A store may also keep the hidden states
+("features") of some layers, one row a token, for drafters of the EAGLE kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a model's cache looks like, whatever its length."""
+    """The sizes and the dtype of a model's cache, apart from its length."""
 
     layers: int
     kv_heads: int
@@ -32,7 +32,7 @@ class KVShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -44,20 +44,20 @@ class KVStore:
         slots: how many sequences fit.
         capacity: rows a slot: the longest context plus the largest block.
         device: where the tensors live.
-        feature_layers: decoder layers whose output hidden states are kept, low to high; feature_size: numbers of each.
-        transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory. Shapes stay the
-            same, only the strides differ. A CPU multiplies a few query rows with it much faster, because the
-            long dimension is contiguous (docs/benchmarks.md).
+        feature_layers: decoder layers whose output hidden states are kept, low to high.
+        feature_size: numbers in one hidden state.
+        transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory; only the strides differ.
+            A CPU multiplies a few query rows with it much faster (docs/benchmarks.md).
 
     Attributes:
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
-        features: (slots, capacity, layers kept x feature_size), the layers side by side; None where none are kept.
+        features: (slots, capacity, layers kept x feature_size), the layers side by side; None if none are kept.
         lengths: committed rows of each slot.
-        unverified: rows behind them that a partial verification filled, and a full forward will overwrite. Drafters
-            may read them; nobody else does.
+        unverified: rows behind the committed ones that a partial verification wrote. Only drafters read them, and a
+            full forward overwrites them.
 
     Raises:
-        MemoryBudgetError: when the tensors do not fit the memory that is free.
+        MemoryBudgetError: the tensors do not fit the free memory.
     """
 
     def __init__(
@@ -84,23 +84,30 @@ class KVStore:
             self.features = torch.empty(slots, capacity, width, dtype=shape.dtype, device=self.device)
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, once it is clear that they and ``beside`` bytes of features fit."""
+        """Keys and values, after a check that they and ``beside`` bytes of features fit."""
         needed = self.bytes_for(self.shape, self.slots, self.capacity) + beside
-        sizes.require(needed, self.device, f"A cache of {self.capacity} tokens")
-        size = (self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim)
-        values = torch.empty(size, dtype=self.shape.dtype, device=self.device)
+        sizes.require(needed, self.device, self._name)
+        values = torch.empty(self._size, dtype=self.shape.dtype, device=self.device)
         if not transposed_keys:
             return torch.empty_like(values), values
-        return turned_rows(size, self.shape.dtype, self.device), values
+        return turned_rows(self._size, self.shape.dtype, self.device), values
+
+    @property
+    def _size(self) -> tuple[int, int, int, int, int]:
+        return self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim
+
+    @property
+    def _name(self) -> str:
+        return f"A cache of {self.capacity} tokens"
 
     @staticmethod
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
-        """Bytes that a store of this size takes."""
+        """Bytes of keys and values in a store of this size."""
         return shape.bytes_per_token * slots * capacity
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are kept as: that of the shape, or what they are rounded to."""
+        """The dtype that keys and values are kept in."""
         return self.shape.dtype
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,21 +115,20 @@ class KVStore:
         return self.keys[index], self.values[index]
 
     def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a slot where they are kept, to copy rows in and out; :meth:`layer` is for attention.
-
-        Ask for one of :attr:`portions` at a time: that many layers are what a store off the device likes to hold.
+        """Keys and values of a slot, to copy rows in and out; :meth:`layer` is for attention.
 
         Args:
-            start: rows from here on may be changed, through the views returned.
+            layers: one of :attr:`portions`.
+            start: rows from here on may be changed through the views.
 
         Returns:
-            Views (layers, kv_heads, capacity, head_dim), good until the store is next asked for anything.
+            Views (layers, kv_heads, capacity, head_dim), valid until the next call of any method.
         """
         return self.keys[layers, slot], self.values[layers, slot]
 
     @property
     def portions(self) -> list[slice]:
-        """All layers, in the groups in which rows of several layers are best moved."""
+        """All layers, in groups that this store can hold in memory at a time."""
         return [slice(None)]
 
     def block(
@@ -139,25 +145,25 @@ class KVStore:
         """A block behind the committed rows of some slots, for a forward.
 
         Args:
-            tokens: a row of token ids a slot, or a tensor (B, T), which need not come from the device. Chains may
-                differ in length: shorter ones are padded, and nobody sees the padding.
-            bases: position of each sequence's first row; None: the slot's length. They differ where a store holds a
-                selection of the text's KV (SpecPV, section 3.2).
-            depths: (B, T) depths in the tree; a node's position is its base + its depth. None: chains.
-            mask: (B, T, offset + T) bool, the tree's ancestor mask. None: chains.
-            offset: rows of the same tree that earlier forwards have written behind the prefix: the block's lie behind
-                them. A tree can so be fed level by level, each node once.
-            prompt: a piece of a prompt is read. Otherwise text is decoded, and the result of no row depends on the
-                rows beside it.
+            tokens: a row of token ids for each slot, or a tensor (B, T) on any device. Chains may differ in length:
+                shorter ones are padded, and no row attends to the padding.
+            bases: position of each sequence's first row; None takes the slot's length. They differ where a store
+                holds a selection of the text's KV (SpecPV, section 3.2).
+            depths: (B, T) depths in the tree; a node's position is its base + its depth. None for chains.
+            mask: (B, T, offset + T) bool, the tree's ancestor mask. None for chains.
+            offset: rows of the same tree that earlier forwards have written behind the prefix; the block goes behind
+                them. This feeds a tree level by level.
+            prompt: the block is a piece of a prompt. Otherwise text is decoded, and a row's result does not depend on
+                the rows beside it.
 
         Raises:
-            ValueError: it does not fit a slot.
+            ValueError: the block does not fit a slot.
         """
         size = max(map(len, tokens))
         self.check_room(slots, offset + size)
         lengths = [self.lengths[slot] for slot in slots]
         if depths is None:
-            # Padding comes last, so under a causal mask nobody sees it; it has a position that is there.
+            # Padding comes last, so a causal mask hides it; it needs a position all the same.
             chain = range(offset, offset + size)
             depths = [[d if i < len(row) else 0 for i, d in enumerate(chain)] for row in tokens]
             if not isinstance(tokens, torch.Tensor):
@@ -166,7 +172,7 @@ class KVStore:
         return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
-        """Writes a block's rows where they belong behind each sequence's prefix, uncommitted.
+        """Writes a block's rows behind each sequence's prefix, uncommitted.
 
         Args:
             k, v: (B, kv_heads, T, head_dim), keys after RoPE.
@@ -178,17 +184,17 @@ class KVStore:
                 keys[slot, :, own] = k[b]
                 values[slot, :, own] = v[b]
             return
-        # Device tensors alone, static shapes: this form can be captured in a CUDA graph.
+        # Only device tensors and static shapes: a CUDA graph can record this form.
         rows = block.lengths_t[:, None] + torch.arange(block.offset, block.width, device=self.device)
         slots = block.slots_t[:, None].expand_as(rows)
         keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
         values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)
 
     def write_features(self, hidden: Mapping[int, torch.Tensor], block: Block) -> None:
-        """Writes a block's hidden states where its rows lie, uncommitted.
+        """Writes a block's hidden states beside its rows, uncommitted.
 
         Args:
-            hidden: layer -> (B, T, feature_size), all of ``feature_layers`` among them.
+            hidden: layer -> (B, T, feature_size), for ``feature_layers`` at least.
         """
         if self.features is None:
             return
@@ -203,10 +209,10 @@ class KVStore:
 
         Args:
             keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
-            features: (n, layers kept x feature_size); None leaves the slot's as they are.
+            features: (n, layers kept x feature_size); None leaves the slot's unchanged.
 
         Raises:
-            ValueError: when they would not fit the slot.
+            ValueError: the rows do not fit the slot.
         """
         end = start + keys.shape[2]
         if not 0 <= start <= end <= self.capacity:
@@ -219,7 +225,7 @@ class KVStore:
             self.features[slot, start:end] = features
 
     def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
-        """Copies committed rows ``[start, end)`` of another slot behind a slot's own ``start``, and commits them."""
+        """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits."""
         for layers in self.portions:
             keys, values = (x[:, :, start:end].clone() for x in self.stored(source, layers, end))
             own_keys, own_values = self.stored(slot, layers, start)
@@ -229,11 +235,11 @@ class KVStore:
         self.lengths[slot] = end
 
     def readable(self, slot: int) -> int:
-        """Rows of a slot that a drafter may read: the committed and the unverified ones."""
+        """Number of rows that a drafter may read: committed and unverified ones."""
         return self.lengths[slot] + self.unverified[slot]
 
     def check_room(self, slots: Sequence[int], size: int) -> None:
-        """Raises ValueError when a block of ``size`` rows would not fit behind a slot's prefix."""
+        """Raises ValueError if a block of ``size`` rows does not fit behind a slot's prefix."""
         for slot in slots:
             if self.lengths[slot] + size > self.capacity:
                 raise ValueError(
@@ -241,18 +247,20 @@ class KVStore:
                 )
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the block rows of the accepted path, in path order, and drops the rest.
+        """Keeps the rows of the accepted path, in path order, and drops the other rows behind the prefix.
 
         Args:
-            path: indices into the rows behind the prefix, those of one block or of several, strictly increasing (a
-                root-to-node path of a tree whose parents come before their children).
+            path: indices of rows behind the prefix, strictly increasing, as in a root-to-node path.
+
+        Raises:
+            ValueError: the path is not increasing, or leaves the slot.
         """
         n = self.lengths[slot]
         if any(b <= a for a, b in itertools.pairwise(path)) or (path and path[0] < 0):
             raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
         if path and n + path[-1] >= self.capacity:
             raise ValueError(f"path row {path[-1]} lies beyond the capacity {self.capacity}")
-        # A prefix of the path that is already in place (a chain: all of it) need not move.
+        # The part of the path that is already in place (all of a chain) need not move.
         still = next((i for i, row in enumerate(path) if row != i), len(path))
         if still < len(path):
             source = on_device([n + row for row in path[still:]], self.device)
@@ -266,7 +274,7 @@ class KVStore:
         self.unverified[slot] = 0
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forgets everything after the first ``length`` rows of a slot."""
+        """Drops all rows of a slot after the first ``length``."""
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
         self.lengths[slot] = length
@@ -274,9 +282,9 @@ class KVStore:
 
 
 def turned_rows(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor (..., rows, d) that lies in memory as (..., d, rows)."""
+    """An empty tensor (..., rows, d) that is stored as (..., d, rows)."""
     *outer, rows, dim = size
-    # Whole cache lines a row: a vector that straddles two is read twice.
+    # Each stored row begins on a cache line: a vector that straddles two lines is read twice.
     unit = _LINE // dtype.itemsize
     turned = torch.empty((*outer, dim, -(-rows // unit) * unit), dtype=dtype, device=device)
     return turned[..., :rows].transpose(-1, -2)

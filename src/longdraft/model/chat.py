@@ -1,4 +1,4 @@
-"""From a prompt's parts to token ids: through the model's chat template if it has one, else as plain text."""
+"""Turns a prompt's parts into token ids, through the model's chat template or, without one, as plain text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids of one user turn, ready for the model's answer: document, blank line, instruction.
 
-    Either of the two may be empty. A tokenizer without a chat template gets system, document and
-    instruction as plain text, with blank lines between them.
+    Document or instruction may be empty. A tokenizer without a chat template gets system, document and instruction
+    as plain text, with blank lines between them.
 
-    Raises PromptError where both document and instruction are empty, where text is not valid Unicode, and
-    where the template refuses the system message.
+    Raises PromptError if both are empty, if text is not valid Unicode, or if the template refuses the system message.
     """
     user = _joined(document, instruction)
     if not user.strip():
@@ -41,12 +40,13 @@ def chat_prompt(
 def conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **template: Any
 ) -> list[int]:
-    """Token ids of a conversation, ready for the model's next answer; its contents as plain text without a template.
+    """Token ids of a conversation, ready for the model's next answer; plain text without a template.
 
     Args:
-        messages: role and content of each, and what else the template takes. template: its own arguments.
+        messages: role and content of each, and other fields that the template reads.
+        template: further arguments of the template.
 
-    Raises PromptError where text is not valid Unicode, and where the template refuses the messages.
+    Raises PromptError if text is not valid Unicode or the template refuses the messages.
     """
     for message in messages:
         _checked(str(message["content"]))
@@ -68,30 +68,30 @@ def conversation(
 def follow_up(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:
     """Token ids that end an answer and give the user's next turn, ready for the model's next answer.
 
-    A tokenizer without a chat template gets the turn as plain text, with blank lines around it. None (an empty list)
-    where the template has no place for another turn.
+    A tokenizer without a chat template gets the turn as plain text, with blank lines around it. The list is empty if
+    the template has no place for another turn.
     """
     mark, behind = "-*-answer-*-", f"\n\n{_checked(instruction)}\n\n"
     if tokenizer.chat_template:
         turns = [("user", "-"), ("assistant", mark), ("user", instruction)]
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            whole: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError:
             return []
-        behind = whole.partition(mark)[2]
+        behind = text.partition(mark)[2]
     ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of raw text, with the special tokens that the tokenizer adds by itself (such as a first BOS).
+    """Token ids of raw text, with the special tokens that the tokenizer adds (such as a first BOS).
 
-    Raises PromptError where the text is empty, not valid Unicode, or has no token in this vocabulary.
+    Raises PromptError if the text is empty, not valid Unicode, or has no token in this vocabulary.
     """
     if not text.strip():
         raise PromptError("The prompt is empty: give some text.")
-    # verbose: transformers would warn about lengths, which the engine checks against the model's own context.
+    # verbose=True would warn about lengths, which the engine checks against the model's context.
     ids: list[int] = tokenizer(_checked(text), verbose=False)["input_ids"]
     if not ids:
         raise PromptError("The tokenizer turns this prompt into no tokens: is it for another model?")
@@ -103,7 +103,7 @@ def _joined(*parts: str | None) -> str:
 
 
 def _checked(text: str) -> str:
-    """Half a surrogate pair, left by reading bytes as text, would fail deep inside the tokenizer."""
+    """The text, if it is valid Unicode. A lone surrogate would fail deep inside the tokenizer."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

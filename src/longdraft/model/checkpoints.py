@@ -1,8 +1,8 @@
 """Reading checkpoints: folders, hub ids, and with gguf_files.py GGUF files.
 
-transformers does the reading. Added here: every way in which a checkpoint can be bad ends in a CheckpointError
-that names the file and the remedy; weights that transformers would fill with random numbers are refused; no
-code from a checkpoint runs, pickled or not; transformers' bars and warnings stay silent.
+transformers does the reading. This file adds that a bad checkpoint raises a CheckpointError with the file and the
+remedy, that missing weights are refused rather than filled with random numbers, that no code from a checkpoint runs,
+pickled or not, and that transformers' bars and warnings stay silent.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, r
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
-# Log levels and bars are process-wide switches: two loads that save and restore them must not overlap.
+# Log levels and bars are process-wide: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
 
 
 class LoadedModel(NamedTuple):
-    """What ``load`` returns: ``model, tokenizer = longdraft.load()``."""
+    """The result of ``load``: ``model, tokenizer = longdraft.load()``."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model without its tokenizer, ready to run: a folder in Hugging Face layout, else a hub id.
+    """A model without its tokenizer, ready to run, from a folder in Hugging Face layout or by its hub id.
 
     Raises CheckpointError (cannot be read, or incomplete).
     """
@@ -53,7 +53,7 @@ def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     source: dict[str, Any] = {}
     if folder.is_dir():
         source = {"use_safetensors": check_folder(folder), "local_files_only": True}
-    model, _ = _read(str(folder) if source else name, dtype, None, tokenizer=False, **source)
+    model = read_checkpoint(str(folder) if source else name, dtype, None, with_tokenizer=False, **source).model
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -66,35 +66,18 @@ def read_checkpoint(
     failure: str | None = None,
     remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
+    with_tokenizer: bool = True,
     **source: Any,
 ) -> LoadedModel:
-    """Read model and tokenizer on the CPU with transformers, quietly; refuse weights that are not all there.
+    """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
 
-    config: None reads it too. failure and remedy frame the CheckpointError's message; source goes to each
-    ``from_pretrained``.
+    Args:
+        config: the configuration; None reads it too.
+        failure, remedy: beginning and end of the CheckpointError's message.
+        with_tokenizer: False leaves the tokenizer None.
+        source: further arguments of each ``from_pretrained``.
     """
-    model, tokenizer = _read(
-        name, dtype, rope_factor, config=config, failure=failure, remedy=remedy, use_safetensors=use_safetensors,
-        **source,
-    )  # fmt: skip
-    assert tokenizer is not None
-    return LoadedModel(model, tokenizer)
-
-
-def _read(
-    name: str,
-    dtype: DType,
-    rope_factor: float | None,
-    *,
-    config: Any = None,
-    failure: str | None = None,
-    remedy: str = _REMEDY,
-    use_safetensors: bool | None = None,
-    tokenizer: bool = True,
-    **source: Any,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """As :func:`read_checkpoint`; the tokenizer may be left out."""
-    words: PreTrainedTokenizerBase | None = None
+    tokenizer: Any = None
     failure = failure or f"The model in {name} cannot be read"
     with quiet():
         try:
@@ -102,8 +85,8 @@ def _read(
                 config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
             if rope_factor is not None:
                 stretch_rope(config.get_text_config(), rope_factor)
-            if tokenizer:
-                words = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+            if with_tokenizer:
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
             model, info = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -111,34 +94,30 @@ def _read(
                 trust_remote_code=False,
                 use_safetensors=use_safetensors,
                 weights_only=True,
-                # transformers would only log which ones: let them through, to name them below.
+                # Let through here, to be named below: transformers would only log them.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **source,
             )
         except (LongdraftError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+        except Exception as error:  # a bad file can raise any type
             reason = reason_of(error)
-            if isinstance(error, pickle.UnpicklingError):  # whose own text advises to unpickle it all the same
+            if isinstance(error, pickle.UnpicklingError):  # its own text advises to unpickle the file anyway
                 reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
             raise CheckpointError(f"{failure}: {reason}. {remedy}") from error
-    _refuse_gaps(info, name)
-    return model, words
-
-
-def _refuse_gaps(info: dict[str, Any], name: str) -> None:
-    """transformers fills what a checkpoint lacks with random numbers; tied weights are not in its list."""
+    # transformers fills missing weights with random numbers; tied weights are not in its list.
     gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
     if gaps:
         shown = ", ".join(gaps[:5]) + (f", and {len(gaps) - 5} more" if len(gaps) > 5 else "")
         advice = "It is incomplete or made for another architecture: fetch or save it again."
         raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
+    return LoadedModel(model, tokenizer)
 
 
 def check_folder(folder: Path) -> bool:
-    """Check a folder's files without reading weights. True: they are safetensors; False: there is only .bin.
+    """Checks a folder's files without reading weights. Returns True for safetensors, False if there is only .bin.
 
     Raises CheckpointError naming the file that is missing or truncated.
     """
@@ -162,7 +141,7 @@ def check_folder(folder: Path) -> bool:
         raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
     for shard in shards:
         try:
-            # Opening compares the header with the file's length, which is how truncation shows.
+            # Opening compares the header with the file's length, so it notices truncation.
             with safe_open(folder / shard, framework="pt"):
                 pass
         except FileNotFoundError as error:
@@ -175,10 +154,10 @@ def check_folder(folder: Path) -> bool:
 
 
 def check_gguf(file: Path) -> None:
-    """Raises CheckpointError where `file` cannot be opened or does not begin as a GGUF file does."""
+    """Raises CheckpointError if ``file`` cannot be opened or does not begin as a GGUF file does."""
     try:
-        with file.open("rb") as opened:
-            magic = opened.read(4)
+        with file.open("rb") as start:
+            magic = start.read(4)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be opened: {error.strerror}. Check its permissions.") from error
     if magic != b"GGUF":
@@ -188,9 +167,9 @@ def check_gguf(file: Path) -> None:
 
 
 def stretch_rope(config: Any, factor: float) -> None:
-    """Set YaRN (arXiv 2309.00071) in a model config, in place: `factor` times the trained context, in tokens.
+    """Sets YaRN (arXiv 2309.00071) in a model's config, in place: the context becomes ``factor`` times the trained one.
 
-    Raises CapabilityError for a config without RoPE, or with its own RoPE scaling: one on top is undefined.
+    Raises CapabilityError for a config without RoPE, or with RoPE scaling of its own.
     """
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
     kind = rope.get("rope_type", "one per layer type")
@@ -205,7 +184,7 @@ def stretch_rope(config: Any, factor: float) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the bars, log lines and warnings of transformers and the hub client, then restore them."""
+    """Silences the bars, log lines and warnings of transformers and the hub client inside the block."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     with _SWITCHES, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -216,7 +195,7 @@ def quiet() -> Iterator[None]:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
             transformers.utils.logging.disable_progress_bar()
-            gguf_reading.tqdm = functools.partial(gguf_bar, disable=True)  # this one asks no switch
+            gguf_reading.tqdm = functools.partial(gguf_bar, disable=True)  # it obeys no switch
             yield
         finally:
             gguf_reading.tqdm = gguf_bar

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way of what makes a great many objects that stay."""
+"""Pauses Python's garbage collector while many long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collections inside: imports and vocabularies set them off again and again, for nothing, a second in all."""
+    """Switches collections off inside. Imports and vocabularies would start many of them, a second in all."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A language model that drafts for another, of transformers or a GGUF file: its configuration, and its vocabulary."""
+"""Reads a language model, of transformers or a GGUF file, that drafts for another, and fits its vocabulary."""
 
 from __future__ import annotations
 
@@ -19,18 +19,13 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.small_models import linear
 
-# Of the ids that two tokenizers share: renamed special tokens do no harm.
+# Share of the common ids that may have different tokens: renamed special tokens do no harm.
 MOST_RENAMED = 0.01
 
 
 @dataclass(frozen=True)
 class Described:
-    """A causal language model as its configuration describes it.
-
-    Attributes:
-        vocab_size: rows of its head. parameters: numbers in its tensors.
-        trained_length: tokens of its trained context.
-    """
+    """A causal language model's sizes: rows of its head, weights, and tokens of its trained context."""
 
     vocab_size: int
     parameters: int
@@ -41,8 +36,8 @@ def describe(name: str) -> Described:
     """Reads the configuration, and no weights, of a folder, a GGUF file or a hub id.
 
     Raises:
-        CheckpointError: there is none, or it is no causal language model's.
-        CapabilityError: the file's rotary frequencies are scaled in a way that is not read.
+        CheckpointError: there is no such model, or it is no causal language model.
+        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way.
     """
     path = Path(name)
     if gguf := is_gguf(path):
@@ -65,7 +60,7 @@ def describe(name: str) -> Described:
             )
         except LongdraftError:
             raise
-        except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+        except Exception as error:  # a bad file can raise any type
             raise CheckpointError(
                 f"{name} is not the {'file' if gguf else 'folder or hub id'} of a causal language model that "
                 f"transformers can read: {reason_of(error)}."
@@ -73,10 +68,10 @@ def describe(name: str) -> Described:
 
 
 def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model, ready to run; a GGUF file's matrices stay as they are stored, as a target's do.
+    """The model, ready to run; a GGUF file's matrices stay as they are stored.
 
     Raises:
-        CheckpointError: it cannot be read, or is incomplete.
+        CheckpointError: the model cannot be read, or is incomplete.
     """
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
@@ -84,9 +79,9 @@ def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
 
 
 def difference(name: str, runner: TargetRunner) -> str | None:
-    """Says where a model's tokens differ from the target's; empty: nowhere. None where those of one cannot be found.
+    """Describes how a model's tokens differ from the target's: empty if they do not, None if either is unknown.
 
-    The target's are looked for in the folder or file that it was loaded from. Nothing is downloaded.
+    The target's tokenizer is read from the folder or file that it was loaded from. Nothing is downloaded.
     """
     origin = str(getattr(runner.model, "name_or_path", "") or "")
     mine, its = _tokens(name), _tokens(origin) if origin else None
@@ -96,18 +91,15 @@ def difference(name: str, runner: TargetRunner) -> str | None:
     renamed = sorted(i for i in shared if mine[i] != its[i])
     if shared and len(renamed) <= MOST_RENAMED * len(shared):
         return ""
-    found = f"its tokenizer numbers tokens otherwise than that of {origin}"
+    text = f"its tokenizer numbers tokens otherwise than that of {origin}"
     if renamed:
-        first = renamed[0]
-        found += (
-            f": {len(renamed):,} of {len(shared):,} ids, of which {first} is {mine[first]!r} here and {its[first]!r} "
-            "there"
-        )
-    return found
+        i = renamed[0]
+        text += f": {len(renamed):,} of {len(shared):,} ids, of which {i} is {mine[i]!r} here and {its[i]!r} there"
+    return text
 
 
 def _tokens(name: str) -> dict[int, str] | None:
-    """Token of each id."""
+    """Id -> token; None if there is no tokenizer that can be read."""
     with quiet():
         try:
             file = packaged_file() if name == EMBEDDED_ID else Path(name)
@@ -115,15 +107,15 @@ def _tokens(name: str) -> dict[int, str] | None:
                 return dict(enumerate(File(file).tokens))
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
             return {i: token for token, i in tokenizer.get_vocab().items()}
-        except Exception:  # no tokenizer there, or none that can be read
+        except Exception:
             return None
 
 
 def fit_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Gives a model the target's vocabulary where the two are padded to different sizes.
+    """Gives a model the target's vocabulary size if the two are padded to different sizes.
 
-    Rows beyond ``size`` are cut off the head, for nothing that the target does not know may be proposed; ids that the
-    embedding lacks become zeros.
+    Rows beyond ``size`` are cut off the head, as the target does not know their tokens. Missing rows of the embedding
+    become zeros.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if stored.weight_shape(head)[0] > size:
@@ -136,7 +128,7 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
             model.set_output_embeddings(linear(head.weight[:size], bias))
         hosting.decoder_config(model).vocab_size = size
     if (rows := stored.weight_shape(embedding)[0]) < size:
-        if isinstance(embedding, stored.StoredEmbedding):  # whose blocks of nothing but zeros stand for zeros
+        if isinstance(embedding, stored.StoredEmbedding):  # a block of zero bytes stands for zeros
             embedding.data = _padded(embedding.data, size - rows)
         else:
             embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)

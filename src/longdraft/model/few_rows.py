@@ -1,14 +1,13 @@
 """Linear layers for the few rows of a verification, on a CPU in float32.
 
-torch's plain product reads a matrix badly for more than one row and fewer than many. Our own kernel reads it once, from
-where it lies; where that cannot be compiled, oneDNN's packed product does nearly as well, for a second copy of the
-weights.
+torch's plain product reads a matrix badly for a few rows. Our own kernel reads it once, where it is stored. Where that
+cannot be compiled, oneDNN's packed product (packing.py) does nearly as well, with a second copy of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,27 +18,27 @@ from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.rounded import Rounded
 from longdraft.native.structures import Weights
 
-# Rows up to which our kernel wins; more are bound by arithmetic, which torch's product does as well.
+# Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
 MOST = 128
-# The same for bfloat16 and float16 where the machine multiplies these as such.
+# The same for bfloat16 and float16 if the machine has instructions that multiply them.
 MOST_HALVES = 8
-# Layers of one module that are given the same rows: their products are one call.
+# Layers of one module that get the same input: their products are one call.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @cache
 def _most_halves() -> int:
-    """Rows of bfloat16 or float16 up to which our kernel wins here."""
-    # Not public: older torch may lack them.
-    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return MOST_HALVES if any(ask is not None and ask() for ask in asked) else MOST
+    """Number of rows of bfloat16 or float16 up to which our kernel is faster here."""
+    # These functions are private: older versions of torch may lack them.
+    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return MOST_HALVES if any(check is not None and check() for check in checks) else MOST
 
 
 class FewRowsLinear:
-    """One weight matrix, as ``F.linear``.
+    """Multiplies with one weight matrix, as ``F.linear``.
 
     Args:
-        weight: (out, in). It is not changed. Where there are kernels, it may be stored or rounded.
+        weight: (out, in). It may be stored or rounded if there are kernels.
     """
 
     def __init__(self, weight: torch.Tensor | Stored | Rounded, bias: torch.Tensor | None = None) -> None:
@@ -62,30 +61,25 @@ class FewRowsLinear:
 
 
 class FewRowsModule:
-    """Makes the linear layers of a module fast for few rows, from now on: the module has to be nobody's but ours.
-
-    One thread at a time may use the module.
+    """Makes the linear layers of a module fast for few rows, for good. One thread at a time may use the module.
 
     Args:
-        module: layers that are plain ``nn.Linear`` in float32 on the CPU take part, and those with
-            ``kernel_weights`` (:class:`~longdraft.native.Stored`); others do not.
+        module: a module of our own. Plain ``nn.Linear`` on the CPU take part, and layers with ``kernel_weights``
+            (:class:`~longdraft.native.Stored`).
 
     Attributes:
-        most: rows up to which our kernel serves, and torch's product beyond them; None: ours serves any number. The two
-            differ in the last bits, so where a row's result must not depend on the rows beside it, one has to do all.
+        most: our kernel computes up to this number of rows, and torch more rows; None: our kernel computes any number.
+            The two differ in the last bits, so a row's result is independent of the rows beside it only with None.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.most: int | None = MOST
         layers = [m for m in module.modules() if weights_of(m) is not None and "forward" not in vars(m)]
-        self._kernels = kernels() if layers else None
-        self._room: bool | None = None
+        own = kernels() if layers else None
         self._groups: list[_Group] = []
         self._packed: dict[nn.Module, PackedLinear] = {}
-        if self._kernels is not None:
-            self._groups = [_Group(self, self._kernels, members) for members in _together(module, layers)]
-            for group in self._groups:
-                group.install()
+        if own is not None:
+            self._groups = [_Group(self, own, members) for members in _together(module, layers)]
         else:
             plain = [x for x in layers if type(x) is nn.Linear and packable(x.weight)]
             self._packed = {x: PackedLinear(x.weight, x.bias) for x in plain}
@@ -94,72 +88,67 @@ class FewRowsModule:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those that take part."""
+        """The layers that take part."""
         return [layer for group in self._groups for layer in group.layers] or list(self._packed)
 
     def serves(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether our kernel multiplies these rows (..., in) with layers that compute in a dtype."""
+        """True if our kernel multiplies the rows x (..., in) with layers that compute in ``dtype``."""
         if self.most is not None:
             most = self.most if dtype == torch.float32 else min(self.most, _most_halves())
             if x.numel() > most * x.shape[-1]:
                 return False
-        # A model may be cast or moved while a run goes on.
+        # A model may be cast or moved during a run.
         return x.dtype == dtype and x.device.type == "cpu"
 
     def forget(self) -> None:
-        """Lets go of what a forward that was broken off has left."""
+        """Drops products that an interrupted forward has left."""
         for group in self._groups:
             group.forget()
 
     def _by_packed(self, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        packed = self._packed[layer]
-        otherwise = layer.forward
+        packed, original = self._packed[layer], layer.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if pays(x.numel() // x.shape[-1]) and x.dtype == torch.float32 and self._has_room():
+            if pays(x.numel() // x.shape[-1]) and x.dtype == torch.float32 and self._has_room:
                 return packed(x)
-            return otherwise(x)
+            return original(x)
 
         return forward
 
+    @cached_property
     def _has_room(self) -> bool:
-        if self._room is None:  # found out once, when packed weights are first wanted
-            self._room = room_for(self._packed)
-        return self._room
+        return room_for(self._packed)
 
 
 class _Group:
-    """Layers that are called with the same rows one after the other: the first call computes for all."""
+    """Layers that are called with the same rows one after the other: the first call computes all products."""
 
     def __init__(self, owner: FewRowsModule, kernels: Kernels, layers: list[nn.Module]) -> None:
         self._owner, self._kernels, self.layers = owner, kernels, layers
-        # Where a weight gets another storage, the kernel reads the one that it had when it was looked at.
+        # If a weight gets another storage, the kernel still reads the one that it has here.
         self._pairs = [pair for x in layers if (pair := weights_of(x)) is not None]
         self._dtype = _computes_in(layers[0])
         self.forget()
+        for number, layer in enumerate(layers):
+            vars(layer)["forward"] = self._member(number)
 
     def forget(self) -> None:
         self._x: torch.Tensor | None = None
-        self._found: list[torch.Tensor | None] = []
-
-    def install(self) -> None:
-        """Puts our product in the place of the layers' own."""
-        for number, layer in enumerate(self.layers):
-            vars(layer)["forward"] = self._member(number)
+        self._products: list[torch.Tensor | None] = []
 
     def _member(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        otherwise = self.layers[number].forward
+        original = self.layers[number].forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if not self._owner.serves(x, self._dtype):
-                return otherwise(x)
-            if x is not self._x or self._found[number] is None:
-                # Sums are float32; what a layer in half precision gives is rounded once.
-                self._x, self._found = x, [y.to(x.dtype) for y in self._kernels.linear(x.float(), self._pairs)]
-            out = self._found[number]
+                return original(x)
+            if x is not self._x or self._products[number] is None:
+                # Sums are float32; the results of a layer in half precision are rounded once.
+                self._x, self._products = x, [y.to(x.dtype) for y in self._kernels.linear(x.float(), self._pairs)]
+            out = self._products[number]
             assert out is not None
-            self._found[number] = None  # a layer that is asked twice computes twice: x may have changed
-            if not any(other is not None for other in self._found):
+            self._products[number] = None  # a second call of the layer computes again: x may have changed
+            if all(other is None for other in self._products):
                 self.forget()
             return out
 
@@ -167,20 +156,20 @@ class _Group:
 
 
 def _together(module: nn.Module, layers: list[nn.Module]) -> Iterator[list[nn.Module]]:
-    """The layers, those that are given the same rows in one list."""
-    left = dict.fromkeys(layers)
+    """Groups the layers that get the same rows."""
+    remaining = dict.fromkeys(layers)
     for parent in module.modules():
         for names in _TOGETHER:
-            members = [m for m in (getattr(parent, name, None) for name in names) if m in left]
+            members = [m for m in (getattr(parent, name, None) for name in names) if m in remaining]
             if len(members) == len(names) and len({*map(_computes_in, members)}) == 1:
                 yield members
-                left = {layer: None for layer in left if layer not in members}
-    for layer in left:
+                remaining = {layer: None for layer in remaining if layer not in members}
+    for layer in remaining:
         yield [layer]
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
-    """What a linear layer multiplies with, for our kernels; None: it is none, or one that they do not serve."""
+    """The weights and bias of a linear layer for our kernels; None if they do not serve this module."""
     weight: torch.Tensor | Stored
     if isinstance(kept := getattr(layer, "kernel_weights", None), Stored):
         weight = kept
@@ -197,13 +186,13 @@ def weights_of(layer: nn.Module) -> Weights | None:
 
 
 def in_halves(weight: torch.Tensor) -> bool:
-    """Whether our kernels read a bfloat16 or float16 matrix as it is."""
+    """True if our kernels can read this matrix in bfloat16 or float16."""
     half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
     return half and not is_shared_out(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
 
 
 def is_shared_out(weight: object) -> bool:
-    """Whether a weight is a DTensor: several processes have a share of it each."""
+    """True if a weight is a DTensor, of which each of several processes has a share."""
     return hasattr(weight, "device_mesh")
 
 
@@ -212,5 +201,5 @@ def _computes_in(layer: nn.Module) -> torch.dtype:
 
 
 def _plain(weight: torch.Tensor) -> bool:
-    own = weight.device.type == "cpu" and not is_shared_out(weight)
-    return own and weight.dtype == torch.float32 and weight.stride(-1) == 1
+    local = weight.device.type == "cpu" and not is_shared_out(weight)
+    return local and weight.dtype == torch.float32 and weight.stride(-1) == 1

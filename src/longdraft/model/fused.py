@@ -22,7 +22,7 @@ from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import hosting, stored
 from longdraft.model.few_rows import MOST, weights_of
-from longdraft.model.parts import rotary_module
+from longdraft.model.shared_parts import rotary_module
 from longdraft.model.stored import parameters
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, Stored, kernels
 from longdraft.native.library import HEAD_UNIT

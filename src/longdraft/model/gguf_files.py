@@ -21,10 +21,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
-from longdraft.model import gguf_kept, stored
+from longdraft.model import gguf_cache, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
 from longdraft.model.collector import paused
-from longdraft.model.gguf_kept import Metadata
+from longdraft.model.gguf_cache import Metadata
 from longdraft.model.gguf_rope import RopeError, scaling
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
@@ -107,12 +107,12 @@ class File:
         """Configuration and tokenizer, as kept from an earlier start, or made and kept."""
         begin = min((t.data_offset for t in self._tensors), default=0)
         factors = [t.data.tobytes() for t in self._tensors if t.name == _FACTORS]
-        folder = gguf_kept.folder_of(memoryview(self._reader.data)[:begin], *factors)
-        found = gguf_kept.read(folder)
+        folder = gguf_cache.folder_of(memoryview(self._reader.data)[:begin], *factors)
+        found = gguf_cache.read(folder)
         if found is None:
             say(f"Reading the vocabulary of {self.path.name}, once")
             found = Metadata(self.config(), self.tokenizer())
-            gguf_kept.keep(folder, found)
+            gguf_cache.keep(folder, found)
         return found
 
     @property

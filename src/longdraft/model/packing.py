@@ -1,9 +1,9 @@
-"""Packed weights: on a CPU, products of a few rows with large float32 matrices cost little more than one row's.
+"""Packed weights, for CPUs without our kernels: products of a few rows with large float32 matrices.
 
-A verification multiplies every weight matrix with a handful of rows. torch's plain product reads the matrix badly for
-that; oneDNN's, with the weights reordered once, is bound by reading them, as a single row is. The price is a second
-copy of the weights, so they are packed when the first such product is asked for (plain decoding never pays it), and
-not at all where the memory that is free would not hold them twice.
+A verification multiplies every weight matrix with a few rows, for which torch's plain product reads the matrix badly.
+oneDNN's product, with the weights reordered once, takes little longer than for one row. The price is a second copy of
+the weights. So they are packed at the first such product (plain decoding never needs them), and only if free memory
+holds them twice.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from longdraft.memory import sizes
 
 logger = logging.getLogger("longdraft")
 
-# Rows between which the packed product wins: one or two are faster without, and many are bound by arithmetic.
+# Numbers of rows between which the packed product is faster than torch's.
 FEWEST, MOST = 3, 32
 SWITCH = "LONGDRAFT_PACK"
 
 
 def available() -> bool:
-    """Whether this build of torch has oneDNN's packed products, and nobody switched them off (LONGDRAFT_PACK=0)."""
+    """True if this build of torch has oneDNN's packed products and LONGDRAFT_PACK=0 does not switch them off."""
     if os.environ.get(SWITCH, "1") == "0" or not torch.backends.mkldnn.is_available():
         return False
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class PackedLinear:
-    """One weight matrix, packed when it is first used.
+    """One weight matrix, packed at its first use, and again when it has changed.
 
     Args:
-        weight: (out, in) float32 on the CPU. It is not changed; when it is, it is packed anew.
+        weight: (out, in) float32 on the CPU.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -54,7 +54,7 @@ class PackedLinear:
 
 
 def room_for(layers: Iterable[nn.Module]) -> bool:
-    """Whether a second copy of some layers' weights fits the free memory, and leaves as much again."""
+    """True if a second copy of some layers' weights fits the free memory and leaves as much again."""
     needed = sum(w.numel() * w.itemsize for layer in layers if isinstance(w := layer.weight, torch.Tensor))
     free = sizes.available_bytes(torch.device("cpu"))
     fits = free is None or 2 * needed <= free
@@ -64,10 +64,10 @@ def room_for(layers: Iterable[nn.Module]) -> bool:
 
 
 def pays(rows: int) -> bool:
-    """Whether packed weights are faster for this many rows."""
+    """True if packed weights are faster for this number of rows."""
     return FEWEST <= rows <= MOST
 
 
 def packable(weight: torch.Tensor) -> bool:
-    """Whether a weight can be packed here."""
+    """True if a weight can be packed here."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and available()

@@ -19,8 +19,8 @@ from longdraft.memory.store import KVStore
 from longdraft.model import hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
-from longdraft.model.parts import SharedParts
 from longdraft.model.sharded import share_of
+from longdraft.model.shared_parts import SharedParts
 from longdraft.model.twin import Twin, host
 
 
@@ -106,10 +106,10 @@ class TargetRunner:
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
-        halves = self.arithmetic == "int8" and self.can_round and offload is None
+        halves = self.arithmetic == "int8" and self.can_round_kv and offload is None
         self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
-        if self.rounds and (offload is not None or not self.can_round):
+        if self.kv_is_rounded and (offload is not None or not self.can_round_kv):
             other = (
                 "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
             )
@@ -173,12 +173,12 @@ class TargetRunner:
         return f"{name}, KV in {self.kv_dtype}" if self.kv_dtype != self.kv_shape.dtype else name
 
     @property
-    def rounds(self) -> bool:
+    def kv_is_rounded(self) -> bool:
         """Whether keys and values are kept in fewer bytes than the model computes them in: it is another model then."""
         return self.kv_dtype != self.own_kv_dtype
 
     @property
-    def can_round(self) -> bool:
+    def can_round_kv(self) -> bool:
         """Whether its attention reads keys and values that were rounded."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
@@ -218,7 +218,7 @@ class TargetRunner:
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
-        if dtype != self.kv_shape.dtype and not self.can_round:
+        if dtype != self.kv_shape.dtype and not self.can_round_kv:
             raise CapabilityError(
                 f"Views in {dtype} are for models {_ROUNDED}; this one is {self._what}: leave view_dtype out; a view "
                 "of all rows needs it, so take another."

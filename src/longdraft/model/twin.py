@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.model import by_row, hosting, packing, stored
+from longdraft.model import hosting, packing, row_activations, stored
 from longdraft.model.few_rows import MOST, FewRowsModule
 from longdraft.model.fused import FusedLayers
 from longdraft.model.lock import lock_of
-from longdraft.model.parts import SharedParts, shared_parts
-from longdraft.model.structure import copy_of, signature, unchanged
+from longdraft.model.model_copy import copy_of, signature, unchanged
+from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.native import kernels
 
 
@@ -40,7 +40,7 @@ class Twin:
         # First: whether they agree is seen against the layers' own products.
         self.fused = FusedLayers(self.model)
         self.few_rows = FewRowsModule(self.model)
-        by_row.install(self.model, lambda: self.few_rows.most is None)
+        row_activations.install(self.model, lambda: self.few_rows.most is None)
         self._tapped: set[int] = set()
         self._place = _place(model)
 

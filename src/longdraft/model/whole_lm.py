@@ -13,8 +13,8 @@ import torch
 from longdraft.memory.store import KVStore
 from longdraft.model.few_rows import MOST
 from longdraft.model.fused import in_place
-from longdraft.model.parts import rotary_module
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import rotary_module
 from longdraft.native import DecoderStack, Rows, kernels
 
 # Positions that are computed beyond those that are asked for.

@@ -13,8 +13,8 @@ from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
-from longdraft.model.parts import SharedParts
 from longdraft.model.rotary import Rotary
+from longdraft.model.shared_parts import SharedParts
 from longdraft.plugins.followed import Followed
 
 

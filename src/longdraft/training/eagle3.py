@@ -25,8 +25,8 @@ from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafts.eagle_formats import KIND, THETA, Eagle3Shape, stretched, usual_layers
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.parts import SharedParts
 from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from longdraft.drafters.heads import KIND, HeadsBlock, HeadsDraft, HeadsShape
-from longdraft.model.parts import SharedParts, final_norm
+from longdraft.model.shared_parts import SharedParts, final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.run_log import Report

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from longdraft.model.parts import SharedParts
+from longdraft.model.shared_parts import SharedParts
 from longdraft.training.features import Features
 from longdraft.training.losses import soft_cross_entropy, targets
 from longdraft.training.vocabulary import rows_of, to_draft

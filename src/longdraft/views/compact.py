@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from longdraft.memory.store import KVStore
-from longdraft.model.rotation import KeyRotation
+from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import ViewCache
 from longdraft.views.refresh import Refresh

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.rotation import turned
+from longdraft.model.key_rotation import turned
 from longdraft.views.cache import Queries, TrueCache
 from longdraft.views.copied import Copied, gather
 from longdraft.views.retrieval import Retrieval

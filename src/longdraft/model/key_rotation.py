@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.parts import rotary_module
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import rotary_module
 
 # How far keys may be off that are the same but for rounding, as a part of the largest one.
 _CLOSE = {4: 1e-3, 8: 1e-3, 2: 4e-2}

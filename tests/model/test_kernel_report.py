@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longdraft import native
-from longdraft.model.kernels_said import serving
+from longdraft.model.kernel_report import kernel_report
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored, parameters
 from longdraft.native.build import CALLED, LEVELS
@@ -19,7 +19,7 @@ SIZES = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 2}
 
 
 def of(model, **options):
-    return serving(TargetRunner(model, **options))
+    return kernel_report(TargetRunner(model, **options))
 
 
 @compiles
@@ -55,11 +55,11 @@ def test_without_any_it_says_why_and_what_that_costs(monkeypatch):
     assert found.line.startswith("torch's, not longdraft's own: LONGDRAFT_NATIVE=0. Decoding takes")
     assert re.search(r"weights take .*iB, in float32$", found.line)
     assert "each product unpacks" in of(keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES))).cost
-    assert serving(None).reason == "LONGDRAFT_NATIVE=0"
+    assert kernel_report(None).reason == "LONGDRAFT_NATIVE=0"
 
 
 def test_of_the_machine_alone():
-    found = serving(None)
+    found = kernel_report(None)
     assert found.level is None or found.line == f"longdraft's own for {CALLED[found.level]}"
 
 

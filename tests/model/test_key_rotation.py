@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.rotation import KeyRotation
+from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.tiny import FAMILIES, tiny_model

@@ -19,7 +19,7 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
-class Serving:
+class KernelReport:
     """The kernels of a target.
 
     Attributes:
@@ -53,16 +53,16 @@ class Serving:
         return f"{name}, {calls}: {formats}"
 
 
-def serving(runner: TargetRunner | None) -> Serving:
+def kernel_report(runner: TargetRunner | None) -> KernelReport:
     """The kernels that a target's forwards of a few rows run on; None: those of this machine's processor."""
     if runner is not None and runner.device.type != "cpu":  # before any are compiled
         path = runner.attention_path
-        return Serving(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
+        return KernelReport(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
     own = native.kernels()
     if own is None:
-        return Serving(None, reason=native.missing(), cost=SLOWER if runner is None else _cost(runner))
+        return KernelReport(None, reason=native.missing(), cost=SLOWER if runner is None else _cost(runner))
     if runner is None:
-        return Serving(own.level)
+        return KernelReport(own.level)
     sizes: Counter[str] = Counter()
     twin = runner.twin
     for layer in twin.few_rows.layers:
@@ -70,14 +70,14 @@ def serving(runner: TargetRunner | None) -> Serving:
         if weights is not None:
             sizes[_stored_as(weights[0])] += weights[0].shape[0] * weights[0].shape[1]
     if not sizes:
-        return Serving(
+        return KernelReport(
             None, reason=f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
         )
-    attends = runner.can_round and runner.kv_shape.head_dim % HEAD_UNIT == 0
+    attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_UNIT == 0
     kv = _dtype(runner.kv_dtype) if attends else None
     whole = twin.fused.stack is not None and attends and runner.offload is None
     names = tuple(name for name, _ in sizes.most_common())
-    return Serving(own.level, names, kv, whole, arithmetic=runner.arithmetic)
+    return KernelReport(own.level, names, kv, whole, arithmetic=runner.arithmetic)
 
 
 def _stored_as(weights: object) -> str:
