@@ -30,8 +30,8 @@ WAITS: dict[str, dict[str, int]] = {
     "eagle": {TOKENS: 1, TREE: 1},
     "onepass": {TOKENS: 1, TREE: 1},
     "small-lm": {TOKENS: 1, TREE: 1},
-    "specextend": {TOKENS: 1, TREE: 1, LEVEL: 1, "look": 2},  # which chunks, of both prompts, when that is due
-    "specextend-eagle3": {TOKENS: 1, TREE: 1, LEVEL: 1, "look": 2},
+    "specextend": {TOKENS: 1, TREE: 1, LEVEL: 1, "observe": 2},  # which chunks, of both prompts, when that is due
+    "specextend-eagle3": {TOKENS: 1, TREE: 1, LEVEL: 1, "observe": 2},
     "self": {TOKENS: 1, TREE: 1},
     "magicdec": {TOKENS: 1, TREE: 1},
     "heads": {TOKENS: 1, TREE: 1},

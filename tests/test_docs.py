@@ -18,6 +18,7 @@ import typer.main
 import longdraft
 from longdraft import errors
 from longdraft.cli.main import app
+from tests import options_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -147,3 +148,9 @@ def test_flags_of_commands_exist(page, line):
     known = {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
     assert given <= known, f"{line}: {sorted(given - known)}"
+
+
+def test_the_tables_of_options_are_the_catalogues():
+    text = options_page.PAGE.read_text(encoding="utf-8")
+    message = "run: python -m tests.options_page"
+    assert text.partition(options_page.BEGIN)[2].partition(options_page.END)[0] == options_page.tables(), message

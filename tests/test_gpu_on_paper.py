@@ -246,7 +246,7 @@ def test_longspec_with_retrieval(paper, watch, tmp_path):
     watch.on(Retrieval, "observe", lambda retrieval, store, slot, *_: {"prefix": store.readable(slot)})
     watch.on(TrueCache, "choose", choose)
     run(watch, model, drafter, Schedule())
-    looks = [seen for seen in watch.named("look") if seen.counted[2]]  # the others were not due
+    looks = [seen for seen in watch.named("observe") if seen.counted[2]]  # the others were not due
     assert len(looks) > 2 and len(watch.named("choose")) > 1
     for seen in looks[1:]:  # the first is the prompt's, before the caches are watched
         scores, _ = paper.retrieval_update(m, 1, seen.about["prefix"], 0)

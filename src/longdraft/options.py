@@ -23,6 +23,7 @@ from longdraft.arguments import meant
 F = TypeVar("F", bound=Callable[..., Any])
 Given = TypeVar("Given", bound="Options")
 
+_DRAFT = "the draft folder, or a small model's .gguf file"
 _KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
@@ -165,7 +166,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
         if parameter.kind is not parameter.VAR_KEYWORD and not name.startswith("_"):
             default = None if parameter.default is parameter.empty else parameter.default
             kind = type(default) if type(default) in _KINDS else object
-            found.setdefault(name, Option(name, kind, default))
+            found.setdefault(name, Option(name, kind, default, _DRAFT if name == "draft" else ""))
     return found
 
 

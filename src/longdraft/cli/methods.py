@@ -1,29 +1,54 @@
-"""``longdraft methods``: what there is to decode with."""
+"""``longdraft methods``: what there is to decode with, and the options of one method."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
 from rich.text import Text
 
 from longdraft.bench.tables import table
 from longdraft.cli import console, options
-from longdraft.methods import METHODS
+from longdraft.methods import METHODS, Method, method_named
 from longdraft.methods import methods as described
 
 
-def methods(*, composed: options.Load = None, output: options.Output) -> None:
-    """List the methods. An exact one writes what the model alone would; it is only faster."""
-    made = table(["method", "exact", "draft", "available"])
-    made.add_column("what it does")
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="Show the options of this method.", show_default="all methods")
+    ] = None,
+    *,
+    composed: options.Load = None,
+    output: options.Output,
+) -> None:
+    """List the methods, or the options of one. An exact one writes what the model alone would; it is only faster."""
+    if name is not None:
+        method = method_named(name)
+        _show_options(method)
+        output.json([asdict(option) | {"kind": option.kind.__name__} for option in method.options.values()])
+        return
+    found = table(["method", "exact", "draft", "available"])
+    found.add_column("what it does")
     for entry in described():
         summary = Text(METHODS[entry["name"]].summary)
         if entry["paper"]:
             summary.append("\n" + entry["paper"], style="dim")
-        made.add_row(
+        found.add_row(
             Text(entry["name"]),
             "yes" if entry["exact"] else "approximate",
             "needed" if entry["needs_draft"] else "none",
             "yes" if entry["available"] else "no",
             summary,
         )
-    console.show(console.stdout(), made)
+    console.show(console.stdout(), found)
     output.json(described())
+
+
+def _show_options(method: Method) -> None:
+    found = table(["-o name=value", "takes", "default"])
+    found.add_column("what it is")
+    for option in method.options.values():
+        found.add_row(*(Text(part) for part in (option.name, option.range, option.default_in_words, option.help)))
+    console.line(f"{method.name}: {method.summary}")
+    console.show(console.stdout(), found)

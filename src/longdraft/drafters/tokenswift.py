@@ -206,7 +206,7 @@ register(
         "tokenswift",
         True,
         "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
-        "the same heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
+        "the heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
         tokenswift,
         "heads",
     )

@@ -56,7 +56,7 @@ register(
         "specpv-exact",
         True,
         f"ours, after {_PAPER}",
-        "the same, but nothing is emitted before a full pass has confirmed it",
+        "verifies as specpv does, but emits nothing before a full pass has confirmed it; any drafter",
         schedule=partial(_schedule, ExactSpecPV),
     )
 )
