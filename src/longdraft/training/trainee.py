@@ -162,7 +162,7 @@ class Trainee(nn.Module):
         return Pack(documents, spans)
 
     def labels(self, pack: Pack) -> Labels:
-        """What the learned rows should predict: the tokens that lie ``ahead``."""
+        """The labels of the learned rows: the tokens that lie ``ahead``."""
         firsts = [(d, first + self.ahead) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
             text = self._to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
