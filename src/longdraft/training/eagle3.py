@@ -71,7 +71,7 @@ class Eagle3Trainee(Trainee):
         retain: float = 1.0,
     ) -> None:
         super().__init__(block, parts, kept, distill, product_dtype)
-        self.steps, self.decay, self.window, self.retain, self._rotary = steps, decay, window, retain, rotary
+        self.steps, self.decay, self.window, self.retain, self.rotary = steps, decay, window, retain, rotary
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
@@ -92,9 +92,9 @@ class Eagle3Trainee(Trainee):
         pack = self.pack(documents, before=None if self.window is None else self.window - 1)
         learned = pack.learned.to(device)
         x = self.embed(pack.rows([d.tokens for d in documents], ahead=1))
-        cos, sin = self._rotary(pack.rows([d.positions for d in documents]).to(device))
+        cos, sin = self.rotary(pack.rows([d.positions for d in documents]).to(device))
         # Sums of the residual stream are float32; autocast decides about the products.
-        features = pack.rows([d.hidden for d in documents]).to(device, self._product_dtype)
+        features = pack.rows([d.hidden for d in documents]).to(device, self.product_dtype)
         g = self.block.project(features).float()
         attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
@@ -116,7 +116,7 @@ class Eagle3Trainee(Trainee):
         labels = self.labels(pack).at(row)
         weight = (labels.likely[:, :1] >= 0) * decays[:, None]
         tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
-        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self._to_draft[tokens.to(device)][row])
+        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self.to_draft[tokens.to(device)][row])
         return self.output(hidden, head, labels, depths, weight)
 
     def inputs(
@@ -137,7 +137,7 @@ class Eagle3Trainee(Trainee):
         Args:
             before: (N,) draft ids of the tokens before the predicted ones; -1 where the vocabulary lacks the token.
         """
-        return hidden, self.block.lm_head.weight.to(self._product_dtype)
+        return hidden, self.block.lm_head.weight.to(self.product_dtype)
 
 
 class _Steps:
