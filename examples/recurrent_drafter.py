@@ -131,13 +131,13 @@ class CellTrainee(Trainee):
         for document in documents:
             tokens, first = document.tokens.to(device), document.start - 1
             with torch.no_grad():
-                embedded = self._parts.embedding(tokens).float()
+                embedded = self.parts.embedding(tokens).float()
             state = self.block.begin(document.hidden[first : len(tokens) - 2].to(device).float())
             for level in range(levels):
                 rows = len(tokens) - 2 - first - level  # those that have a token so far behind them
                 state = self.block.step(embedded[first + 1 + level :][:rows], state[:rows])
                 said[level].append(self.block.norm(state))
-                truth[level].append(self._to_draft[tokens[first + 2 + level :]])
+                truth[level].append(self.to_draft[tokens[first + 2 + level :]])
         depths = [torch.full((sum(map(len, each)),), i + 1) for i, each in enumerate(truth)]
         wanted = torch.cat([t for each in truth for t in each])
         hidden = torch.cat([h for each in said for h in each])

@@ -79,7 +79,7 @@ def losses_of(out: Path) -> list[float]:
 
 
 class Ended(NamedTuple):
-    """How a run in other processes ended: the first exit status that is not 0 (minus the signal), and its output."""
+    """The end of a run in other processes: the first exit status that is not 0 (minus the signal), and its output."""
 
     returncode: int
     stderr: str

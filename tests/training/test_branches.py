@@ -66,7 +66,8 @@ def test_logits_are_the_models_own(attention, family):
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_what_is_kept_is_what_a_reader_reads(attention, dtype, error):
+def test_what_is_kept_is_what_a_reader_reads(attention, dtype, error, monkeypatch):
+    monkeypatch.setattr(branches, "CHUNK", 5)  # the likeliest tokens of a passage are found piece by piece
     runner = TargetRunner(tiny_model(dtype=dtype))
     found = Branches(runner, 2, 3, 20, LAYERS, TOP)
     passages = [found.read(place, passage) for place, passage in enumerate(PASSAGES)]
@@ -173,12 +174,3 @@ def test_greedy_and_sampled_rows_side_by_side():
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0], [float("-inf"), 0.0, float("-inf")]])
     uniform = torch.tensor([0.999, 0.001, 1 - 2**-53], dtype=torch.float64)
     assert sample(logits, torch.tensor([0.0, 1.0, 1.0]), uniform).tolist() == [1, 0, 1]
-
-
-def test_chunks_of_a_passage(monkeypatch):
-    """The likeliest tokens of a long passage are found piece by piece."""
-    runner = TargetRunner(tiny_model())
-    whole = Branches(runner, 1, 1, 4, LAYERS, TOP).read(0, PASSAGES[0])
-    monkeypatch.setattr(branches, "CHUNK", 5)
-    pieces = Branches(runner, 1, 1, 4, LAYERS, TOP).read(0, PASSAGES[0])
-    assert torch.equal(whole.top_ids, pieces.top_ids) and torch.equal(whole.top_log_probs, pieces.top_log_probs)

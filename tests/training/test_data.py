@@ -56,19 +56,20 @@ def test_chats_that_cannot_be_used(tmp_path):
     assert skipped.total == len(rows)
 
 
-def collect(found, **over):
+def collect(found, skipped=None, **over):
     settings = {"max_length": 20, "min_length": 4, "shortest_learned": 3, "held_out": 0.3} | over
-    return corpus.collect(found, Skipped(), **settings)
+    return corpus.collect(found, skipped or Skipped(), **settings)
 
 
 def test_cut_split_and_ordered():
     texts = [Document([i, *range(10), *range(40)]) for i in range(20)]
     prompts = [Document(list(range(i, 30)), 12) for i in range(5)]
-    found = collect([*texts, *prompts, Document([1] * 30, 25), Document([1, 2])])
+    skipped = Skipped()
+    found = collect([*texts, *prompts, Document([1] * 30, 25), Document([1, 2])], skipped)
     everything = found.learned + found.held_out
     assert len(everything) == 20 * 3 + 5
     assert {len(d.tokens) for d in everything} == {20, 11}
-    assert found.skipped.reasons == {"with a prompt longer than max_length": 1, "too short": 1}
+    assert skipped.reasons == {"with a prompt longer than max_length": 1, "too short": 1}
     assert found.learned == sorted(found.learned, key=lambda d: d.tokens) and found.held_out
     assert not {tuple(d.tokens) for d in found.learned} & {tuple(d.tokens) for d in found.held_out}
     assert collect(texts).learned == collect(reversed(texts)).learned

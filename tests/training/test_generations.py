@@ -145,18 +145,15 @@ def test_so_many_rows_as_are_asked_for_and_then_more(runner, tmp_path, total):
 @pytest.mark.parametrize("text", ['{"text": "mine"}\n', "a diary\n", '{"tokens": [1, 2], "start": 1, "text": "old"}\n'])
 def test_a_file_of_something_else_is_left_alone(runner, tmp_path, text):
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(CheckpointError, match="holds something else: name another file"):
+    with pytest.raises(CheckpointError, match="holds something else"):
         run(runner, tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_text() == text
 
 
-def test_features_that_were_not_kept_from_the_beginning(runner, tmp_path):
+def test_features_that_were_not_kept_and_files_that_cannot_be_written(runner, tmp_path):
     run(runner, tmp_path / "a.jsonl", total=1)
     with pytest.raises(CheckpointError, match=r"answers to \d+ passages whose features are not in"):
         run(runner, tmp_path / "a.jsonl", features=folder(runner, tmp_path))
-
-
-def test_a_file_that_cannot_be_written(runner, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written"):
         run(runner, tmp_path / "none" / "a.jsonl")
 
@@ -202,22 +199,19 @@ def scripted(runner, out, monkeypatch, script, asked, **over):
 
 def test_another_turn(runner, tmp_path, monkeypatch):
     """It ends the answer as the template does, is not said by the target, and ends where the target says so."""
-    then, asked = "and?", [[Ask("yes.", 0.0, ("and?", "so?"))]]
+    asked = [[Ask("yes.", 0.0, ("and?", "so?"))]]
     behind = [follow_up(TOKENIZER, text) for text in ("and?", "so?")]
     question = chat_prompt(TOKENIZER, "yes.")
-    assert TOKENIZER.decode(behind[0]) == f"<eos><user>{then}<eos><assistant>"
+    assert TOKENIZER.decode(behind[0]) == "<eos><user>and?<eos><assistant>"
     turns = [[7, 8], [9], [10, 11, 12]]
     wanted = [*turns[0], *behind[0], *turns[1], *behind[1], *turns[2], EOS]
-    said = [*turns[0], EOS, *wanted[3:]]  # it says EOS where the turn begins
 
     def script(row, fed):
-        return said[len(fed) - 1] if len(fed) <= len(said) else EOS
-
-    def ends(row, fed):
         answer = fed[1:]  # behind the last token of the question
-        return EOS if answer == [*turns[0], *behind[0], *turns[1]] else script(row, fed)
+        ends = answer in (turns[0], [*turns[0], *behind[0], *turns[1]])
+        return EOS if ends or len(answer) >= len(wanted) else wanted[len(answer)]
 
-    (answer,) = scripted(runner, tmp_path / "a.jsonl", monkeypatch, ends, asked, max_new_tokens=40)
+    (answer,) = scripted(runner, tmp_path / "a.jsonl", monkeypatch, script, asked, max_new_tokens=40)
     assert answer == wanted
     assert rows_of(tmp_path / "a.jsonl")[0]["tokens"][: len(question)] == question
 
@@ -265,10 +259,6 @@ def test_a_tokenizer_without_a_chat_template(tmp_path):
     model = tiny_model(context=256)
     runner, tokenizer = TargetRunner(model), tiny_tokenizer(eos=True)
     asked = [[Ask("the rain. why?", 0.0, ("more.",)), Ask("the rain. so?", 0.0)]]
-    assert (
-        generate(
-            runner, tokenizer, iter(asked), tmp_path / "a.jsonl", places=1, per_passage=2, max_new_tokens=5, total=2
-        )
-        == 2
-    )
+    size = {"places": 1, "per_passage": 2, "max_new_tokens": 5, "total": 2}
+    assert generate(runner, tokenizer, iter(asked), tmp_path / "a.jsonl", **size) == 2
     assert tokenizer.decode(follow_up(tokenizer, "more.")) == "\n\nmore.\n\n"

@@ -61,7 +61,7 @@ def test_they_are_what_a_reader_reads(made, layers):
     found = [*made.documents, *passages(made.documents)]
     found.append(Document(found[0].tokens[:-3], found[0].start, found[0].kept))  # cut at its end
     kept = source(made, reader, found)
-    assert len(kept) == len(found) > 24
+    assert len(found) > 24
     for i, document in enumerate(found):
         ours, wanted = kept[i], reader.read(document)
         assert torch.equal(ours.tokens, wanted.tokens) and (ours.start, ours.offset) == (document.start, 0)
@@ -74,7 +74,7 @@ def test_they_are_what_a_reader_reads(made, layers):
 
 
 def test_a_text_whose_beginning_was_cut_off(made):
-    """What is learned of it is what the target said, who saw all of it."""
+    """Its labels are those of the target, which saw all of it."""
     whole = next(d for d in made.documents if d.start > 3)
     cut = Document(whole.tokens[3:], whole.start - 3, whole.kept, 3)
     of_all, ours = (source(made, FeatureReader(made.runner, 4, torch.float32, None), [d])[0] for d in (whole, cut))

@@ -65,8 +65,8 @@ def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
     for document, shift in list(zip(features(kind), SHIFTS, strict=True))[1:5]:
         loss, ranks, depths = torch.zeros(()), [], []
         for depth, at, logits in predictions(kind, trainee, document, shift):
-            token = int(trainee._to_draft[document.tokens[at]])
-            top = trainee._to_draft[document.top_ids[at - document.start]]
+            token = int(trainee.to_draft[document.tokens[at]])
+            top = trainee.to_draft[document.top_ids[at - document.start]]
             p = document.top_log_probs[at - document.start].exp() * (top >= 0)
             wanted = torch.zeros_like(logits).index_add(
                 0, top.clamp_min(0), trainee.distill * p / p.sum().clamp_min(1e-6)

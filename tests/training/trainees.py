@@ -100,7 +100,7 @@ def _longspec(trainee: LongSpecTrainee, document: Features, shift: int) -> torch
     """(L, V'): logits at every row of a text, drafting at level ``shift``, with full masks."""
     at = torch.arange(len(document.tokens))
     behind = at[:, None] - at
-    cos, sin = trainee._parts.rotary(document.positions)
+    cos, sin = trainee.parts.rotary(document.positions)
     hidden = trainee.block(
         trainee.embed(document.tokens), cos, sin,
         lambda q, k, v: masked_attention(q, k, v, (behind >= 0) & (behind < WINDOW)),
@@ -112,7 +112,7 @@ def _longspec(trainee: LongSpecTrainee, document: Features, shift: int) -> torch
 def _lm(trainee: LmTrainee, document: Features) -> torch.Tensor:
     """(L, V') as transformers runs the model."""
     sizes = trainee.block.config.to_dict()
-    model = small_models.around(sizes, trainee.block.state_dict(), trainee._parts.embedding, trainee.target_head)
+    model = small_models.around(sizes, trainee.block.state_dict(), trainee.parts.embedding, trainee.target_head)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         return model(document.tokens[None]).logits[0]
@@ -164,11 +164,11 @@ def _onepass(trainee: OnePassTrainee, document: Features, root: int, depth: int)
         out = block(x, g, *_turn(trainee, document, row), attend)
         if row >= root:
             z = block.logits(out)[0]
-            if (before := int(trainee._to_draft[document.tokens[row + 1]])) >= 0:
+            if (before := int(trainee.to_draft[document.tokens[row + 1]])) >= 0:
                 z = z + block.bigram_out.weight @ block.bigram_in.weight[before]
             logits.append(z)
     return logits
 
 
 def _turn(trainee: Eagle3Trainee, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return trainee._rotary(document.positions[row][None])
+    return trainee.rotary(document.positions[row][None])

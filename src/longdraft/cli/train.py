@@ -254,9 +254,8 @@ def data(
     if cancel():
         if skipped.total:
             console.note(f"Left out: {skipped}.")
-        console.note(
-            f"Stopped. {'The same command continues from there.' if kind is Kind.answers else 'Nothing written.'}"
-        )
+        rest = "The same command continues from there." if kind is Kind.answers else "Nothing written."
+        console.note(f"Stopped. {rest}")
         raise typer.Exit(cancel.exit_code)
     _written(out, have, skipped, output)
 

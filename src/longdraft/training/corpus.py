@@ -21,7 +21,6 @@ class Corpus:
 
     learned: list[Document]
     held_out: list[Document]
-    skipped: Skipped
 
 
 def collect(
@@ -65,13 +64,13 @@ def collect(
                 skipped.add("with a prompt longer than max_length")
         for piece in pieces:
             # A document that is cut at its beginning is assigned by the passage it began with.
-            whole = piece if document.start == 1 and not document.kept else document
-            if _share(whole, "sample") >= sample:
+            source = piece if document.start == 1 and not document.kept else document
+            if _share(source, "sample") >= sample:
                 continue
             if len(piece.tokens) < min_length or len(piece.tokens) - piece.start <= shortest_learned:
                 skipped.add("too short")
             else:
-                kept.append((piece, _share(whole, "held out") < held_out))
+                kept.append((piece, _share(source, "held out") < held_out))
     # In order of tokens, so that documents that begin alike are neighbours and the target reads the beginning once.
     kept.sort(key=lambda pair: pair[0].tokens)
     learned = [d for d, is_held_out in kept if not is_held_out]
@@ -81,7 +80,7 @@ def collect(
             f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
             "Rows need `text`, `messages` or `tokens`, and more of them than `sample` and `held_out` take away."
         )
-    return Corpus(learned, measured, skipped)
+    return Corpus(learned, measured)
 
 
 def _share(document: Document, purpose: str) -> float:

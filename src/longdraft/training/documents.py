@@ -128,10 +128,10 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) ->
     first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
     render = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
     prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, **render)
-    whole = tokenizer.apply_chat_template(messages, **render)
-    if whole[: len(prompt)] != prompt:
+    tokens = tokenizer.apply_chat_template(messages, **render)
+    if tokens[: len(prompt)] != prompt:
         raise ValueError("the chat template does not keep a chat's beginning as it grows")
-    return Document(list(whole), len(prompt))
+    return Document(list(tokens), len(prompt))
 
 
 def write(

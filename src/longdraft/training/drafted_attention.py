@@ -97,15 +97,15 @@ def _blocks(heads: int, queries: int, rows: int, shift: int, window: int | None)
         yield _Block(slice(start, stop), slice(low, first + stop - shift), first + start, shift, window)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, own: torch.Tensor, block: _Block) -> torch.Tensor:
-    """(Hkv, group, size, count + i) float32 of q (Hkv, group, size, d), scaled; own (Hkv, n, i, d)."""
+def _scores(q: torch.Tensor, k: torch.Tensor, later_k: torch.Tensor, block: _Block) -> torch.Tensor:
+    """(Hkv, group, size, count + i) float32 of q (Hkv, group, size, d), scaled; later_k (Hkv, n, i, d)."""
     heads, group, size, dim = q.shape
     scores = torch.empty(heads, group, size, block.count + block.shift, dtype=torch.float32, device=q.device)
     near = scores[..., : block.count]
     near.copy_(torch.bmm(q.reshape(heads, -1, dim), k[:, block.keys].transpose(1, 2)).view(near.shape))
     block.hide(near)
     if block.shift:
-        scores[..., block.count :] = torch.einsum("hgnd,hnsd->hgns", q.float(), own[:, block.rows].float())
+        scores[..., block.count :] = torch.einsum("hgnd,hnsd->hgns", q.float(), later_k[:, block.rows].float())
     return scores
 
 
@@ -116,8 +116,8 @@ class _Drafted(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        own_k: torch.Tensor,
-        own_v: torch.Tensor,
+        later_k: torch.Tensor,
+        later_v: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
         heads, dim = k.shape[0], k.shape[2]
@@ -125,8 +125,8 @@ class _Drafted(torch.autograd.Function):
             grouped = (q * dim**-0.5).view(heads, -1, q.shape[1], dim)
             out = torch.empty_like(grouped)
             lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
-            for b in _blocks(q.shape[0], q.shape[1], k.shape[1], own_k.shape[2], window):
-                scores = _scores(grouped[:, :, b.rows], k, own_k, b)
+            for b in _blocks(q.shape[0], q.shape[1], k.shape[1], later_k.shape[2], window):
+                scores = _scores(grouped[:, :, b.rows], k, later_k, b)
                 largest = scores.amax(-1, keepdim=True)
                 p = scores.sub_(largest).exp_()
                 mass = p.sum(-1, keepdim=True)
@@ -134,25 +134,25 @@ class _Drafted(torch.autograd.Function):
                 near = p[..., : b.count].to(v.dtype).view(heads, -1, b.count)
                 mixed = torch.bmm(near, v[:, b.keys]).view(heads, -1, b.size, dim).float()
                 if b.shift:
-                    mixed += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], own_v[:, b.rows].float())
+                    mixed += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], later_v[:, b.rows].float())
                 out[:, :, b.rows] = mixed.div_(mass)
-        ctx.save_for_backward(grouped, k, v, own_k, own_v, out, lse)
+        ctx.save_for_backward(grouped, k, v, later_k, later_v, out, lse)
         ctx.window = window
         return out.view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
+        q, k, v, later_k, later_v, out, lse = ctx.saved_tensors
         heads, group, queries, dim = q.shape
         gradient = gradients[0].to(out.dtype).reshape(out.shape)
         # d softmax: P * (dP - rowsum(dP * P)), and that row sum is dO . O
         shared = (gradient.float() * out.float()).sum(-1, keepdim=True)
         dq = torch.empty_like(q)
         dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-        d_own_k, d_own_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
-        for b in _blocks(heads * group, queries, k.shape[1], own_k.shape[2], ctx.window):
+        d_later_k, d_later_v = torch.zeros_like(later_k), torch.zeros_like(later_v)
+        for b in _blocks(heads * group, queries, k.shape[1], later_k.shape[2], ctx.window):
             mine, up, less = q[:, :, b.rows], gradient[:, :, b.rows], shared[:, :, b.rows]
-            p = _scores(mine, k, own_k, b).sub_(lse[:, :, b.rows, None]).exp_()
+            p = _scores(mine, k, later_k, b).sub_(lse[:, :, b.rows, None]).exp_()
             near, far = p[..., : b.count], p[..., b.count :]
             flat = up.reshape(heads, -1, dim)
             dv[:, b.keys] += torch.bmm(near.to(q.dtype).view(heads, -1, b.count).transpose(1, 2), flat)
@@ -161,11 +161,11 @@ class _Drafted(torch.autograd.Function):
             dk[:, b.keys] += torch.bmm(ds.transpose(1, 2), mine.reshape(heads, -1, dim))
             dq_block = torch.bmm(ds, k[:, b.keys]).view(mine.shape)
             if b.shift:
-                wide, values = up.float(), own_v[:, b.rows].float()
+                wide, values = up.float(), later_v[:, b.rows].float()
                 d_far = (torch.einsum("hgnd,hnsd->hgns", wide, values) - less) * far
-                d_own_v[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", far, wide).to(own_v.dtype)
-                d_own_k[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", d_far, mine.float()).to(own_k.dtype)
-                dq_block = dq_block + torch.einsum("hgns,hnsd->hgnd", d_far, own_k[:, b.rows].float())
+                d_later_v[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", far, wide).to(later_v.dtype)
+                d_later_k[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", d_far, mine.float()).to(later_k.dtype)
+                dq_block = dq_block + torch.einsum("hgns,hnsd->hgnd", d_far, later_k[:, b.rows].float())
             dq[:, :, b.rows] = dq_block
         dq = dq.mul_(dim**-0.5).view(heads * group, queries, dim)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), d_own_k, d_own_v, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), d_later_k, d_later_v, None

@@ -71,7 +71,7 @@ class Eagle3Trainee(Trainee):
         retain: float = 1.0,
     ) -> None:
         super().__init__(block, parts, kept, distill, product_dtype)
-        self.steps, self.decay, self.window, self.retain, self._rotary = steps, decay, window, retain, rotary
+        self.steps, self.decay, self.window, self.retain, self.rotary = steps, decay, window, retain, rotary
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
@@ -92,9 +92,9 @@ class Eagle3Trainee(Trainee):
         pack = self.pack(documents, before=None if self.window is None else self.window - 1)
         learned = pack.learned.to(device)
         x = self.embed(pack.rows([d.tokens for d in documents], ahead=1))
-        cos, sin = self._rotary(pack.rows([d.positions for d in documents]).to(device))
+        cos, sin = self.rotary(pack.rows([d.positions for d in documents]).to(device))
         # Sums of the residual stream are float32; autocast decides about the products.
-        features = pack.rows([d.hidden for d in documents]).to(device, self._product_dtype)
+        features = pack.rows([d.hidden for d in documents]).to(device, self.product_dtype)
         g = self.block.project(features).float()
         attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
@@ -116,7 +116,7 @@ class Eagle3Trainee(Trainee):
         labels = self.labels(pack).at(row)
         weight = (labels.likely[:, :1] >= 0) * decays[:, None]
         tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
-        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self._to_draft[tokens.to(device)][row])
+        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self.to_draft[tokens.to(device)][row])
         return self.output(hidden, head, labels, depths, weight)
 
     def inputs(
@@ -137,7 +137,7 @@ class Eagle3Trainee(Trainee):
         Args:
             before: (N,) draft ids of the tokens before the predicted ones; -1 where the vocabulary lacks the token.
         """
-        return hidden, self.block.lm_head.weight.to(self._product_dtype)
+        return hidden, self.block.lm_head.weight.to(self.product_dtype)
 
 
 class _Steps:
@@ -212,7 +212,7 @@ class Plan:
     def described(self, config: Eagle3Config) -> dict[str, Any]:
         """The draft's config.json."""
         rope, factor = self.rope, self.rope_factor
-        own = factor is not None or rope["rope_type"] == "default"
+        ours = factor is not None or rope["rope_type"] == "default"
         return self.block.shape.as_dict() | {
             "feature_layers": list(self.layers),
             "draft_vocab_size": self.block.shape.vocabulary,
@@ -222,7 +222,7 @@ class Plan:
             "rope_factor_trained": factor,
             "rope_original_length": None if factor is None else rope["original_max_position_embeddings"],
             "trained_length": config.max_length,
-            **({} if own else {"rope_parameters": rope}),
+            **({} if ours else {"rope_parameters": rope}),
         }
 
 
@@ -292,20 +292,14 @@ def fit(block: Eagle3Block, document: Features, layers: int) -> None:
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
-def default_layers(layers: int) -> tuple[int, ...]:
-    """The layers that EAGLE-3 reads of a target with ``layers`` layers."""
-    usual = usual_layers(layers)
-    if not 0 <= usual[0] < usual[1] < usual[2]:
-        raise ConfigError(f"A target of {layers} layers has no layers {usual}: set feature_layers.")
-    return usual
-
-
 def _new(config: Eagle3Config, session: Session) -> Plan:
     runner = session.runner
     parts, count = runner.parts, runner.kv_shape.layers
-    layers = config.feature_layers or default_layers(count)
+    layers = config.feature_layers or usual_layers(count)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
-        raise ConfigError(f"feature_layers {list(layers)} are not increasing indices of the target's {count} layers.")
+        raise ConfigError(
+            f"Set feature_layers to increasing indices of the target's {count} layers, not {list(layers)}."
+        )
     kept = session.vocabulary()
     feature_size, vocabulary = len(layers) * parts.hidden_size, runner.vocab_size if kept is None else len(kept)
     block = Eagle3Block(Eagle3Shape(**session.sizes(), feature_size=feature_size, vocabulary=vocabulary))
@@ -335,11 +329,12 @@ def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Plan:
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
     window = config.window if "window" in config.fields_set else init.window
-    own, rope = init.config, init.rope
+    described, rope = init.config, init.rope
     factor, inference = config.rope_factor, config.rope_factor_inference or config.rope_factor
     if factor is None:
-        factor, inference = own.get("rope_factor_trained") or own.get("rope_factor"), own.get("rope_factor")
-    length = own.get("rope_original_length") or init.trained_length
+        inference = described.get("rope_factor")
+        factor = described.get("rope_factor_trained") or inference
+    length = described.get("rope_original_length") or init.trained_length
     if factor is not None:
         if config.rope_original_length is not None:
             rope = rope | {"original_max_position_embeddings": config.rope_original_length}

@@ -68,9 +68,6 @@ class FeatureCache:
     def path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
-    def __len__(self) -> int:
-        return len(self.documents)
-
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a shard is missing or damaged."""
         shard, document = i // SHARD, self.documents[i]

@@ -166,9 +166,6 @@ class LiveFeatures:
     def __init__(self, reader: FeatureReader, documents: Sequence[Document], offsets: Sequence[int]) -> None:
         self.reader, self.documents, self.offsets = reader, documents, offsets
 
-    def __len__(self) -> int:
-        return len(self.documents)
-
     def __getitem__(self, i: int) -> Features:
         self.reader.forget()
         return self.reader.read(self.documents[i], self.offsets[i])

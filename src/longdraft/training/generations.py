@@ -216,7 +216,7 @@ class _Decoding:
 
 
 def looping(tokens: Sequence[int]) -> bool:
-    """Whether the last ``LOOP`` tokens repeat a piece of at most ``PERIOD``; checked at every 16th token."""
+    """True if the last ``LOOP`` tokens repeat a piece of at most ``PERIOD``; checked at every 16th token."""
     if len(tokens) % 16 or len(tokens) < LOOP:
         return False
     last = tokens[-LOOP:]

@@ -53,13 +53,13 @@ class KeptFeatures:
 
 def passages(documents: Iterable[Document]) -> list[Document]:
     """The passages that answers with kept features are about, learned from their second token on."""
-    found = []
+    texts = []
     for folder, number in sorted({d.kept[:2] for d in documents if d.kept}):
         with feature_files.opened(_file(folder, number), ADVICE) as file:
             tokens = file.get_tensor("passage.tokens").tolist()
         if len(tokens) > 1:
-            found.append(Document(tokens, 1, (folder, number, -1)))
-    return found
+            texts.append(Document(tokens, 1, (folder, number, -1)))
+    return texts
 
 
 class KeptSource:
@@ -88,9 +88,6 @@ class KeptSource:
                     f"{folder} holds hidden states of layers {layers} and {top} likely tokens; layers "
                     f"{list(reader.layers)} and {reader.top} are wanted. {ADVICE}"
                 )
-
-    def __len__(self) -> int:
-        return len(self.documents)
 
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a file is missing, damaged or of other text."""

@@ -36,7 +36,7 @@ class LongSpecTrainee(Trainee):
         window = self.block.shape.window
         pack = self.pack(documents, shifts, window - 1)
         x = self.embed(pack.rows([d.tokens for d in documents]))
-        cos, sin = self._parts.rotary(pack.rows([d.positions for d in documents]).to(self.device))
+        cos, sin = self.parts.rotary(pack.rows([d.positions for d in documents]).to(self.device))
 
         def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return pack.attend(lambda q, k, v: windowed(q, k, v, window), q, k, v)

@@ -45,7 +45,7 @@ class OnePassTrainee(Eagle3Trainee):
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # One product for head and bigram: the bigram's rows beside the states, its matrix beside the head.
         head = torch.cat([self.block.lm_head.weight, self.block.bigram_out.weight], 1)
-        return torch.cat([hidden, self.block.known(before).to(hidden.dtype)], 1), head.to(self._product_dtype)
+        return torch.cat([hidden, self.block.known(before).to(hidden.dtype)], 1), head.to(self.product_dtype)
 
 
 def train_onepass(

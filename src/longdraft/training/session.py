@@ -148,7 +148,7 @@ class Session:
         return None if unfinished > 0 else cache
 
     def _kept(self, documents: list[Document]) -> bool:
-        """Whether features of all documents were kept, and the target is the one that computed them."""
+        """True if features of all documents were kept, and the target is the one that computed them."""
         return self.config.target_rope_factor is None and all(d.kept for d in documents)
 
     def held_out(self, reader: FeatureReader) -> list[Features]:
@@ -157,7 +157,7 @@ class Session:
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
         if self._kept(chosen):
             kept = KeptSource(chosen, self.runner.parts.description, reader)
-            return [kept[i] for i in range(len(kept))]
+            return [kept[i] for i in range(len(chosen))]
         return [reader.read(d).on_host() for d in chosen]
 
     def train(

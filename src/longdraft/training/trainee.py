@@ -101,6 +101,9 @@ class Trainee(nn.Module):
         kept: (V',) target ids of the draft's vocabulary; None for all.
         distill: share of the loss that follows the target's distribution.
         product_dtype: dtype of the matrix product with the head.
+
+    Attributes:
+        to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
     """
 
     ahead = 1
@@ -116,24 +119,24 @@ class Trainee(nn.Module):
     ) -> None:
         super().__init__()
         self.block, self.kept, self.distill = block, kept, distill
-        self._parts, self._product_dtype = parts, product_dtype
+        self.parts, self.product_dtype = parts, product_dtype
         vocabulary = parts.head.shape[0]
         table = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary)
-        self._to_draft = table.to(parts.head.device)
+        self.to_draft = table.to(parts.head.device)
 
     @property
     def device(self) -> torch.device:
-        return self._to_draft.device
+        return self.to_draft.device
 
     @cached_property
     def target_head(self) -> torch.Tensor:
         """(V', hidden size) rows of the target's head for the draft's vocabulary."""
-        return rows_of(self._parts.head, self.kept).detach().to(self._product_dtype)
+        return rows_of(self.parts.head, self.kept).detach().to(self.product_dtype)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(N,) tokens -> (N, hidden size) the target's embedding of them, float32."""
         with torch.no_grad():
-            return self._parts.embedding(tokens.to(self.device)).float()
+            return self.parts.embedding(tokens.to(self.device)).float()
 
     def learned(self, tokens: int, start: int, shift: int) -> int:
         """The number of learned rows of a text of ``tokens`` tokens that is learned from token ``start`` on."""
@@ -162,11 +165,11 @@ class Trainee(nn.Module):
         return Pack(documents, spans)
 
     def labels(self, pack: Pack) -> Labels:
-        """What the learned rows should predict: the tokens that lie ``ahead``."""
+        """The labels of the learned rows: the tokens that lie ``ahead``."""
         firsts = [(d, first + self.ahead) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
-            text = self._to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
-            likely = self._to_draft[torch.cat([d.top_ids[at - d.start :] for d, at in firsts]).to(self.device)]
+            text = self.to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
+            likely = self.to_draft[torch.cat([d.top_ids[at - d.start :] for d, at in firsts]).to(self.device)]
             log_probs = torch.cat([d.top_log_probs[at - d.start :] for d, at in firsts]).to(self.device)
             return Labels(text, likely, *targets(text, likely, log_probs, self.distill))
 

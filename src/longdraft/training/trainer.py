@@ -34,8 +34,6 @@ class FeatureSource(Protocol):
 
     reader: FeatureReader
 
-    def __len__(self) -> int: ...
-
     def __getitem__(self, i: int) -> Features: ...
 
 
@@ -172,8 +170,8 @@ class Trainer:
         self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        hits, seen = sums[1 : 1 + levels].tolist(), sums[1 + levels :].tolist()
-        return loss, {j + 1: hits[j] / seen[j] for j in range(levels) if seen[j]}, rows
+        hits, counts = sums[1 : 1 + levels].tolist(), sums[1 + levels :].tolist()
+        return loss, {j + 1: hits[j] / counts[j] for j in range(levels) if counts[j]}, rows
 
     def _measure(self) -> Simulated | None:
         """Simulated acceptance, computed by the main process. Saves the draft if it is the best so far."""
@@ -191,7 +189,7 @@ class Trainer:
         return simulated
 
     def _any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
+        """True if the flag is set in any process."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
 
     def _save_draft(self, *names: str) -> None:
@@ -240,7 +238,7 @@ def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
     return torch.bincount(depths.cpu(), minlength=levels + 1)[1:].double()
 
 
-# Settings that a resumed run may change: they do not change the weights, or only share out the same batches otherwise.
+# Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
 FREE = {
     "out", "save_every", "keep", "tensorboard", "threads", "cache", "measure_every", "device", "accumulate",
 }  # fmt: skip
