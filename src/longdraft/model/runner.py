@@ -332,6 +332,6 @@ class TargetRunner:
 
 
 def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:
-    """What a runner and its drafts depend on: device, dtype, and the storage of embedding and head."""
+    """The dependencies of a runner and its drafts: device, dtype, and the storage of embedding and head."""
     ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

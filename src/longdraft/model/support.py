@@ -66,7 +66,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def _depends_on_rows(module: torch.nn.Module) -> str | None:
-    """How a quantised layer's result for a row depends on the other rows; None if it does not, as far as we know."""
+    """Describes how a quantised layer's result for a row depends on the other rows; None if it does not."""
     kind = type(module)
     scaled = "scales all rows of its input together"
     if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
