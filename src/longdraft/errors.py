@@ -19,19 +19,19 @@ class ContextError(LongdraftError, ValueError):
 
 
 class RequestError(LongdraftError, ValueError):
-    """A setting of a run has a value that cannot be used, such as a budget of no tokens."""
+    """A setting of a run has an unusable value, such as a budget of no tokens."""
 
 
 class ArgumentError(RequestError, TypeError):
-    """A call was given an argument that it does not have, or lacks one that it needs."""
+    """A call has an unknown argument, or lacks a required one."""
 
 
 class MemoryBudgetError(LongdraftError, MemoryError):
-    """The KV cache that the request needs does not fit the memory that is free."""
+    """The request's KV cache does not fit the free memory."""
 
 
 class UnsupportedModelError(LongdraftError, ValueError):
-    """The target has a layer kind that cannot be hosted exactly."""
+    """The target cannot be hosted exactly."""
 
 
 class CheckpointError(LongdraftError, OSError):
@@ -47,15 +47,15 @@ class NumericalError(LongdraftError, ArithmeticError):
 
 
 class CapabilityError(LongdraftError, RuntimeError):
-    """What was asked for is not available on this machine or not supported here."""
+    """A feature is not available on this machine or not supported."""
 
 
 class ConfigError(LongdraftError, ValueError):
-    """A training configuration has an unknown setting or a value that cannot be used."""
+    """A training configuration has an unknown setting or an unusable value."""
 
 
 def reason_of(error: Exception) -> str:
-    """What another library's error says, for a sentence of ours: its first line, without a full stop; else its type."""
+    """The first line of another library's error without its full stop, or the error's type if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
 
 
@@ -63,15 +63,11 @@ def reason_of(error: Exception) -> str:
 def values_checked(
     kind: type[LongdraftError] = RequestError, instead_of: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Inside it, an error of these types that is none of ours is about a value that the user gave.
-
-    Raises:
-        LongdraftError: of this kind, in its place.
-    """
+    """Turns errors of the types ``instead_of``, raised inside for a value from the user, into errors of ``kind``."""
     try:
         yield
     except LongdraftError:
         raise
     except instead_of as error:
-        said = str(error).rstrip(".")
-        raise kind(said if said.endswith("?") else f"{said}.") from error
+        text = str(error).rstrip(".")
+        raise kind(text if text.endswith("?") else f"{text}.") from error

@@ -1,4 +1,4 @@
-"""Where the package keeps what it makes once: measured costs, compiled kernels; and which names are files."""
+"""The folder where the package keeps measured costs and compiled kernels; and names of GGUF files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ logger = logging.getLogger("longdraft")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
-    """Whether a name is that of a GGUF file, be it there or not."""
+    """True if a name is that of a GGUF file, which need not exist."""
     path = Path(name)
     return path.suffix == ".gguf" and not path.is_dir()
 
 
 def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the platform's cache folder. It need not exist.
+    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. It need not exist.
 
-    Where the user has no home directory, it is a folder of the user's own among the temporary files.
+    For a user without a home directory it is a private folder among the temporary files.
     """
     own, shared = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         if own:
             return Path(own).expanduser()
         return (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
-    except RuntimeError:  # no home: a container's user without an entry, say
+    except RuntimeError:  # no home, as for a container's user without an entry
         return _temporary()
 
 
@@ -40,7 +40,7 @@ def _temporary() -> Path:
         mine = folder.stat().st_uid == user and not folder.stat().st_mode & 0o022
     except OSError:
         mine = False
-    if not mine:  # others could put things there that would be loaded here
+    if not mine:  # other users could put files there
         folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
     logger.warning(
         "There is no home directory: the model, kernels and costs are kept in %s and may have to be made again. Set "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,14 +21,15 @@ from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
 
 
-class Side(Protocol):
-    """Runs copies beside the computation."""
+class Side:
+    """Runs copies beside the computation. This one copies at once, for a device that is the host."""
 
     def begin(self) -> None:
         """Makes the next copies wait for all computations that the device has queued so far."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy. Both tensors are contiguous and the one on the host is pinned, or it would not overlap."""
+        to.copy_(source)
 
     def mark(self) -> Any:
         """Returns a mark behind all copies queued so far."""
@@ -40,7 +41,7 @@ class Side(Protocol):
         """Makes the host wait for all copies."""
 
 
-class CudaSide:
+class CudaSide(Side):
     """A CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -65,21 +66,6 @@ class CudaSide:
 
     def settle(self) -> None:
         self._stream.synchronize()
-
-
-class NoSide:
-    """Copies at once, for a device that is the host."""
-
-    def begin(self) -> None: ...
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
-
-    def mark(self) -> Any: ...
-
-    def wait(self, mark: Any) -> None: ...
-
-    def settle(self) -> None: ...
 
 
 @dataclass
@@ -126,7 +112,7 @@ class HostStore(KVStore):
         side: Side | None = None,
     ) -> None:
         super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
-        self._side: Side = side or (CudaSide(self.device) if self.device.type == "cuda" else NoSide())
+        self._side = side or (CudaSide(self.device) if self.device.type == "cuda" else Side())
         staged = self._host[0].shape[1:]
         self._stages = []
         for layer in range(min(2, shape.layers)):

@@ -1,7 +1,7 @@
 """Decoder layers and the head by our kernels, on a CPU, for the few rows of a verification: one call a forward.
 
-What a model computes is not guessed from its name: a layer that has the parts of a Llama's is computed both ways once,
-and only if both agree is the fast way taken from then on; and so is the whole model from its tokens to its logits.
+A layer with the parts of a Llama's is computed once by its own code and once by the kernels, and the kernels are used
+only if both agree. The same check is made of the whole model, from tokens to logits.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from longdraft.native.structures import CHUNK, Norm, Weights
 
 logger = logging.getLogger("longdraft")
 
-# Largest difference between both ways, by the size of what a layer adds.
+# Largest difference between both results, relative to the largest number.
 _TOLERANCE = 1e-4
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class FusedLayers:
-    """Makes a model compute by our kernels where that gives what the model's own code gives.
+    """Makes a model compute with our kernels if they give what the model's own code gives.
 
     Args:
-        model: a copy that is nobody's but ours, with our attention switched on. Float32 on the CPU, or nothing is
-            fused.
+        model: a copy of our own, with our attention switched on. Only float32 models on the CPU are fused.
 
     Attributes:
-        layers: what our kernels compute with, one a layer of the model; empty where nothing is fused.
-        stack: all of them with the head, where the model does nothing else with them.
+        layers: the kernels' layers, one for each layer of the model; empty if the model is not fused.
+        stack: all layers with the head; None if the model does more than run them in order.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -59,7 +58,7 @@ class FusedLayers:
         self._kernels, self._model = own, model
         self._rotary = rotary_module(model)
         self._int8 = stored.arithmetic_of(model) == "int8"
-        # Both ways are compared in float32: in int8 arithmetic the last bit of a float may decide how a row is rounded.
+        # Results are compared in float32: in int8 arithmetic the last bit of a float can change a row's rounding.
         stored.use_int8(model, False)
         try:
             self._fuse(shape)
@@ -69,8 +68,8 @@ class FusedLayers:
     def _fuse(self, shape: KVShape) -> None:
         own, model = self._kernels, self._model
         theirs = list(hosting.decoder_layers(model))
-        found = [_layer(layer, model, shape.kv_heads, shape.head_dim) for layer in theirs]
-        fused = [layer for layer in found if layer is not None]
+        candidates = [_layer(layer, model, shape.kv_heads, shape.head_dim) for layer in theirs]
+        fused = [layer for layer in candidates if layer is not None]
         if len(fused) < len(theirs) or not _layers_agree(model, theirs, fused, own):
             return
         self.layers = fused
@@ -86,16 +85,14 @@ class FusedLayers:
             vars(layer)["forward"] = _Forward(own, fast, index, layer.forward)
 
     def round(self) -> None:
-        """Holds the weights in eight bits from now on, where the whole model is one call: for a draft, which may be
-        wrong at will. Prompts are read with the weights as they are."""
+        """Rounds the weights of :attr:`stack` to eight bits, for a draft. Prompts are read with the exact weights."""
         if self.stack is not None:
             self.stack = self.stack.changed(_lighter)
 
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
-        """The whole model for its own drafts, made when first asked for: layers in four bits, the head in eight. Where
-        the weights are rounded already, they stay as they are; in int8 arithmetic all do, and there is no second copy.
-        None, too, where there is no memory for that."""
+        """The whole model for drafting for itself: layers in four bits, the head in eight. None without a stack or
+        without memory for this copy. In int8 arithmetic it is :attr:`stack`, and weights in fewer bits stay."""
         if self.stack is None:
             return None
         if self._int8:
@@ -112,17 +109,17 @@ class FusedLayers:
         return matrix if isinstance(matrix, Rounded | Nibbled) else self._kernels.nibbled(matrix), bias
 
     def take(self, store: KVStore, block: Block) -> bool:
-        """Whether a forward over a block is one of theirs."""
+        """True if the kernels compute a forward over a block."""
         if not self.layers or block.captured or not in_place(store):
             return False
-        # Many rows in float32 are torch's business; in int8 arithmetic our kernels take any number.
+        # torch computes long prompts in float32; in int8 arithmetic our kernels take any number of rows.
         return not block.prompt or self._int8 or block.batch * block.size <= MOST
 
     def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
-        """A forward of the whole model. It needs a :attr:`stack`.
+        """A forward of the whole model, which needs a :attr:`stack`. Queries and hidden states go to ``hosted``.
 
         Returns:
-            Logits (B, T, vocabulary), (B, 1, vocabulary) or None. What else is asked for is in ``hosted``.
+            Logits (B, T, vocabulary), (B, 1, vocabulary) or None.
         """
         assert self.stack is not None
         block, store = hosted.block, hosted.store
@@ -137,7 +134,7 @@ class FusedLayers:
 
     @torch.inference_mode()
     def _agrees(self) -> bool:
-        """Computes made-up tokens both ways, a small tree behind a short text, from the embedding to the logits."""
+        """Compares the whole model with its own code, on made-up tokens."""
         block, stores = _made_up(self._model)
         theirs, ours = (hosting.Hosted(store, block, _reference) for store in stores)
         inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
@@ -152,7 +149,7 @@ class FusedLayers:
 
 
 def in_place(store: KVStore) -> bool:
-    """Whether a store keeps all layers where the kernels read them: others move layers in as attention asks."""
+    """True if a store keeps all layers in memory, where the kernels read them."""
     return type(store) in (KVStore, PackedStore)
 
 
@@ -167,30 +164,26 @@ def _lighter(weights: Weights) -> Weights:
 
 
 class _Forward:
-    """What a layer computes with.
-
-    Args:
-        otherwise: its own code.
-    """
+    """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve."""
 
     def __init__(
-        self, kernels: Kernels, layer: DecoderLayer, index: int, otherwise: Callable[..., Any] | None = None
+        self, kernels: Kernels, layer: DecoderLayer, index: int, original: Callable[..., Any] | None = None
     ) -> None:
-        self._kernels, self._stack, self._index, self._otherwise = kernels, DecoderStack([layer]), index, otherwise
+        self._kernels, self._stack, self._index, self._original = kernels, DecoderStack([layer]), index, original
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
         hosted = named["longdraft_hosted"]
-        # A model may be cast or moved while a run goes on; the kernel reads what it is given as float32 in memory.
-        ours = hosted.whole and hidden_states.dtype == torch.float32 and hidden_states.device.type == "cpu"
-        if not ours and self._otherwise is not None:
-            return self._otherwise(hidden_states, *more, **named)
+        # A model may be cast or moved during a run; the kernel takes any memory for float32.
+        fused = hosted.fused and hidden_states.dtype == torch.float32 and hidden_states.device.type == "cpu"
+        if not fused and self._original is not None:
+            return self._original(hidden_states, *more, **named)
         if hosted.rows is None:  # the same for all layers of a forward
             hosted.rows = _rows(hosted.block, *named["position_embeddings"])
-        x, own = hidden_states.clone(memory_format=torch.contiguous_format), slice(self._index, self._index + 1)
-        keys, values = hosted.store.keys[own], hosted.store.values[own]
-        asked = (0,) if self._index in hosted.query_layers else ()
-        out = self._kernels.stack(self._stack, hosted.rows, keys, values, x, queries=asked)
-        if asked:
+        x, layer = hidden_states.clone(memory_format=torch.contiguous_format), slice(self._index, self._index + 1)
+        keys, values = hosted.store.keys[layer], hosted.store.values[layer]
+        queries = (0,) if self._index in hosted.query_layers else ()
+        out = self._kernels.stack(self._stack, hosted.rows, keys, values, x, queries=queries)
+        if queries:
             hosted.queries[self._index] = out.queries[0]
         hosted.layers_seen += 1
         return x
@@ -198,7 +191,7 @@ class _Forward:
 
 def _rows(block: Block, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
     mask, chunk = block.mask, block.prompt and block.mask is None and not block.offset
-    # A large chunk of a prompt needs no mask, which would be as large as its square.
+    # A long piece of a prompt needs no mask, which would take the square of its length.
     if mask is None and block.width > 1 and not (chunk and block.size > CHUNK):
         mask = block.block_mask(0, torch.device("cpu")).expand(block.batch, -1, -1)
     cos, sin = (x.expand(block.batch, -1, -1) for x in (cos, sin))
@@ -207,14 +200,14 @@ def _rows(block: Block, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
 
 
 def _layer(layer: nn.Module, model: PreTrainedModel, kv_heads: int, head_dim: int) -> DecoderLayer | None:
-    """A layer of the Llama kind for our kernels; None for another kind, or where somebody hooks into it."""
+    """A layer of the Llama kind for our kernels; None for another kind, or if the user has hooks inside it."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     modules = [getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS]
     products = [None if p is None else weights_of(p) for p in modules]
     norms = [_norm(getattr(layer, name, None)) for name in ("input_layernorm", "post_attention_layernorm")]
     of_heads = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
     inside = [m for m in layer.modules() if m is not layer]
-    # The layer's own hooks are called around whatever computes it.
+    # Hooks of the layer itself do no harm: they run around any forward.
     if None in products or None in norms or any(map(_touched, inside)) or "forward" in vars(layer):
         return None
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
@@ -233,23 +226,23 @@ def _norm(module: nn.Module | None) -> Norm | None:
 
 
 def _touched(module: nn.Module) -> bool:
-    """Whether somebody watches a module, or put a forward in the place of its own."""
+    """True if a module has hooks, or a forward that replaces its class's."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _ends(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[Norm, Any] | None:
-    """The final norm and the head; None where there are none of the Llama kind, or somebody hooks into the model."""
+    """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
     decoder = model.get_decoder()
     head, norm = model.get_output_embeddings(), _norm(getattr(decoder, "norm", None))
-    own = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
+    modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
     weights = weights_of(head)
-    if norm is None or weights is None or any(map(_touched, own)):
+    if norm is None or weights is None or any(map(_touched, modules)):
         return None
     return norm, weights
 
 
 def _made_up(model: PreTrainedModel) -> tuple[Block, list[KVStore]]:
-    """Three tokens, a small tree behind a text of five, and two stores that hold the same keys and values."""
+    """A tree of three tokens behind a text of five, and two stores with the same keys and values."""
     text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
     tree = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
     shape = hosting.kv_shape(model)
@@ -263,7 +256,7 @@ def _made_up(model: PreTrainedModel) -> tuple[Block, list[KVStore]]:
 
 @torch.inference_mode()
 def _layers_agree(model: PreTrainedModel, layers: list[nn.Module], fused: list[DecoderLayer], kernels: Kernels) -> bool:
-    """Computes every layer both ways on made-up rows."""
+    """Compares every layer with its own code, on made-up rows."""
     rotary = rotary_module(model)
     if rotary is None:
         return False
@@ -275,10 +268,10 @@ def _layers_agree(model: PreTrainedModel, layers: list[nn.Module], fused: list[D
             return False
         plain, ours = (hosting.Hosted(store, block, _reference) for store in stores)
         for index, (layer, own) in enumerate(zip(layers, fused, strict=True)):
-            # Not called: hooks that somebody put on a layer are not for made-up rows.
+            # layer.forward, so that the user's hooks do not see made-up rows.
             expected = layer.forward(x, position_embeddings=position, use_cache=False, longdraft_hosted=plain)
-            found = _Forward(kernels, own, index)(x, position_embeddings=position, longdraft_hosted=ours)
-            if not (_close(found, expected) and _same_kv(stores, index)):
+            result = _Forward(kernels, own, index)(x, position_embeddings=position, longdraft_hosted=ours)
+            if not (_close(result, expected) and _same_kv(stores, index)):
                 logger.info("Layer %d is not of the Llama kind: its own code is taken.", index)
                 return False
     except (TypeError, RuntimeError, AttributeError, LongdraftError) as error:

@@ -1,7 +1,7 @@
-"""A cache of the configurations and tokenizers that transformers makes of GGUF files, which can take it seconds.
+"""A cache of the configurations and tokenizers that transformers makes of GGUF files, which can take seconds.
 
-In the cache folder, by a digest of the metadata: config.json and the tokenizer's files. What is read back is compared
-with what was made before anything is kept, so that a second start gets what the first one got.
+An entry is a folder with config.json and the tokenizer's files, named by a digest of the file's metadata. It is kept
+only if what is read back equals what was made.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from longdraft.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# Models whose metadata is kept: those made last. Each takes some 10 MB.
+# Number of entries that are kept, the newest ones. Each takes some 10 MB.
 MOST = 16
-# Raise it when what is kept means something else than before.
+# To be raised when the meaning of an entry changes.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """Configuration and tokenizer of a file."""
+    """The configuration and the tokenizer of a file."""
 
     config: Any
     tokenizer: Any
 
     def facts(self) -> tuple[object, ...]:
-        """All that decides what they do, to compare two of them."""
+        """Everything that decides what they do, for comparison."""
         words = self.tokenizer
-        made = json.loads(words.backend_tokenizer.to_str())
-        own = made, words.special_tokens_map, words.chat_template, words.padding_side, words.model_input_names
         settings = {k: v for k, v in self.config.to_dict().items() if k != "_name_or_path"}
-        return type(self.config), settings, *own
+        return (
+            type(self.config), settings, json.loads(words.backend_tokenizer.to_str()), words.special_tokens_map,
+            words.chat_template, words.padding_side, words.model_input_names,
+        )  # fmt: skip
 
 
 def folder_of(*parts: bytes | memoryview) -> Path:
-    """The cache's folder for a file with these bytes of metadata. It need not exist."""
+    """The folder of the cache for a file with these bytes of metadata, which need not exist."""
     digest = hashlib.sha256(f"{_FORMAT} {transformers.__version__} {tokenizers.__version__}".encode())
     for part in parts:
         digest.update(part)
@@ -55,21 +56,21 @@ def folder_of(*parts: bytes | memoryview) -> Path:
 
 
 def read(folder: Path) -> Metadata | None:
-    """Reads a folder of the cache; None where there is none, or a damaged one, which is removed."""
+    """Reads a folder of the cache; None if there is none, or a damaged one, which is removed."""
     if not (folder / "config.json").is_file():
         return None
     try:
-        # Not by the class of the model's own: some change what they are given, as Qwen2's adds a normalizer.
+        # Not by the model's own tokenizer class: some change what they read, as Qwen2's adds a normalizer.
         words = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         return Metadata(AutoConfig.from_pretrained(str(folder), local_files_only=True), words)
-    except Exception as error:  # whatever a damaged file sets off; it is made again
+    except Exception as error:  # a damaged file can raise any type; the entry is made again
         logger.info("What was kept of a GGUF file in %s cannot be read: %s", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
 def keep(folder: Path, made: Metadata) -> None:
-    """Keeps it, whole or not at all, if it is the same when read back."""
+    """Writes an entry, completely or not at all, if it is the same when read back."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
@@ -83,15 +84,10 @@ def keep(folder: Path, made: Metadata) -> None:
         if back is not None and back.facts() == made.facts():
             with suppress(OSError):  # another process was first
                 part.rename(folder)
-            _forget(folder.parent)
-    except Exception as error:  # no space, or a tokenizer that cannot be written: it is made again the next time
+            entries = [f for f in folder.parent.iterdir() if not f.name.startswith(".")]
+            for old in sorted(entries, key=lambda f: f.stat().st_mtime)[:-MOST]:
+                shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:  # no space, or a tokenizer that cannot be written: the entry is made again next time
         logger.info("The tokenizer of a GGUF file is not kept: %s", error)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _forget(parent: Path) -> None:
-    """Removes what was made before the last ones."""
-    made = sorted((f for f in parent.iterdir() if not f.name.startswith(".")), key=lambda f: f.stat().st_mtime)
-    for old in made[:-MOST]:
-        shutil.rmtree(old, ignore_errors=True)

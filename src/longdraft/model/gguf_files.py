@@ -1,7 +1,7 @@
-"""GGUF files of the kinds of models whose weights our kernels read as they are stored: Llama, Mistral, Qwen2, Qwen3.
+"""Reads GGUF files of Llama, Mistral, Qwen2 and Qwen3, whose weights our kernels use as they are stored.
 
-gguf reads the file, transformers makes the configuration and the tokenizer of what it read. The weights are mapped, not
-read: a model is there in about a second, whatever its size.
+The package gguf reads the file, and transformers makes the configuration and the tokenizer from it. The weights are
+mapped, not read, so a model of any size loads in about a second.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from longdraft.native.dequantise import FORMATS
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-# As a GGUF file names them. In Llama's, rows of queries and keys lie in pairs, as the first Llama rotated them.
+# Names in GGUF files. Llama's have rows of queries and keys in pairs, as the first Llama rotated them.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PAIRED = ("llama",)
-# "stored": matrices stay as they are stored; "float32": they are unpacked.
+# "stored" keeps matrices as they are stored, "float32" unpacks them.
 Weights = Literal["stored", "float32"]
 Arithmetic = Literal["int8", "float32"]
 _REMEDY = (
@@ -43,18 +43,15 @@ _REMEDY = (
     "Hugging Face folder."
 )
 _FACTORS = "rope_freqs.weight"
-# What only a tokenizer needs, in as many strings as it has tokens.
+# Long fields that only a tokenizer needs.
 _WORDS = ("tokens", "token_type", "scores", "merges")
 
 
 class File:
-    """An open GGUF file.
-
-    Attributes:
-        architecture: as the file names it.
+    """An open GGUF file of an ``architecture``, named as in the file.
 
     Raises:
-        ValueError, KeyError, OSError, struct.error: it is damaged or cut short.
+        ValueError, KeyError, OSError, struct.error: the file is damaged or cut short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,52 +65,51 @@ class File:
 
     @property
     def file_type(self) -> int | None:
-        """What most of its weights are, as a number of gguf's ``LlamaFileType``; None: it does not say."""
+        """The type of most weights, as a number of gguf's ``LlamaFileType``; None if the file does not say."""
         field = self._reader.get_field("general.file_type")
         return None if field is None else int(field.contents())
 
     def config(self) -> Any:
-        """The configuration, of transformers.
+        """The configuration, as transformers reads it, with scaled rotary frequencies.
 
         Raises:
-            CapabilityError: its rotary frequencies are scaled in a way that transformers does not know.
+            CapabilityError: transformers does not know this scaling of rotary frequencies.
         """
         reader = copy.copy(self._reader)
-        if f"{self.architecture}.vocab_size" in reader.fields:  # else transformers counts the tokens
+        if f"{self.architecture}.vocab_size" in reader.fields:  # otherwise transformers counts the tokens
             hidden = {f"tokenizer.ggml.{name}" for name in _WORDS}
             reader.fields = type(reader.fields)((n, f) for n, f in reader.fields.items() if n not in hidden)
         with _instead(reader):
             config = AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
-        own = self.architecture in ARCHITECTURES
-        if own:
-            # Some versions of transformers do not look, and some take the rotated dimensions for a head's.
+        known = self.architecture in ARCHITECTURES
+        if known:
+            # Some versions of transformers ignore this field, and some take the rotated dimensions for a head's.
             size = self._reader.get_field(f"{self.architecture}.attention.key_length")
-            whole = config.hidden_size // config.num_attention_heads
-            config.head_dim = whole if size is None else int(size.contents())
+            config.head_dim = int(size.contents()) if size else config.hidden_size // config.num_attention_heads
             if self._reader.get_field(f"{self.architecture}.attention.sliding_window") is None:
-                config.sliding_window = None  # which transformers sets for every Mistral
-        if found := self._rope(config if own else None):
-            config.rope_parameters = {**config.rope_parameters, **found}
+                config.sliding_window = None  # transformers sets one for every Mistral
+        if scaled := self._rope(config if known else None):
+            config.rope_parameters = {**config.rope_parameters, **scaled}
         return config
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         with _instead(self._reader):
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(self.path.parent), gguf_file=self.path.name, local_files_only=True
             )
-        return found
+        return tokenizer
 
     def metadata(self, say: Progress) -> Metadata:
-        """Configuration and tokenizer, as kept from an earlier start, or made and kept."""
+        """Configuration and tokenizer, from the cache, or made and put into it."""
         begin = min((t.data_offset for t in self._tensors), default=0)
         factors = [t.data.tobytes() for t in self._tensors if t.name == _FACTORS]
         folder = gguf_cache.folder_of(memoryview(self._reader.data)[:begin], *factors)
-        found = gguf_cache.read(folder)
-        if found is None:
+        metadata = gguf_cache.read(folder)
+        if metadata is None:
             say(f"Reading the vocabulary of {self.path.name}, once")
-            found = Metadata(self.config(), self.tokenizer())
-            gguf_cache.keep(folder, found)
-        return found
+            metadata = Metadata(self.config(), self.tokenizer())
+            gguf_cache.keep(folder, metadata)
+        return metadata
 
     @property
     def tokens(self) -> list[str]:
@@ -121,7 +117,7 @@ class File:
         return list(self._reader.fields["tokenizer.ggml.tokens"].contents())
 
     def _rope(self, config: Any) -> dict[str, Any]:
-        """Reads how the frequencies are scaled: additions to the configuration's ``rope_parameters``."""
+        """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
 
         def value(name: str) -> Any:
             field = self._reader.get_field(f"{self.architecture}.rope.{name}")
@@ -137,7 +133,7 @@ class File:
             ) from error
 
     def unserved(self) -> str | None:
-        """Why its weights cannot stay as they are stored; None: they can."""
+        """The reason why the weights cannot stay as they are stored; None if they can."""
         if self.architecture not in ARCHITECTURES:
             return f"models of the kind {self.architecture} are not read as they are stored"
         kinds = {t.tensor_type.name: t.name for t in self._tensors if len(t.shape) == 2}
@@ -145,10 +141,10 @@ class File:
         return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
 
     def model(self, config: Any) -> PreTrainedModel:
-        """The model, in float32, its matrices as they are stored: mapped from the file.
+        """The model, in float32, with matrices as they are stored, mapped from the file.
 
         Raises:
-            CheckpointError: a weight is missing, or of another size than the configuration says.
+            CheckpointError: a weight is missing, or has another size than the configuration says.
         """
         with stored.without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -159,16 +155,16 @@ class File:
         return stored.mark(model, self.path)
 
     def _names(self, model: PreTrainedModel) -> dict[str, str]:
-        """The model's name of each tensor of the file."""
+        """Name of each tensor in the file -> its name in the model."""
         import gguf
 
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         known = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
-        found = {}
+        names = {}
         for name, _ in model.named_parameters():
             path, _, leaf = name.rpartition(".")
-            found[f"{known.get_name(path)}.{leaf}"] = name
-        return found
+            names[f"{known.get_name(path)}.{leaf}"] = name
+        return names
 
     def _weights(self, tensor: ReaderTensor, config: Any) -> torch.Tensor | Stored:
         kind, data = tensor.tensor_type.name, torch.from_numpy(tensor.data)
@@ -186,41 +182,36 @@ class File:
         return torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
 
 
-def _put_in(model: PreTrainedModel, found: dict[str, torch.Tensor | Stored], file: Path) -> None:
+def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path) -> None:
     """Gives the modules of a model without memory their weights."""
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    wrong = [f"{n} (not there)" for n in wanted if n not in found]
-    wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in found.items() if wanted[n] != tuple(t.shape)]
+    wrong = [f"{n} (not there)" for n in wanted if n not in weights]
+    wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in weights.items() if wanted[n] != tuple(t.shape)]
     if wrong:
         raise CheckpointError(
             f"{file} does not fit its own configuration; weights at fault: {', '.join(wrong[:5])}. It is incomplete or "
             "of another architecture than it says: fetch it again."
         )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    for path, own in _by_module(found).items():
-        module, weight = model.get_submodule(path), own.get("weight")
+    modules: dict[str, dict[str, Any]] = {}
+    for name, tensor in weights.items():
+        path, _, leaf = name.rpartition(".")
+        modules.setdefault(path, {})[leaf] = tensor
+    for path, leaves in modules.items():
+        module, weight = model.get_submodule(path), leaves.get("weight")
         if isinstance(weight, Stored):
-            of_words = isinstance(module, nn.Embedding)
-            made = stored.StoredEmbedding(weight) if of_words else stored.StoredLinear(weight, own.get("bias"))
+            embeds = isinstance(module, nn.Embedding)
+            made = stored.StoredEmbedding(weight) if embeds else stored.StoredLinear(weight, leaves.get("bias"))
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, made)
         else:
-            for leaf, floats in own.items():
+            for leaf, floats in leaves.items():
                 setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
         model.set_output_embeddings(stored.StoredLinear(embedding.matrix))
     elif tied:
         head.weight = embedding.weight
-
-
-def _by_module(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """weights of "path.leaf" -> path -> leaf -> weights."""
-    modules: dict[str, dict[str, Any]] = {}
-    for name, weights in found.items():
-        path, _, leaf = name.rpartition(".")
-        modules.setdefault(path, {})[leaf] = weights
-    return modules
 
 
 def read_gguf(
@@ -231,15 +222,15 @@ def read_gguf(
     say: Progress,
     arithmetic: Arithmetic | None = None,
 ) -> LoadedModel:
-    """Reads a checked GGUF file on the CPU.
+    """Reads a GGUF file, after :func:`check_gguf`, on the CPU.
 
     Args:
-        dtype: in anything but float32 weights are unpacked, by transformers.
+        dtype: any dtype but float32 has transformers unpack the weights.
         weights, arithmetic: see :func:`longdraft.model.loading.load`.
 
     Raises:
-        CheckpointError: damaged, or nothing that can be read.
-        CapabilityError: it cannot be read as it is stored, or computed in int8, and that was asked for; or its RoPE
+        CheckpointError: the file is damaged or of an unknown architecture.
+        CapabilityError: the weights cannot stay as they are stored, or be computed in int8, as required; or the RoPE
             is of an unknown kind.
     """
     needs("gguf", path)
@@ -248,37 +239,38 @@ def read_gguf(
             file = File(path)
             why = file.unserved()
             unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
-            made = None if unpacked else file.metadata(say)
-            config = file.config() if made is None else made.config
+            metadata = None if unpacked else file.metadata(say)
+            config = file.config() if metadata is None else metadata.config
             if weights == "stored" and why:
                 raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
             if rope_factor is not None:
                 stretch_rope(config.get_text_config(), rope_factor)
             config._name_or_path = str(path)
-            vars(config).pop("_model_name_or_path", None)  # what it was called before it was a file
-            loaded = None if made is None else LoadedModel(file.model(config), made.tokenizer)
+            vars(config).pop("_model_name_or_path", None)  # its name before it was a file
+            loaded = None if metadata is None else LoadedModel(file.model(config), metadata.tokenizer)
     except (LongdraftError, MemoryError):
         raise
-    except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+    except Exception as error:  # a bad file can raise any type
         raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
+    unpacking = f"Unpacking {path.name}, as at every start" + (f": {why}" if why else "")
     if loaded is None:
         needs("accelerate", path)
-        say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
+        say(unpacking)
         failure = f"{path} cannot be read as a GGUF model"
         folder, name = str(path.parent), path.name
         loaded = read_checkpoint(
             folder, dtype, None, config=config, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True
         )
-        # The folder's, which is no model; a draft that is to fit looks for the tokenizer by this name.
+        # transformers names the folder here; a draft for this model finds its tokenizer by the name.
         loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
     elif why or weights == "float32" or (weights is None and kernels() is None):
-        say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
+        say(unpacking)
         loaded = LoadedModel(stored.in_float32(loaded.model), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored.use_int8(loaded.model)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
         raise no_int8(path, why or _why_no_int8(dtype, weights))
-    # Some versions of transformers give the tokenizer BOS for EOS, and let it eat the space before a comma.
+    # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
     for role in ("bos_token", "eos_token", "pad_token"):
         token_id = getattr(loaded.model.config, f"{role}_id")
         if isinstance(token_id, int):
@@ -288,7 +280,7 @@ def read_gguf(
 
 
 def no_int8(name: object, why: str) -> CapabilityError:
-    """What to raise where int8 arithmetic was asked for and cannot be had."""
+    """The error to raise if int8 arithmetic is required and not possible."""
     return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {why}. Leave arithmetic out.")
 
 
@@ -303,14 +295,14 @@ def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
 
 
 def needs(package: str, path: Path) -> None:
-    """Refuses to go on without a package. Raises CheckpointError."""
+    """Raises CheckpointError if a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
 
 
 @contextmanager
 def _instead(reader: GGUFReader) -> Iterator[None]:
-    """transformers reads the file anew for the configuration and for the tokenizer: it is given what is read."""
+    """Makes transformers use this reader, as it would read the file anew for configuration and tokenizer."""
     import gguf
 
     theirs = gguf.GGUFReader
@@ -322,7 +314,7 @@ def _instead(reader: GGUFReader) -> Iterator[None]:
 
 
 def reader_of(path: Path) -> GGUFReader:
-    """gguf's reader of a file; it would take seconds for a tokenizer's strings, and takes them more quickly here."""
+    """gguf's reader of a file, with a faster way to read arrays: a tokenizer's strings would take it seconds."""
     import gguf
 
     class Reader(gguf.GGUFReader):

@@ -1,7 +1,7 @@
-"""GGUF files of drafts, as llama.cpp reads them: a decoder, with the tokenizer of its target's file.
+"""Writes GGUF files of drafts for llama.cpp: a decoder with the tokenizer of its target's file.
 
-Rows of queries and keys lie in pairs there, as the first Llama rotated them. However RoPE is stretched, it is written
-as plain RoPE with a divisor of each frequency and a factor of cos and sin, which all architectures read.
+Rows of queries and keys are written in pairs, as the first Llama rotated them. Scaled RoPE is written as plain RoPE
+with a divisor of each frequency and a factor of cos and sin, which all architectures read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from longdraft.model.rotary import Rotary
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-# Frequencies that are the same at every length of a text.
+# Kinds of RoPE whose frequencies do not depend on the text's length.
 _FIXED_ROPE = ("default", "linear", "yarn", "llama3")
-# What a decoder's modules are called in a file.
+# Name of a decoder's module -> its name in a file.
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -41,19 +41,17 @@ _NAMES = {
 
 
 class TargetFile:
-    """The GGUF file of a target.
+    """The GGUF file of a target, with its architecture and sizes.
 
     Args:
         name: the file, or the id of the embedded model.
 
     Attributes:
-        architecture: as the file names it.
-        layers, hidden_size, context_length: of the model.
-        tokens: of its vocabulary.
+        tokens: number of tokens in the vocabulary.
 
     Raises:
-        CapabilityError: a folder or an id, whose tokenizer llama.cpp's own converter has to translate.
-        CheckpointError: damaged, or no model's.
+        CapabilityError: the name is a folder or an id, whose tokenizer only llama.cpp's converter can translate.
+        CheckpointError: the file is damaged, or no model's.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,7 +71,7 @@ class TargetFile:
             self.hidden_size = int(self._value(f"{self.architecture}.embedding_length"))
             self.context_length = int(self._value(f"{self.architecture}.context_length"))
             self.tokens = len(self._reader.fields["tokenizer.ggml.tokens"].data)
-        except Exception as error:  # whatever a bad file sets off: no list of types would be complete
+        except Exception as error:  # a bad file can raise any type
             raise CheckpointError(
                 f"{path} cannot be read as the GGUF file of a model: {reason_of(error)}. Fetch it again."
             ) from error
@@ -82,23 +80,16 @@ class TargetFile:
         return self._reader.fields[name].contents()
 
     def check(self, hidden_size: int, tokens: int | None, folder: Path) -> None:
-        """Refuses a target that a draft was not made for.
-
-        Raises:
-            CheckpointError: saying what differs.
-        """
-        for called, made_for, own in (
-            ("hidden_size", hidden_size, self.hidden_size),
-            ("vocab_size", tokens, self.tokens),
-        ):
-            if made_for not in (None, own):
+        """Raises CheckpointError if the draft in ``folder``, with these sizes, was made for another target."""
+        for name, wanted, size in (("hidden_size", hidden_size, self.hidden_size), ("vocab_size", tokens, self.tokens)):
+            if wanted not in (None, size):
                 raise CheckpointError(
-                    f"The draft in {folder} was made for another target: {called} {made_for} ({self.path}: {own}). "
+                    f"The draft in {folder} was made for another target: {name} {wanted} ({self.path}: {size}). "
                     "Name the target that it was trained with."
                 )
 
     def copy_tokenizer(self, writer: GGUFWriter) -> None:
-        """Everything that the file says of its tokenizer."""
+        """Copies all fields of the tokenizer."""
         from gguf import GGUFValueType
 
         for name, field in self._reader.fields.items():
@@ -108,16 +99,16 @@ class TargetFile:
                 writer.add_key_value(name, field.contents(), kind, sub_type=of)
 
     def copy_tensor(self, writer: GGUFWriter, name: str) -> bool:
-        """A tensor as it is stored; False: the file has none of that name."""
-        found = next((t for t in self._reader.tensors if t.name == name), None)
-        if found is not None:
-            writer.add_tensor(name, found.data, raw_dtype=found.tensor_type)
-        return found is not None
+        """Copies a tensor as it is stored; returns False if the file has none of that name."""
+        tensor = next((t for t in self._reader.tensors if t.name == name), None)
+        if tensor is not None:
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+        return tensor is not None
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes of a file's layers."""
+    """Sizes of a decoder."""
 
     layers: int
     hidden_size: int
@@ -130,13 +121,14 @@ class Decoder:
 
 
 class DraftFile:
-    """A draft's file in the making.
+    """Writes a draft's file.
 
     Args:
-        architecture: as llama.cpp names it. name: of the draft, for people.
+        architecture: llama.cpp's name of it.
+        name: the draft's name, for people.
 
     Attributes:
-        writer: gguf's, for what is the architecture's own.
+        writer: gguf's writer, for fields of this architecture alone.
     """
 
     def __init__(self, target: TargetFile, architecture: str, name: str, sizes: Decoder) -> None:
@@ -146,7 +138,7 @@ class DraftFile:
         self.writer = writer = gguf.GGUFWriter(None, architecture)
         writer.add_name(name)
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)  # of what is copied from the target
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)  # for tensors copied from the target
         writer.add_vocab_size(target.tokens)
         writer.add_context_length(sizes.context_length)
         writer.add_embedding_length(sizes.hidden_size)
@@ -160,10 +152,10 @@ class DraftFile:
         target.copy_tokenizer(writer)
 
     def add_rope(self, parameters: Mapping[str, Any]) -> None:
-        """RoPE, as transformers describes it.
+        """Writes RoPE with these parameters of transformers.
 
         Raises:
-            CapabilityError: its frequencies follow the text's length.
+            CapabilityError: the frequencies depend on the text's length.
         """
         import gguf
 
@@ -181,9 +173,9 @@ class DraftFile:
             self.writer.add_rope_scaling_attn_factors(rotary.scale)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor under the name that it has in a decoder of transformers, ``layers.0.mlp.up_proj.weight`` for one.
+        """Writes a tensor with its name in a decoder of transformers, such as ``layers.0.mlp.up_proj.weight``.
 
-        Vectors are written in float32, matrices in float16 where it holds them; tables of ids as they are.
+        Vectors are written in float32, matrices in float16 unless they overflow, and integers unchanged.
         """
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
@@ -200,10 +192,10 @@ class DraftFile:
         self.writer.add_tensor(name, np.ascontiguousarray(tensor.numpy()))
 
     def save(self, out: Path | str) -> None:
-        """Writes the file, whole or not at all.
+        """Writes the file, completely or not at all.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         out = Path(out)
         part = out.with_name(f".{out.name}.part")

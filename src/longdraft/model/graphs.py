@@ -1,12 +1,12 @@
-"""CUDA graphs: forwards of few rows, verifications and levels of drafts, recorded once a size and replayed.
+"""CUDA graphs: records forwards of few rows (verifications, levels of drafts) once for each size and replays them.
 
-A forward of a few rows asks the device for some hundred small computations, and asking takes the host longer than the
-device needs for them. A recorded forward is asked for at once. What it reads stays where it was recorded: tokens,
-positions, mask, slots and lengths lie in buffers that are filled anew before each replay, and trees and levels are
-padded to one of a few sizes. Nobody sees a padded row, and nothing of it is handed out.
+A forward of a few rows launches some hundred small kernels, which takes the host longer than the device needs to run
+them. A recorded forward is one launch. It reads tokens, positions, mask, slots and lengths from buffers that are filled
+before each replay. Trees and levels are padded to one of a few sizes; no row attends to padded rows, and their results
+are cut off.
 
-Only a forward whose shapes do not follow from lengths on the host can be recorded, so only with an attention path that
-reads lengths on the device. Whatever fails here, the forward is computed as it is without.
+A forward can be recorded only with an attention path that reads lengths on the device. If recording fails, the forward
+is computed as usual.
 """
 
 from __future__ import annotations
@@ -28,40 +28,39 @@ from longdraft.memory.store import KVStore
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_GRAPHS"
-# Rows that trees are padded to. LongSpec's tree has 69; larger blocks keep the device busy without a graph.
+# Numbers of rows that trees are padded to. LongSpec's tree has 69; larger blocks keep the device busy anyway.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96)
-# A size that comes up less often than this in a store is not worth recording: that takes two forwards.
+# A size is recorded after this number of uses in a store, as recording takes two forwards.
 USES = 2
-# Recorded sizes of one store, or of a draft's window. Each holds its outputs, the logits above all; what it computes
-# with is shared.
+# Largest number of recordings of one store, or of a draft's window. Each keeps its outputs, mostly logits.
 MOST = 16
 
 # Logits (B, T, V), hidden states by layer (B, T, hidden) and queries by layer (B, Hq, T, d) of a block.
 Computed = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
-# What a forward computes of a block.
+# A forward over a block.
 Compute = Callable[[Block], Computed]
-# What a draft's forward computes of its inputs.
+# A draft's forward over its inputs.
 ComputeLevel = Callable[..., tuple[torch.Tensor, ...]]
 Out = TypeVar("Out")
 
 
 class Recorder(Protocol):
-    """What records and replays; a stand-in in tests."""
+    """Records and replays; tests have a stand-in."""
 
     def capture(self, compute: Callable[[], Out]) -> Callable[[], Out]:
         """Runs ``compute`` to warm it up, and records it.
 
         Returns:
-            Replays it: the same work on what the tensors hold by then. The results lie in the same tensors each time.
+            A function that repeats the work on the tensors' present contents, with results in the same tensors.
         """
 
 
 class CudaRecorder:
-    """Records on a GPU. All recordings share their memory: they are never replayed side by side."""
+    """Records on a GPU. All recordings share their memory, as they are never replayed side by side."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for all: libraries keep a workspace for each.
+        # One stream for all, as libraries keep a workspace for each.
         self._stream: Any = None
         self._pool: Any = None
 
@@ -72,10 +71,10 @@ class CudaRecorder:
             stream, present = self._stream, torch.cuda.current_stream(self._device)
             stream.wait_stream(present)
             with torch.cuda.stream(stream):
-                compute()  # kernels are compiled and libraries take their memory now: neither may be recorded
+                compute()  # compiles kernels and lets libraries allocate memory, neither of which may be recorded
             present.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what other threads ask of the device meanwhile is their own business.
+            # thread_local: other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 out = compute()
 
@@ -87,11 +86,7 @@ class CudaRecorder:
 
 
 def unavailable(device: torch.device, path: str) -> str | None:
-    """Why forwards are not recorded here; None when they are.
-
-    Args:
-        path: name of the attention path in use.
-    """
+    """The reason why forwards are not recorded with this attention path; None if they are."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0 switches them off"
     if device.type != "cuda":
@@ -105,17 +100,17 @@ class Graphs:
     """The recorded forwards of one target.
 
     Args:
-        recorder: what records them; None: nothing is recorded.
+        recorder: records them; with None nothing is recorded.
     """
 
     def __init__(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
-        # By what the recordings read and write, and go with: how often a size came up, or its recording.
+        # Store or window, whose tensors the recordings use -> size -> its recording, or number of uses so far.
         self._known: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
 
     @classmethod
     def on(cls, device: torch.device, path: str) -> Graphs:
-        """Those of a target on a device; see :func:`unavailable`."""
+        """The graphs of a target on a device; see :func:`unavailable`."""
         reason = unavailable(device, path)
         if device.type == "cuda":
             logger.info("CUDA graphs: %s", "verifications are recorded" if reason is None else f"none, {reason}")
@@ -123,95 +118,86 @@ class Graphs:
 
     @property
     def recording(self) -> bool:
-        """Whether forwards are recorded."""
+        """True if forwards are recorded."""
         return self._recorder is not None
 
     @property
     def padding(self) -> int:
-        """Rows more that a slot should have, so that the largest trees still fit when they are padded."""
+        """Additional rows of a slot, so that padded trees fit."""
         return 0 if self._recorder is None else max(b - a - 1 for a, b in itertools.pairwise(BUCKETS))
 
-    def run(
-        self,
-        store: KVStore,
-        block: Block,
-        kind: Hashable,
-        compute: Compute,
-    ) -> Computed | None:
-        """A forward over a block, replayed; or None where it has to be computed without.
+    def run(self, store: KVStore, block: Block, kind: Hashable, compute: Compute) -> Computed | None:
+        """Replays a forward over a block; None if it has to be computed as usual.
 
         Args:
-            block: with its numbers on the host.
-            kind: all else that ``compute`` depends on: what it brings back, and which weights it reads.
-            compute: the forward. It must depend on nothing else that changes.
+            kind: everything else that ``compute`` depends on, such as its results and weights.
+            compute: the forward.
 
         Returns:
-            As ``compute`` does, logits in float32; tensors of the caller's own.
+            The results of ``compute``, in new tensors, with logits in float32.
         """
-        rows = next((b for b in BUCKETS if b >= block.size), None)
-        # A store that moves keys and values about while a forward runs does so by the host's numbers.
+        rows = self.rows(block.size)
+        # Other stores move keys and values during a forward, by lengths on the host.
         if self._recorder is None or rows is None or type(store) is not KVStore:
             return None
-        # Behind earlier levels a recording is of one place: a chain's places come again, those of trees seldom.
+        # A recording is for one offset. Chains repeat their offsets, trees rarely do.
         if not block.batch or (block.offset and block.size > 1):
             return None
         if any(n + block.offset + rows > store.capacity for n in block.lengths):
             return None
         key = (block.batch, rows, block.offset, kind, store.keys.data_ptr(), store.values.data_ptr())
-        found: _Recorded | None = self._find(
-            store, key, lambda recorder: _Recorded(recorder, store, rows, block, compute)
-        )
-        return None if found is None else found(block)
+        recording: _Recorded | None = self._find(store, key, lambda r: _Recorded(r, store, rows, block, compute))
+        return None if recording is None else recording(block)
 
     def rows(self, width: int) -> int | None:
-        """How many rows a draft's level of ``width`` is padded to; None: it is not recorded."""
+        """The number of rows that ``width`` rows are padded to; None if they are not recorded."""
         return None if self._recorder is None else next((b for b in BUCKETS if b >= width), None)
 
     def level(
         self, holder: object, kind: Hashable, rows: int, inputs: Sequence[torch.Tensor], compute: ComputeLevel
     ) -> tuple[torch.Tensor, ...] | None:
-        """A draft's forward over a level, replayed; or None where it has to be computed without.
+        """Replays a draft's forward over a level; None if it has to be computed as usual.
 
         Args:
-            holder: what it reads and writes beside its inputs, in tensors that stay where they are as long as it lives.
-            kind: all else that ``compute`` depends on.
-            rows: as :meth:`rows` has it for the level's width.
-            inputs: the first (B, W, ...), and others with W rows, which are padded; or of any other shape.
-            compute: of such tensors, the forward: tensors (B, W, ...).
+            holder: owns the other tensors that ``compute`` reads and writes, and never replaces them.
+            kind: everything else that ``compute`` depends on.
+            rows: :meth:`rows` of the level's width W.
+            inputs: the first is (B, W, ...); others with W rows are padded too, and any other shape is allowed.
+            compute: the forward, from tensors like the inputs to tensors (B, W, ...).
 
         Returns:
-            As ``compute`` does; tensors of the caller's own.
+            The results of ``compute``, in new tensors.
         """
         key = (kind, rows, *(x.shape[:1] + x.shape[2:] for x in inputs))
-        found: _Level | None = self._find(holder, key, lambda recorder: _Level(recorder, rows, inputs, compute))
-        return None if found is None else found(inputs)
+        recording: _Level | None = self._find(holder, key, lambda r: _Level(r, rows, inputs, compute))
+        return None if recording is None else recording(inputs)
 
     def _find(self, holder: object, key: Hashable, record: Callable[[Recorder], Any]) -> Any | None:
-        """What has been recorded of a size, now or before; None where it comes up too seldom, or recording fails."""
+        """The recording of a size, old or new; None if the size was used too rarely, or recording fails."""
         if self._recorder is None:
             return None
         sizes = self._known.setdefault(holder, {})
-        found = sizes.pop(key, 0)  # and put back behind the others: the first is the one not used for longest
-        if isinstance(found, int) and found < USES:
-            sizes[key] = found + 1
+        recording = sizes.pop(key, 0)  # and put back at the end, so that the least recently used comes first
+        if isinstance(recording, int) and recording < USES:
+            sizes[key] = recording + 1
             return None
-        if isinstance(found, int):
+        if isinstance(recording, int):
             try:
-                found = record(self._recorder)
-            except Exception as error:  # whatever a model, a driver or a library may not like about it
+                recording = record(self._recorder)
+            except Exception as error:  # a model, a driver or a library can raise any type
                 logger.warning("CUDA graphs are off for this model (%s): it runs without.", reason_of(error))
                 self._recorder = None
                 self._known.clear()
                 return None
-        sizes[key] = found
+        sizes[key] = recording
         recorded = [k for k, x in sizes.items() if not isinstance(x, int)]
         for old in recorded[: max(0, len(recorded) - MOST)]:
             del sizes[old]
-        return found
+        return recording
 
 
 class _Level:
-    """One recorded size of a draft's level, with the buffers that it reads."""
+    """The recording of one size of a draft's level, with its input buffers."""
 
     def __init__(self, recorder: Recorder, rows: int, inputs: Sequence[torch.Tensor], compute: ComputeLevel) -> None:
         width = inputs[0].shape[1]
@@ -219,37 +205,30 @@ class _Level:
             x.new_zeros(x.shape[0], rows, *x.shape[2:]) if x.dim() > 1 and x.shape[1] == width else torch.empty_like(x)
             for x in inputs
         ]
-        self._fill(inputs)  # before anything is computed: a forward writes keys and values where they say
+        self._fill(inputs)  # before the first forward, which writes keys and values at the places in the buffers
         self._replay = recorder.capture(lambda: compute(*self._inputs))
 
     def _fill(self, inputs: Sequence[torch.Tensor]) -> None:
-        for own, x in zip(self._inputs, inputs, strict=True):
-            (own if own.shape == x.shape else own[:, : x.shape[1]]).copy_(x)
+        for buffer, x in zip(self._inputs, inputs, strict=True):
+            (buffer if buffer.shape == x.shape else buffer[:, : x.shape[1]]).copy_(x)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         self._fill(inputs)
-        # Copies: the next replay overwrites what this one brought.
+        # Copies, as the next replay overwrites the results.
         return tuple(x[:, : inputs[0].shape[1]].clone() for x in self._replay())
 
 
 class _Recorded:
-    """One recorded size, with the buffers that it reads; the arguments are the first block it is recorded with."""
+    """The recording of one size of a block, with its input buffers, made with a first block."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        store: KVStore,
-        rows: int,
-        block: Block,
-        compute: Compute,
-    ) -> None:
+    def __init__(self, recorder: Recorder, store: KVStore, rows: int, block: Block, compute: Compute) -> None:
         device = store.device
         self._tokens, self._positions = torch.zeros(2, block.batch, rows, dtype=torch.long, device=device)
-        itself = torch.eye(rows, dtype=torch.bool, device=device)
-        self._itself = torch.nn.functional.pad(itself, (block.offset, 0))
-        self._mask = self._itself.repeat(block.batch, 1, 1)
-        own = Block(
-            # Slots that do not exist: who reads the host's numbers must not get by.
+        diagonal = torch.eye(rows, dtype=torch.bool, device=device)
+        self._diagonal = torch.nn.functional.pad(diagonal, (block.offset, 0))
+        self._mask = self._diagonal.repeat(block.batch, 1, 1)
+        self._block = Block(
+            # Slots that do not exist, so that an attention path that reads numbers on the host fails.
             slots=(-1,) * block.batch,
             lengths=(store.capacity - block.offset - rows,) * block.batch,
             size=rows,
@@ -261,18 +240,16 @@ class _Recorded:
             offset=block.offset,
             captured=True,
         )
-        self._block = own
-        # Before anything is computed: a forward writes keys and values where the buffers say.
-        self._fill(block)
-        self._replay = recorder.capture(lambda: compute(own))
+        self._fill(block)  # before the first forward, which writes keys and values at the places in the buffers
+        self._replay = recorder.capture(lambda: compute(self._block))
 
     def _fill(self, block: Block) -> None:
         size = block.size
         assert block.tokens is not None and block.positions is not None
-        # Padded rows keep tokens and positions of some earlier block: any will do.
+        # Padded rows may have any tokens and positions.
         self._tokens[:, :size] = block.tokens
         self._positions[:, :size] = block.positions
-        self._mask.copy_(self._itself)
+        self._mask.copy_(self._diagonal)
         mask = block.block_mask(0, self._mask.device) if block.mask is None else block.mask
         self._mask[:, :size, : block.width] = mask
         self._block.slots_t.copy_(block.slots_t)
@@ -282,7 +259,7 @@ class _Recorded:
         self._fill(block)
         logits, hidden, queries = self._replay()
         size = block.size
-        # Copies: the next replay overwrites what this one brought.
+        # Copies, as the next replay overwrites the results.
         return (
             None if logits is None else logits[:, :size].to(torch.float32, copy=True),
             {layer: h[:, :size].clone() for layer, h in hidden.items()},

@@ -1,11 +1,9 @@
-"""Hosting: how our attention and our KV store get inside a transformers model, with none of its code forked.
+"""Hosting: runs a transformers model, without a fork of its code, with our attention and our KV store.
 
 transformers lets a model's attention be any registered function. Ours receives the block's queries, keys (after
-RoPE) and values of one layer, writes the keys and values into the store, and attends to what the store holds.
-The model's own cache is never used. What a forward needs travels as one keyword argument, which transformers
-hands through to the attention function untouched. All this is done to a copy of the model (``target/twin.py``).
-
-This file and its neighbours in ``target/`` are the only ones that know transformers' internals.
+RoPE) and values of one layer, writes the keys and values into the store, and attends to the store's rows. The model's
+own cache is never used. The state of a forward is one keyword argument, which transformers hands through to the
+attention function. All this is done to a copy of the model (``model/twin.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ IMPLEMENTATION = "longdraft"
 
 
 class Store(Protocol):
-    """What a forward asks of a store of keys and values: see :class:`~longdraft.memory.store.KVStore`."""
+    """The part of :class:`~longdraft.memory.store.KVStore` that a forward uses."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -45,11 +43,12 @@ class Store(Protocol):
 
 @dataclass
 class Hosted:
-    """What one forward carries to every layer and its attention, and brings back.
+    """The state of one forward: its inputs to every layer and its attention, and its results.
 
     Attributes:
-        whole: layers that can be computed by our kernels in one piece are.
-        query_layers, hidden_layers: those whose queries and output hidden states are kept in ``queries``, ``hidden``.
+        query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
+        fused: layers that our kernels can compute in one piece are computed so.
+        layers_seen: number of layers that went through our attention.
         rows: the block as fused layers read it, made by the first of them.
     """
 
@@ -58,7 +57,7 @@ class Hosted:
     attend: Attend
     query_layers: frozenset[int] = frozenset()
     hidden_layers: frozenset[int] = frozenset()
-    whole: bool = False
+    fused: bool = False
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
@@ -86,7 +85,7 @@ def _attention(
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses {option}, which longdraft does not host exactly."
             )
-    # Doge computes a mask of its own; BERT as a causal LM looks ahead unless it is configured not to.
+    # Doge computes a mask of its own; BERT as a causal LM looks ahead by default.
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(
             f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask, or "
@@ -114,12 +113,12 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 def switch_on(model: PreTrainedModel) -> None:
-    """Routes a model's attention through longdraft, for good: the model is a copy that is nobody's but ours."""
+    """Routes a model's attention through longdraft, for good. The model must be a copy of our own."""
     decoder_config(model)._attn_implementation = IMPLEMENTATION
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
-    """The text decoder's configuration."""
+    """The configuration of the text decoder."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -136,7 +135,7 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The list of decoder layers: the module list as long as the model is deep."""
+    """The decoder layers: the module list that is as long as the model is deep."""
     count = decoder_config(model).num_hidden_layers
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -145,12 +144,12 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Longest sequence, in tokens, that the model takes (its trained context, YaRN's factor included)."""
+    """The longest sequence in tokens that the model takes, YaRN's factor included."""
     return int(decoder_config(model).max_position_embeddings)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short name for this target: its configuration and a sample of its weights. Guards KV snapshots."""
+    """A short name of a target, from its configuration and some of its weights, to guard KV snapshots."""
     config = decoder_config(model)
     keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
     described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
@@ -161,13 +160,13 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def sampled(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Some weights of the embedding and of the last layer's first matrix, by which a model is told from others."""
+    """Some weights of the embedding and of the last layer's first matrix, to identify a model."""
     first = next(m for m in decoder_layers(model)[-1].modules() if stored.has_weights(m))
     return [stored.weight_sample(m) for m in (model.get_input_embeddings(), first)]
 
 
 def tap(model: PreTrainedModel, layer: int) -> None:
-    """Keeps a decoder layer's output hidden states (B, T, hidden) in every forward that asks for them, for good."""
+    """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
 
     def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
         hosted = named.get("longdraft_hosted")

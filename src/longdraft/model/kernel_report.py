@@ -1,4 +1,4 @@
-"""Which kernels compute a target on this machine: what ``longdraft doctor`` and ``generate`` say in a line."""
+"""Reports the kernels that compute a target on this machine, in the line of ``longdraft doctor`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class KernelReport:
     """The kernels of a target.
 
     Attributes:
-        level: the instruction set of longdraft's own, one of :data:`native.build.LEVELS`; None: torch's serve.
-        weights: how the matrices that they read are stored, most of them first: GGUF's names of blocks, or dtypes.
-        kv: dtype of the keys and values that they attend to; None: torch attends.
+        level: instruction set of longdraft's kernels, one of :data:`native.build.LEVELS`; None if torch computes.
+        weights: formats of the matrices that the kernels read, the most frequent first: GGUF's names, or dtypes.
+        kv: dtype of the keys and values that the kernels attend to; None if torch attends.
         whole: a forward of a few rows is one call.
-        arithmetic: of its products, "int8" or a dtype; None where no kernels serve.
-        reason: why longdraft's own do not serve; None where they do.
-        cost: what that costs; None where nothing is known to be lost.
+        reason: why longdraft's kernels do not compute; None if they do.
+        cost: what that costs; None if nothing is known to be lost.
+        arithmetic: arithmetic of the products, "int8" or a dtype; None without kernels.
     """
 
     level: str | None
@@ -54,7 +54,7 @@ class KernelReport:
 
 
 def kernel_report(runner: TargetRunner | None) -> KernelReport:
-    """The kernels that a target's forwards of a few rows run on; None: those of this machine's processor."""
+    """The kernels of a target's forwards of a few rows; without a runner, those of this machine's processor."""
     if runner is not None and runner.device.type != "cpu":  # before any are compiled
         path = runner.attention_path
         return KernelReport(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
@@ -68,11 +68,10 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     for layer in twin.few_rows.layers:
         weights = weights_of(layer)
         if weights is not None:
-            sizes[_stored_as(weights[0])] += weights[0].shape[0] * weights[0].shape[1]
+            sizes[_format(weights[0])] += weights[0].shape[0] * weights[0].shape[1]
     if not sizes:
-        return KernelReport(
-            None, reason=f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
-        )
+        reason = f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
+        return KernelReport(None, reason=reason)
     attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_UNIT == 0
     kv = _dtype(runner.kv_dtype) if attends else None
     whole = twin.fused.stack is not None and attends and runner.offload is None
@@ -80,7 +79,7 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     return KernelReport(own.level, names, kv, whole, arithmetic=runner.arithmetic)
 
 
-def _stored_as(weights: object) -> str:
+def _format(weights: object) -> str:
     if isinstance(weights, torch.Tensor):
         return _dtype(weights.dtype)
     return _DTYPES.get(weights.format, weights.format) if isinstance(weights, native.Stored) else "rounded"

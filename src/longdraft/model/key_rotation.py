@@ -1,8 +1,7 @@
-"""Keys moved from one position to another: what a model's rotary embedding did to them is undone, and done anew.
+"""Moves keys from one position to another, by undoing the model's rotary embedding and applying it anew.
 
-A rotation by a position and one back by it cancel, so a key that was computed at any position can be kept without one
-("before RoPE") and read at whatever position it shall stand. A factor that YaRN puts on cos and sin is no rotation: it
-stays on the key through all of it.
+A key that was computed at any position can so be kept without a position ("before RoPE") and read at another one. The
+factor that YaRN puts on cos and sin is no rotation: it stays on the key.
 """
 
 from __future__ import annotations
@@ -13,28 +12,28 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 
-# How far keys may be off that are the same but for rounding, as a part of the largest one.
+# Largest difference between equal keys because of rounding, relative to the largest number; by bytes of the dtype.
 _CLOSE = {4: 1e-3, 8: 1e-3, 2: 4e-2}
-# Any position but 0 shows how keys turn.
+# A position at which keys are compared; any but 0 will do.
 _PROBED = 7
 
 
 class KeyRotation:
-    """Turns keys of a hosted model, of all layers at once.
+    """Rotates keys of a hosted model, of all layers at once.
 
     Args:
         length: positions [0, length) are used.
 
     Raises:
-        UnsupportedModelError: the model's keys at different positions are not the same keys rotated by halves: another
-            kind of positions, layers without any, or frequencies that depend on a text's length.
+        UnsupportedModelError: the model's keys are not rotated by halves in every layer, or by frequencies that
+            depend on the text's length.
     """
 
     def __init__(self, runner: TargetRunner, length: int) -> None:
         self._runner = runner
         length = max(length, _PROBED + 1)
         cos, sin = self._table(torch.arange(length, device=runner.device))
-        # At position 0 all cosines are 1: what stands there is YaRN's factor.
+        # At position 0 all cosines are 1, so the table has YaRN's factor there.
         self._scale = cos[:1]
         self._cos, self._sin = cos / self._scale, sin / self._scale
         self._check(_PROBED, length - 1)
@@ -48,7 +47,7 @@ class KeyRotation:
         return turned(keys, self._cos[positions], -self._sin[positions])
 
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (n, rotated dimensions) of the model's own embedding, float32."""
+        """cos and sin (n, rotated dimensions) of the model's rotary embedding, float32."""
         module = rotary_module(self._runner.twin.model)
         if module is None:
             raise self._unsupported("it has no rotary embedding of its own")
@@ -60,15 +59,16 @@ class KeyRotation:
 
     @torch.inference_mode()
     def _check(self, *positions: int) -> None:
-        """Compares keys that the model computes at these positions with those that it computes at 0, turned.
+        """Compares the model's keys at these positions with its keys at 0 after a rotation.
 
-        A token alone sees itself alone, so what enters each layer does not depend on its position.
+        The text is a single token, which attends to itself only, so the input of each layer does not depend on its
+        position.
         """
         runner, places = self._runner, (0, *positions)
         for at in positions:
             alone = self._table(torch.tensor([at], device=runner.device))
-            for own, table in zip(alone, (self._cos, self._sin), strict=True):
-                if not torch.allclose(own, table[at] * self._scale, atol=1e-4):
+            for row, table in zip(alone, (self._cos, self._sin), strict=True):
+                if not torch.allclose(row, table[at] * self._scale, atol=1e-4):
                     raise self._unsupported("its rotary frequencies depend on how long a text is")
         store = runner.new_store(len(places), 1, resident=True)
         token = runner.vocab_size // 2
@@ -88,7 +88,7 @@ class KeyRotation:
 
 
 def turned(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE by halves on the first dimensions of a head, as many as cos and sin (n, r) have; float32 at least."""
+    """Rotates the first r dimensions of keys (..., n, d) by halves, in float32 at least; cos and sin are (n, r)."""
     size = cos.shape[-1]
     x = keys[..., :size].to(torch.promote_types(keys.dtype, torch.float32))
     a, b = x.chunk(2, dim=-1)

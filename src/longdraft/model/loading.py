@@ -1,4 +1,4 @@
-"""From what a user names (nothing, a folder, a GGUF file, a hub id) to a model and its tokenizer, ready to generate."""
+"""Loads a model and its tokenizer by what a user names: nothing, a folder, a GGUF file or a hub id."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def load(
     arithmetic: Arithmetic | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a causal language model, ready to generate: eval mode, no gradients, on its device.
+    """Loads a causal language model, ready to generate: eval mode, no gradients, on its device.
 
-    model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; else a hub id.
+    model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; or a hub id.
     dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", a torch.dtype.
     device: None takes CUDA where there is one, then MPS, then the CPU.
     rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
-    weights: "stored" keeps matrices as they lie in the file (GGUF's blocks, bfloat16, float16) and computes in float32
-        what the unpacked ones would give, on a CPU; "float32" unpacks them; None stores where our kernels serve.
-    arithmetic: "int8" rounds the rows that meet stored weights of 8 bits or fewer to 8 bits, a block of 32 at a time,
-        multiplies whole numbers and keeps the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None takes
-        int8 for GGUF files in such weights on a CPU where our kernels serve, else the dtype's.
+    weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16) and computes in float32, on a
+        CPU, the results of unpacked ones; "float32" unpacks them; None is "stored" if our kernels are available.
+    arithmetic: "int8" rounds the rows that are multiplied with stored weights of 8 bits or fewer to 8 bits, in blocks
+        of 32, and keeps the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None is "int8" for such GGUF
+        files on a CPU with our kernels, and the dtype's arithmetic otherwise.
     progress: called with one line of text before each step that takes seconds.
 
     Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights, arithmetic
@@ -62,7 +62,7 @@ def load(
     wanted = _dtype(dtype, place)
     say = progress or (lambda message: None)
     if place.type == "cpu" and wanted == torch.float32:
-        native.kernels(progress)  # made now, where it can be said that it takes a moment
+        native.kernels(progress)  # compiled now, where progress can announce it
     elif weights == "stored":
         raise CapabilityError(f"Stored weights are for float32 on a CPU, not {wanted} on {place}: leave weights out.")
     if arithmetic is not None and not (place.type == "cpu" and wanted == torch.float32):
@@ -71,7 +71,7 @@ def load(
     with paused():
         if model is None:
             loaded = read.gguf(packaged_file())
-            # A draft records its target by name, and a path in somebody's folder names nothing.
+            # Drafts record their target by name, and the file's path differs between machines.
             loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
         else:
             loaded = read.named(os.fspath(model))
@@ -81,7 +81,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Reader:
-    """What is wanted of a checkpoint, wherever it lies."""
+    """Reads a checkpoint of any kind with the same options."""
 
     dtype: DType
     rope_factor: float | None
@@ -96,7 +96,7 @@ class _Reader:
         if path.is_dir():
             safe = check_folder(path)
             self.say(f"Loading the weights in {path}")
-            # local_files_only: some tokenizers ask the hub about a folder's origin, and wait where it is unreachable.
+            # local_files_only: some tokenizers ask the hub about a folder's origin, and wait if it is unreachable.
             return self._checkpoint(str(path), use_safetensors=safe, local_files_only=True)
         if path.is_file():
             return self.gguf(path)
@@ -118,7 +118,6 @@ class _Reader:
         if self.arithmetic == "int8":
             raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
         keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
-        # Bfloat16 weights are read as they are, and stay.
         loaded = read_checkpoint(name, "auto" if keep else self.dtype, self.rope_factor, **source)
         return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer) if keep else loaded
 
@@ -137,7 +136,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _dtype(dtype: DType, device: torch.device) -> DType:
-    """What transformers' ``dtype=`` takes."""
+    """The ``dtype`` argument for transformers."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

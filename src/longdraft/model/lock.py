@@ -14,14 +14,14 @@ from torch import nn
 class FairLock:
     """A re-entrant lock for ``with``, which threads get in the order in which they asked for it.
 
-    It is not lost when Ctrl-C or another exception comes while a thread waits for it, takes it or holds it. An
-    exception of that kind is raised between two steps of Python code, never before a call of compiled code such as
-    ``deque.remove`` has done its work: that is why nothing below is put into a function of its own.
+    It is released even if Ctrl-C or another exception comes while a thread waits for it, takes it or holds it. Such an
+    exception is raised between two steps of Python code, never inside a call of compiled code such as
+    ``deque.remove``. That is why no step below is a function of its own.
     """
 
     def __init__(self) -> None:
         self._held = threading.RLock()
-        # Threads that wait: the first of them for the lock itself, each other one until its own place is released.
+        # Waiting threads: the first waits for the lock itself, each other one until its place is released.
         self._line: deque[threading.Lock] = deque()
 
     def __enter__(self) -> None:
@@ -29,7 +29,7 @@ class FairLock:
         if held._is_owned():  # type: ignore[attr-defined]
             try:
                 held.acquire()
-            except BaseException:  # this thread had it already and did not wait: what was raised came after
+            except BaseException:  # this thread held the lock and did not wait, so the exception came afterwards
                 held.release()
                 raise
             return
@@ -47,7 +47,7 @@ class FairLock:
                 finally:
                     try:  # noqa: SIM105
                         line[0].release()
-                    except (IndexError, RuntimeError):  # nobody waits, or the next one has been told before
+                    except (IndexError, RuntimeError):  # no thread waits, or the next one was released before
                         pass
         except BaseException:
             if held._is_owned():  # type: ignore[attr-defined]
@@ -56,24 +56,24 @@ class FairLock:
 
     @property
     def __exit__(self) -> Callable[..., Any]:
-        # The compiled release itself: a signal cannot come between its beginning and its end.
+        # The compiled release itself: a signal cannot interrupt it.
         return self._held.__exit__
 
     def take_if_free(self) -> bool:
-        """Takes the lock if that needs no waiting; :meth:`release` gives it back."""
+        """Takes the lock if it is free; :meth:`release` gives it back. Returns True if taken."""
         return self._held.acquire(blocking=False)
 
     def release(self) -> None:
-        """Gives back what :meth:`take_if_free` took."""
+        """Gives back a lock from :meth:`take_if_free`."""
         self._held.release()
 
 
 _locks: WeakKeyDictionary[nn.Module, FairLock] = WeakKeyDictionary()
-# Re-entrant, as the garbage collector may run anything while it is held. Whoever holds it waits for no other lock.
+# Re-entrant, as the garbage collector may run any code while it is held. No other lock is awaited inside.
 _registering = threading.RLock()
 
 
 def lock_of(model: nn.Module) -> FairLock:
-    """The one lock of a model: held for every forward, and for every step of a run."""
+    """The one lock of a model, held during every forward and every step of a run."""
     with _registering:
         return _locks.setdefault(model, FairLock())

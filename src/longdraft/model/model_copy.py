@@ -1,4 +1,4 @@
-"""A model's structure once more, on the same weights; and whether the model's structure has changed since."""
+"""Copies a model's structure on the same weights, and notices changes of the structure since."""
 
 from __future__ import annotations
 
@@ -15,47 +15,43 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
 
-# What every module has: its parameters, buffers, children and hooks.
+# Attributes of every module: parameters, buffers, children and hooks.
 _OWN = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # A model compiled in place calls itself, not its copy.
 _LEFT_OUT = "_compiled_call_impl"
-# Nothing that decoding depends on, or nothing that ours depends on.
+# Attributes and settings that our forwards do not depend on.
 _IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# How deep lists of lists are searched for modules.
+# Depth to which nested lists are searched for modules.
 _DEPTH = 3
 
 
 def copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of new modules, in evaluation mode, that hold the very parameters and buffers of the given one.
+    """A model of new modules, in evaluation mode, that hold the very parameters and buffers of ``model``.
 
-    Modules refer to each other as theirs do, also through methods, partial functions and closures that stand in the
-    place of a ``forward``. Configurations are copies. All else is shared, the callers' hooks among it.
+    The new modules refer to each other as the old ones do, also through methods, partial functions and closures that
+    replace a ``forward``. Configurations are copied. Everything else is shared, such as the user's hooks.
 
     Raises:
-        UnsupportedModelError: it has a module that cannot be copied.
+        UnsupportedModelError: a module cannot be copied.
     """
     name = type(model).__name__
     try:
         return _Copying(model).model.eval()
-    except Exception as error:  # whatever an unusual module may not like about it
+    except Exception as error:  # an unusual module can raise any type
         raise UnsupportedModelError(
             f"longdraft hosts a copy of a model's structure, and {name}'s cannot be copied ({error})."
         ) from error
 
 
 class _Copying:
-    """One copy in the making.
-
-    Attributes:
-        model: the copy.
-    """
+    """Makes one copy, which is its ``model``."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = list(model.modules())
-        # id of what was copied -> its copy
+        # id of an object -> its copy
         self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
         for module in modules:
             own = vars(self._copies[id(module)])
@@ -65,21 +61,21 @@ class _Copying:
                 elif name in _OWN:
                     own[name] = value.copy() if isinstance(value, dict | set) else value
                 elif name != _LEFT_OUT:
-                    own[name] = self._found(value, name == "forward")
+                    own[name] = self._copied(value, name == "forward")
         self.model: PreTrainedModel = self._copies[id(model)]
 
-    def _found(self, value: Any, code: bool, depth: int = 0) -> Any:
-        """What stands for a value in the copy: itself, unless it has to do with modules.
+    def _copied(self, value: Any, code: bool, depth: int = 0) -> Any:
+        """The value's counterpart in the copy, which is the value itself unless it refers to modules.
 
         Args:
-            code: it stands in the place of a ``forward``: what it closes over counts.
+            code: the value replaces a ``forward``, so its closure is copied too.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, PretrainedConfig):
             return copy.deepcopy(value, self._copies)
         if isinstance(value, MethodType):
-            owner = self._found(value.__self__, code, depth)
+            owner = self._copied(value.__self__, code, depth)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
         if isinstance(value, partial):
             return self._partial(value, depth)
@@ -87,24 +83,24 @@ class _Copying:
             return self._function(value, depth)
         if type(value) in (list, tuple, dict, OrderedDict) and depth < _DEPTH:
             items = list(value.values() if isinstance(value, dict) else value)
-            found = [self._found(item, False, depth + 1) for item in items]
-            if all(a is b for a, b in zip(found, items, strict=True)):
+            copies = [self._copied(item, False, depth + 1) for item in items]
+            if all(a is b for a, b in zip(copies, items, strict=True)):
                 return value
-            return type(value)(zip(value, found, strict=True) if isinstance(value, dict) else found)
+            return type(value)(zip(value, copies, strict=True) if isinstance(value, dict) else copies)
         return value
 
     def _partial(self, value: partial[Any], depth: int) -> Any:
-        """accelerate puts one in the place of a module's ``forward``."""
+        """accelerate replaces a module's ``forward`` with a partial function."""
         made = partial(
-            self._found(value.func, True, depth),
-            *(self._found(a, False, depth) for a in value.args),
-            **{n: self._found(a, False, depth) for n, a in value.keywords.items()},
+            self._copied(value.func, True, depth),
+            *(self._copied(a, False, depth) for a in value.args),
+            **{n: self._copied(a, False, depth) for n, a in value.keywords.items()},
         )
         vars(made).update(vars(value))
         return made
 
     def _function(self, value: FunctionType, depth: int) -> Any:
-        self._copies[id(value)] = value  # one that closes over itself ends here
+        self._copies[id(value)] = value  # ends the recursion if it closes over itself
         cells = [self._cell(cell, depth) for cell in value.__closure__ or ()]
         if all(a is b for a, b in zip(cells, value.__closure__ or (), strict=True)):
             return value
@@ -116,52 +112,52 @@ class _Copying:
     def _cell(self, cell: CellType, depth: int) -> CellType:
         try:
             inside = cell.cell_contents
-        except ValueError:  # nothing in it yet
+        except ValueError:  # still empty
             return cell
-        found = self._found(inside, depth < _DEPTH, depth + 1)
-        return cell if found is inside else CellType(found)
+        copied = self._copied(inside, depth < _DEPTH, depth + 1)
+        return cell if copied is inside else CellType(copied)
 
 
 def signature(model: PreTrainedModel) -> list[Any]:
-    """What a copy depends on: :func:`unchanged` compares two of a model.
+    """Everything that a copy depends on, to be compared by :func:`unchanged`.
 
-    Modules and their types, where parameters and buffers lie, hooks, forwards that were put in the place of a class's,
-    attributes and configurations. What is written into a weight in place changes nothing.
+    That is modules and their types, the storage of parameters and buffers, hooks, replaced forwards, attributes and
+    configurations. Writing into a weight in place changes nothing.
 
     Raises:
-        UnsupportedModelError: it has a module that is not made of attributes.
+        UnsupportedModelError: a module is scripted, so its attributes cannot be read.
     """
-    found: list[Any] = []
+    parts: list[Any] = []
     known: set[int] = set()
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has scripted modules, which longdraft cannot host: load it without."
             )
-        found += (module, type(module), getattr(type(module), "forward", None))
+        parts += (module, type(module), getattr(type(module), "forward", None))
         for name, value in list(vars(module).items()):
             if name in ("_parameters", "_buffers"):
                 for key, tensor in list(value.items()):
-                    found += (key, tensor, _place(tensor), None if tensor is None else tensor.dtype)
+                    parts += (key, tensor, _place(tensor), None if tensor is None else tensor.dtype)
             elif name in _HOOKS:
-                found += value.values()
+                parts += value.values()
             elif name == "_modules":
-                found += value
+                parts += value
             elif name not in _OWN and name not in _IGNORED:
-                found.append(name)
-                found += _described(value, known)
-    return found
+                parts.append(name)
+                parts += _described(value, known)
+    return parts
 
 
 def unchanged(before: list[Any], now: list[Any]) -> bool:
-    """Whether two signatures are of the same structure."""
+    """True if two signatures describe the same structure."""
     return len(before) == len(now) and all(
         a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b) for a, b in zip(before, now, strict=True)
     )
 
 
 def _described(value: Any, known: set[int]) -> Iterator[Any]:
-    """An attribute's own identity or value; of a configuration, all that it says."""
+    """An attribute's identity or value, and all settings of a configuration."""
     if not isinstance(value, PretrainedConfig):
         yield value
         if type(value) in (list, tuple, dict, OrderedDict):
@@ -191,5 +187,5 @@ def _flat(setting: Any) -> Iterator[Any]:
 def _place(tensor: torch.Tensor | None) -> int:
     try:
         return 0 if tensor is None else tensor.data_ptr()
-    except RuntimeError:  # a kind of tensor that lies nowhere by itself
+    except RuntimeError:  # a kind of tensor without storage
         return 0

@@ -1,4 +1,4 @@
-"""A rotary embedding of a draft's own: its head size, its base and its stretching need not be the target's."""
+"""The rotary embedding of a draft, whose head size, base and scaling may differ from the target's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CheckpointError
 
-# SpecPV, section 4.1: the range of dimensions that YaRN blends over.
+# The range of dimensions that YaRN blends over (SpecPV, section 4.1).
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 
 
 def yarn(theta: float, factor: float | None = None, original_length: int | None = None) -> dict[str, Any]:
-    """RoPE parameters as transformers names them: plain, or with YaRN where a factor is given.
+    """RoPE parameters as transformers names them, plain or with YaRN.
 
     Args:
         theta: base of the frequencies.
-        factor: how many times the context is stretched; None: not at all.
-        original_length: tokens of the context before; needed with a factor.
+        factor: YaRN's factor, by which the context is stretched; None for plain RoPE.
+        original_length: tokens of the context before; required with a factor.
     """
     if factor is None:
         return {"rope_type": "default", "rope_theta": float(theta)}
@@ -36,18 +36,18 @@ def yarn(theta: float, factor: float | None = None, original_length: int | None 
 
 
 class Rotary:
-    """cos and sin of a head of its own, computed as transformers computes them.
+    """cos and sin of a draft's heads, computed by transformers.
 
     Args:
-        head_dim: all of its dimensions are rotated.
-        parameters: of RoPE, as transformers names them; :func:`yarn` makes them.
-        dtype: of cos and sin.
+        head_dim: dimensions of a head, all of which are rotated.
+        parameters: RoPE parameters as transformers names them; :func:`yarn` makes them.
+        dtype: dtype of cos and sin.
 
     Attributes:
-        module: transformers' own; takes a tensor of the dtype, and positions (1, T).
+        module: transformers' module, which takes a tensor of the dtype and positions (1, T).
 
     Raises:
-        CheckpointError: parameters that transformers cannot use.
+        CheckpointError: transformers cannot use the parameters.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Rotary:
 
     @property
     def frequencies(self) -> torch.Tensor:
-        """(head_dim / 2,) radians a position, float32, stretched where the parameters stretch them."""
+        """(head_dim / 2,) radians a position, float32, with the scaling of the parameters."""
         return self.module.inv_freq.float()
 
     @property
     def scale(self) -> float:
-        """What cos and sin are multiplied by: YaRN's attention factor."""
+        """YaRN's attention factor, by which cos and sin are multiplied."""
         return float(self.module.attention_scaling)
 
     def turns(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""TargetRunner: one forward of the target over a block of tokens, a chain or a tree, for every sequence."""
+"""TargetRunner: a forward of the target over a block, which is a chain or a tree of tokens for every sequence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from longdraft.model.twin import Twin, host
 
 @dataclass(frozen=True)
 class Taps:
-    """What a forward brings back besides logits.
+    """Results of a forward besides logits.
 
     Attributes:
-        hidden: indices of decoder layers whose output hidden states are kept (0 is the first layer).
-        queries: indices of layers whose queries, after RoPE, are kept. The KV of any layer lies in the store.
+        hidden: indices of decoder layers whose output hidden states are returned (0 is the first layer).
+        queries: indices of layers whose queries, after RoPE, are returned. (The store has the KV of every layer.)
     """
 
     hidden: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Taps:
 
 
 NO_TAPS = Taps()
-# Whose keys and values can be rounded.
+# The models that can round keys and values.
 _ROUNDED = "in float32 on a CPU with its own attention path"
 
 
@@ -56,7 +56,7 @@ class TargetOutput:
 
 
 def not_a_number() -> NumericalError:
-    """What to raise where a target's logits are NaN."""
+    """The error to raise if a target's logits are NaN."""
     return NumericalError(
         "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
         "load the model with dtype='bfloat16' or 'float32', or check its files."
@@ -67,26 +67,24 @@ class TargetRunner:
     """Hosts a transformers decoder.
 
     Args:
-        model: any decoder-only model of transformers that goes through its attention interface and whose layers
-            are all full attention. It is left as it is: what computes is its twin (:mod:`longdraft.model.twin`).
-        offload: where its stores keep keys and values; see :func:`longdraft.memory.offload.parse`.
-        kv_dtype: what its stores round them to; None: they are kept as they are.
+        model: a decoder-only model of transformers that uses its attention interface and full attention in every
+            layer. It is never changed: its twin computes (:mod:`longdraft.model.twin`).
+        offload: place of the keys and values; see :func:`longdraft.memory.offload.parse`.
+        kv_dtype: dtype that keys and values are rounded to; None for the arithmetic's own.
 
     Attributes:
-        model: the model itself, as it was given.
-        attention_path: name of the attention path that this machine uses.
-        graphs: its recorded forwards, and those of the drafts that read it.
-        share: what of the target this process has, where several share it; None: all.
-        kv_shape: of its stores, which hold the KV of this process's heads; its dtype is that of the rows written.
+        attention_path: name of the attention path on this machine.
+        graphs: recorded forwards of the target and of the drafts that read it.
+        share: this process's share of the target if several processes share it; None for all of it.
+        kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
-        own_kv_dtype: what that arithmetic keeps keys and values as.
+        own_kv_dtype: dtype of keys and values in that arithmetic.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
-        whole_layers: layers are computed in one piece where that can be done: whoever wants to watch a layer's parts
-            sets it to False.
+        whole_layers: compute layers in one piece if possible. Set it to False to watch the parts of a layer.
 
     Raises:
-        UnsupportedModelError: when it cannot be hosted exactly, naming what stands in the way.
-        CapabilityError: when its device cannot offload that way.
+        UnsupportedModelError: the model cannot be hosted exactly; the message says why.
+        CapabilityError: the device cannot offload that way.
     """
 
     def __init__(self, model: PreTrainedModel, offload: Offload = None, kv_dtype: torch.dtype | None = None) -> None:
@@ -96,8 +94,8 @@ class TargetRunner:
         self.model = model
         self.share = share_of(model)
         self._host = host(model)
-        whole = hosting.kv_shape(model)
-        self.kv_shape = whole if self.share is None else self.share.of_heads(whole)
+        shape = hosting.kv_shape(model)
+        self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
         self.context_length = hosting.context_length(model)
         self.device: torch.device = model.device
         self.whole_layers = True
@@ -110,34 +108,36 @@ class TargetRunner:
         self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
         if self.kv_is_rounded and (offload is not None or not self.can_round_kv):
-            other = (
-                "KV that is not offloaded" if offload is not None else f"models {_ROUNDED}; this one is {self._what}"
+            suited = f"models {_ROUNDED}; this one is {self._description}"
+            if offload is not None:
+                suited = "KV that is not offloaded"
+            raise CapabilityError(
+                f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: leave it out."
             )
-            raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {other}: leave it out.")
-        # What processes exchange within a forward is not recorded.
+        # Graphs cannot record what processes exchange within a forward.
         self.graphs = Graphs.on(self.device, self.attention_path) if self.share is None else Graphs(None)
         self._bound_to = _bound_to(model)
 
     @property
     def lock(self) -> FairLock:
-        """Held for every forward, and for every step of a run: one thread at a time uses a model through longdraft."""
+        """Held during every forward and every step of a run: one thread at a time uses a model through longdraft."""
         return self._host.lock
 
     @property
     def twin(self) -> Twin:
-        """What is run in the model's place."""
+        """The copy that computes in the model's place."""
         return self._host.twin
 
     @property
     def outdated(self) -> bool:
-        """Whether the model was moved or cast since, or has another embedding or head: it needs a new runner then."""
+        """True if the model was moved or cast, or got another embedding or head, so that it needs a new runner."""
         return _bound_to(self.model) != self._bound_to
 
     def refresh(self) -> None:
-        """Looks at the model again: for the beginning of a run, as it may have been changed since the last one.
+        """Adopts changes that the user made to the model since the last run.
 
         Raises:
-            CapabilityError: it is of another dtype now, or on another device.
+            CapabilityError: the model has another dtype or device now.
             UnsupportedModelError: it can no longer be copied.
             CheckpointError: the file that its weights are mapped from was written to.
         """
@@ -151,10 +151,10 @@ class TargetRunner:
 
     @property
     def parts(self) -> SharedParts:
-        """What a trained draft shares with this target.
+        """The parts that a trained draft shares with this target.
 
         Raises:
-            UnsupportedModelError: where the target takes no trained drafts.
+            UnsupportedModelError: the target takes no trained drafts.
         """
         return self.twin.parts
 
@@ -164,7 +164,7 @@ class TargetRunner:
 
     @property
     def fingerprint(self) -> str:
-        """Names this target in snapshots."""
+        """The name of this target in snapshots."""
         name = hosting.fingerprint(self.model)
         if self.share is not None and self.share.heads:
             name += f", share {self.share.rank + 1} of {self.share.size}"
@@ -174,21 +174,21 @@ class TargetRunner:
 
     @property
     def kv_is_rounded(self) -> bool:
-        """Whether keys and values are kept in fewer bytes than the model computes them in: it is another model then."""
+        """True if keys and values are rounded to fewer bytes than the arithmetic's own, which changes the model."""
         return self.kv_dtype != self.own_kv_dtype
 
     @property
     def can_round_kv(self) -> bool:
-        """Whether its attention reads keys and values that were rounded."""
+        """True if the attention path reads rounded keys and values."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
-    def _what(self) -> str:
+    def _description(self) -> str:
         return f"{self.kv_shape.dtype} on {self.device} ({self.attention_path})"
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence ids of the model's generation config; empty when it names none."""
+        """End-of-sequence ids of the model's generation config; empty if it has none."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None:
             return frozenset()
@@ -202,16 +202,16 @@ class TargetRunner:
         resident: bool = False,
         dtype: torch.dtype | None = None,
     ) -> KVStore:
-        """An empty KV store of this target's shape, laid out as its attention path likes it.
+        """An empty KV store of this target's shape, in the layout of its attention path.
 
         Args:
-            feature_layers: decoder layers whose output hidden states every forward shall leave in it.
-            resident: keep it on the device even where stores are offloaded: a small one that every round reads.
-            dtype: what keys and values are rounded to, in a resident store; None: as those of other stores are.
+            feature_layers: decoder layers whose output hidden states every forward writes into the store.
+            resident: keep the store on the device even if others are offloaded, for a small one that is read often.
+            dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
 
         Raises:
-            CapabilityError: nothing here reads keys and values of that dtype.
-            MemoryBudgetError: when it does not fit.
+            CapabilityError: no attention path here reads keys and values of that dtype.
+            MemoryBudgetError: the store does not fit the memory.
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
@@ -220,8 +220,8 @@ class TargetRunner:
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_shape.dtype and not self.can_round_kv:
             raise CapabilityError(
-                f"Views in {dtype} are for models {_ROUNDED}; this one is {self._what}: leave view_dtype out; a view "
-                "of all rows needs it, so take another."
+                f"Views in {dtype} are for models {_ROUNDED}; this one is {self._description}: leave view_dtype out; "
+                "a view of all rows needs it, so take another."
             )
         with nullcontext() if self.share is None else self.share.room():
             if dtype != self.kv_shape.dtype:
@@ -248,18 +248,16 @@ class TargetRunner:
         taps: Taps = NO_TAPS,
         check: bool = True,
     ) -> TargetOutput:
-        """One forward. Writes the block's KV, and the features that the store keeps, behind each slot's prefix.
-
-        Nothing of it is committed.
+        """One forward. Writes the block's KV and features into the store behind each slot's prefix, uncommitted.
 
         Args:
-            block: of this store, see :meth:`~longdraft.memory.store.KVStore.block`.
-            logits: which rows' logits to compute.
-            check: look for NaN, which waits for the device. A drafter's logits may be anything, and
-            :func:`~longdraft.engine.accept.accept` looks for itself.
+            block: made by the store's :meth:`~longdraft.memory.store.KVStore.block`.
+            logits: the rows whose logits are computed.
+            check: look for NaN, which waits for the device. Not needed for drafts, nor before
+                :func:`~longdraft.engine.accept.accept`, which checks for itself.
 
         Raises:
-            NumericalError: when a computed logit is NaN.
+            NumericalError: a computed logit is NaN.
         """
         with self.lock:
             if self.twin.moved:
@@ -271,15 +269,15 @@ class TargetRunner:
             def compute(block: Block) -> Computed:
                 return self._compute(store, block, logits, kept)
 
-            found = None
+            replayed = None
             if logits == "all":
-                # A recording reads the weights where its twin found them.
-                found = self.graphs.run(store, block, (kept, self.twin.number), compute)
-            found_logits, hidden, queries = found or compute(block)
-            out = TargetOutput(None if found_logits is None else found_logits.float(), queries=queries)
+                # A recording holds the addresses of one twin's weights.
+                replayed = self.graphs.run(store, block, (kept, self.twin.number), compute)
+            computed, hidden, queries = replayed or compute(block)
+            out = TargetOutput(None if computed is None else computed.float(), queries=queries)
             store.write_features(hidden, block)
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
-            # One reduction: a sum is NaN when any term is. (-inf alone, a masked vocabulary, is allowed.)
+            # One reduction: a maximum is NaN if any term is. (-inf, as in a masked vocabulary, is allowed.)
             if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
                 raise not_a_number()
             return out
@@ -291,20 +289,16 @@ class TargetRunner:
         logits: Literal["all", "last", "none"],
         taps: Taps,
     ) -> Computed:
-        """Logits in the model's dtype, hidden states and queries of a block.
-
-        Raises:
-            UnsupportedModelError: not all layers go through the attention interface.
-        """
+        """Logits in the model's dtype, hidden states and queries of a block."""
         hosted = hosting.Hosted(
             store,
-            replace(block),  # a recording shall hold what paths derive of its numbers, not find it there
+            replace(block),  # a copy: a recording must contain what attention derives from the block
             self._attend,
             frozenset(taps.queries),
             frozenset(taps.hidden),
             self.whole_layers and self.twin.fused.take(store, block),
         )
-        if hosted.whole and self.twin.fused.stack is not None:
+        if hosted.fused and self.twin.fused.stack is not None:
             return self.twin.fused.run(hosted, logits), hosted.hidden, hosted.queries
         if logits == "none":
             self.run(hosted, head=False)
@@ -313,18 +307,18 @@ class TargetRunner:
         return out.logits, hosted.hidden, hosted.queries
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
-        """The model's own code on a block's tokens and positions, for whoever holds :attr:`lock`.
+        """Runs the model's own code on a block. The caller holds :attr:`lock`.
 
         Args:
-            hosted: the block, and what attention does with it; hidden states and queries are left in it.
-            head: compute logits, with the model's own head: scaled or capped ones come out as the model means them.
-            more: arguments of the model.
+            hosted: the state of the forward; hidden states and queries are left in it.
+            head: compute logits with the model's own head, which may scale or cap them.
+            more: further arguments of the model.
 
         Returns:
-            What the model returns, or its decoder alone.
+            The output of the model, or of its decoder without ``head``.
 
         Raises:
-            UnsupportedModelError: not all layers go through the attention interface.
+            UnsupportedModelError: not all layers use the attention interface.
         """
         block = hosted.block
         inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
@@ -338,6 +332,6 @@ class TargetRunner:
 
 
 def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:
-    """What a runner and the drafts on it cannot do without: device, dtype, and where embedding and head lie."""
+    """The dependencies of a runner and its drafts: device, dtype, and the storage of embedding and head."""
     ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

@@ -1,9 +1,9 @@
-"""A target whose weights are shared out by transformers' tensor parallelism, one process a share.
+"""A target whose weights are shared out to several processes by transformers' tensor parallelism.
 
-Each process runs the same program on the same requests. transformers' hooks sum and gather what its layers compute, so
-embeddings, hidden states and logits are whole and the same everywhere; a process has the queries, keys and values of
-its own heads alone, and its store holds these. What is left to do: to gather what a draft computes with them, and to
-see to it that all processes take the same decisions.
+Each process runs the same program on the same requests. transformers' hooks sum and gather the results of its layers,
+so embeddings, hidden states and logits are complete and equal in all processes. A process computes and stores the
+queries, keys and values of its own heads only. This file gathers what a draft computes with them, and checks that all
+processes take the same decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from longdraft.native import Stored
 from longdraft.native.rounded import Rounded
 
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
-# Whose output, shared out, is a share of the attention heads.
+# Layers whose output, if it is shared out, is a share of the attention heads.
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _DIGEST = 2**61 - 1
 
@@ -36,8 +36,10 @@ class Share:
     """One process's share of a target.
 
     Attributes:
-        rank, size: which share, of how many. group: the processes that have one. device: where they exchange tensors.
-        heads: attention heads are shared out too; else each process has all of them.
+        rank, size: number of this share, and number of shares.
+        group: the processes with a share.
+        device: device on which they exchange tensors.
+        heads: True if attention heads are shared out too; otherwise each process has all of them.
     """
 
     rank: int
@@ -46,45 +48,47 @@ class Share:
     device: torch.device
     heads: bool
 
-    def of_heads(self, whole: KVShape) -> KVShape:
+    def of_heads(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
 
         Raises:
             CapabilityError: the heads cannot be shared out evenly.
         """
         if not self.heads:
-            return whole
-        if whole.kv_heads % self.size:
+            return shape
+        if shape.kv_heads % self.size:
             raise CapabilityError(
-                f"The model has {whole.kv_heads} KV heads, which {self.size} processes cannot share out evenly: start "
+                f"The model has {shape.kv_heads} KV heads, which {self.size} processes cannot share out evenly: start "
                 "as many as divide them."
             )
-        return replace(whole, kv_heads=whole.kv_heads // self.size)
+        return replace(shape, kv_heads=shape.kv_heads // self.size)
 
     def attending(self, attend: PrefixAttend) -> PrefixAttend:
-        """Prefix attention of the queries of all heads, each process computing its own heads'."""
+        """Prefix attention for queries of all heads, of which each process computes its share."""
         if not self.heads:
             return attend
 
         def shared(
             q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
         ) -> torch.Tensor:
-            own = q.chunk(self.size, dim=1)[self.rank]
-            return self._gathered(attend(own, keys, values, block, scale), dim=1)
+            out = attend(q.chunk(self.size, dim=1)[self.rank], keys, values, block, scale).contiguous()
+            shares = [torch.empty_like(out) for _ in range(self.size)]
+            torch.distributed.all_gather(shares, out, self.group)
+            return torch.cat(shares, dim=1)
 
         return shared
 
-    def first(self, own: torch.Tensor) -> torch.Tensor:
-        """The first process's tensor, of everybody's shape and dtype."""
-        found = own.to(self.device, copy=True).contiguous()
-        torch.distributed.broadcast(found, torch.distributed.get_global_rank(self.group, 0), self.group)
-        return found.to(own.device)
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first process's tensor; all processes give one of the same shape and dtype."""
+        sent = tensor.to(self.device, copy=True).contiguous()
+        torch.distributed.broadcast(sent, torch.distributed.get_global_rank(self.group, 0), self.group)
+        return sent.to(tensor.device)
 
     def check_same(self, block: Block) -> None:
-        """Looks whether all processes are about to compute the same block: waits for the device.
+        """Checks that all processes are about to compute the same block. Waits for the device.
 
         Raises:
-            CapabilityError: in all of them, where they are not.
+            CapabilityError: in all processes, if their blocks differ.
         """
         digest = torch.tensor(hash((block.slots, block.lengths, block.size, block.offset)), device=self.device)
         for part in (block.tokens, block.positions, block.mask):
@@ -99,14 +103,7 @@ class Share:
 
     @staticmethod
     def check_looks(looks: bool) -> None:
-        """Refuses a run that chooses rows of the KV by what heads look at.
-
-        Args:
-            looks: whether it does.
-
-        Raises:
-            CapabilityError: naming what does without.
-        """
+        """Raises CapabilityError if a run chooses rows of the KV by attention scores (``looks``)."""
         if looks:
             raise CapabilityError(
                 "This method drafts or verifies on a part of the KV cache, and each process of a sharded model would "
@@ -115,7 +112,7 @@ class Share:
 
     @staticmethod
     def check_plan(plan: str | None) -> None:
-        """Raises CapabilityError where rounds were asked to be planned: they never are."""
+        """Raises CapabilityError for a run with a planner, which a sharded model never has."""
         if plan == "auto":
             raise CapabilityError(
                 "Rounds are planned by a clock, and each process of a sharded model has another: leave plan out, or "
@@ -124,10 +121,10 @@ class Share:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Memory that is taken inside is taken in all processes, or in none.
+        """Inside, memory is allocated in all processes or in none.
 
         Raises:
-            MemoryBudgetError: in all of them, where it does not fit one.
+            MemoryBudgetError: in all processes, if the memory of one does not suffice.
         """
         failed: MemoryBudgetError | None = None
         try:
@@ -141,29 +138,23 @@ class Share:
             raise MemoryBudgetError("Another of the processes that share the model has no memory for this KV cache.")
 
     def _agree(self, number: torch.Tensor) -> bool:
-        """Whether all processes have the same number."""
+        """True if all processes have the same number."""
         both = torch.stack([number, -number])
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, self.group)
         return not bool(both.sum())
 
-    def _gathered(self, own: torch.Tensor, dim: int) -> torch.Tensor:
-        own = own.contiguous()
-        shares = [torch.empty_like(own) for _ in range(self.size)]
-        torch.distributed.all_gather(shares, own, self.group)
-        return torch.cat(shares, dim)
-
 
 def share_of(model: PreTrainedModel) -> Share | None:
-    """This process's share of a model; None: it has all of it.
+    """This process's share of a model; None if the process has all of it.
 
     Raises:
-        CapabilityError: it was shared out in a way that is not hosted.
+        CapabilityError: the model was shared out in a way that is not supported.
     """
-    found = {p.device_mesh for p in model.parameters() if is_shared_out(p)}
-    if not found:
+    meshes = {p.device_mesh for p in model.parameters() if is_shared_out(p)}
+    if not meshes:
         return None
     name = type(model).__name__
-    mesh, *others = found
+    mesh, *others = meshes
     if (getattr(model, "_tp_size", None) or 1) < 2 or others or mesh.ndim != 1:
         raise CapabilityError(
             f"{name} was shared out to several processes, and longdraft hosts tensor parallelism by transformers "
@@ -177,41 +168,37 @@ def share_of(model: PreTrainedModel) -> Share | None:
 
 
 class GatheredLinear:
-    """A product with a matrix whose rows are shared out, as ``F.linear``.
-
-    Args:
-        weight: (out, in), a DTensor.
-    """
+    """Multiplies with a matrix (out, in) whose rows are shared out, a DTensor, as ``F.linear``."""
 
     def __init__(self, weight: Any) -> None:
-        self._weight, self._own = weight, weight.to_local()
+        self._weight, self._share = weight, weight.to_local()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out), the same in all processes."""
         from torch.distributed.tensor import DTensor, Shard
 
-        own = F.linear(x, self._own)
-        shape = torch.Size((*own.shape[:-1], self._weight.shape[0]))
+        out = F.linear(x, self._share)
+        shape = torch.Size((*out.shape[:-1], self._weight.shape[0]))
         stride = torch.empty(shape, device="meta").stride()
-        # Shares may be of several sizes.
+        # With shape and stride, as shares may differ in size.
         shared = DTensor.from_local(
-            own, self._weight.device_mesh, [Shard(own.dim() - 1)], run_check=False, shape=shape, stride=stride
+            out, self._weight.device_mesh, [Shard(out.dim() - 1)], run_check=False, shape=shape, stride=stride
         )
         return shared.full_tensor()
 
 
 def product(weight: torch.Tensor | Stored | Rounded) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What multiplies with a matrix (out, in) for few rows, wherever its rows are."""
+    """A function that multiplies few rows with a matrix (out, in), which may be shared out."""
     return GatheredLinear(weight) if is_shared_out(weight) else FewRowsLinear(weight)
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    """All of a matrix, gathered where it was shared out: all processes ask for it."""
-    found: torch.Tensor = weight.full_tensor() if is_shared_out(weight) else weight  # type: ignore[attr-defined]
-    return found
+def whole(weight: Any) -> torch.Tensor:
+    """A complete matrix, gathered if it is shared out; all processes call this together."""
+    gathered: torch.Tensor = weight.full_tensor() if is_shared_out(weight) else weight
+    return gathered
 
 
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """This process's share of a matrix, where it lies."""
-    found: torch.Tensor = weight.to_local() if is_shared_out(weight) else weight  # type: ignore[attr-defined]
-    return found
+def local(weight: Any) -> torch.Tensor:
+    """This process's share of a matrix, without a copy."""
+    share: torch.Tensor = weight.to_local() if is_shared_out(weight) else weight
+    return share

@@ -1,4 +1,4 @@
-"""What drafters share with the target by reference: embedding, head, rotary embedding; and the target's description."""
+"""The parts of a target that drafts use by reference (embedding, head, rotary embedding), and its description."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from longdraft.native import Stored, kernels
 
 @dataclass(frozen=True)
 class SharedParts:
-    """Parts of a target that a draft uses as they are.
+    """Parts of a target that a draft uses without a copy.
 
     Attributes:
         embedding: token embedding, ids -> (..., hidden).
-        head: the output projection's weight (vocabulary, hidden), as it is stored where kernels serve. Where the model
-            scales its logits, a draft's are not scaled: the order of its proposals is the same.
-        description: sizes and RoPE of the target, and a digest of its weights; what a draft's folder remembers.
+        head: the output projection's weight (vocabulary, hidden), as it is stored if there are kernels. A draft's
+            logits are not scaled if the model scales its own, which leaves their order unchanged.
+        description: sizes and RoPE of the target and a digest of its weights, as saved with a draft.
     """
 
     embedding: nn.Module
@@ -47,7 +47,7 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
     """The parts of a hosted model.
 
     Raises:
-        UnsupportedModelError: where one of them is not as drafts need it.
+        UnsupportedModelError: a part is not of the kind that drafts need.
     """
     config = hosting.decoder_config(model)
     rotary = rotary_module(model)
@@ -60,7 +60,7 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
         raise UnsupportedModelError(f"{type(model).__name__} has a head with a bias, which drafts do not share yet.")
     return SharedParts(
         embedding=model.get_input_embeddings(),
-        head=_weights(head),
+        head=_head_weight(head),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         hidden_size=int(config.hidden_size),
@@ -71,7 +71,7 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
     )
 
 
-def _weights(head: nn.Module) -> torch.Tensor | Stored:
+def _head_weight(head: nn.Module) -> torch.Tensor | Stored:
     if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
         return head.matrix
     weight = head.weight
@@ -80,25 +80,25 @@ def _weights(head: nn.Module) -> torch.Tensor | Stored:
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """The rotary embedding that all layers share; None for a model that has none of its own."""
+    """The rotary embedding that all layers share; None if there is none."""
     return next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
 
 
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
-    """The norm between the last layer and the head; None where there is none."""
+    """The norm between the last layer and the head; None if there is none."""
     return next((m for name, m in reversed(list(model.get_decoder().named_children())) if "norm" in name), None)
 
 
 def final_norm(model: PreTrainedModel) -> torch.Tensor:
-    """(hidden,) float32: the weight of the norm between the last layer and the head, as an RMSNorm has it.
+    """The weight (hidden,), float32, of the RMSNorm between the last layer and the head.
 
     Raises:
-        UnsupportedModelError: no such norm.
+        UnsupportedModelError: there is no such norm.
     """
     size = int(hosting.decoder_config(model).hidden_size)
     norm = norm_before_head(model)
     ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # What it makes of ones is its weight, however it stores it; a norm that takes the mean off leaves none.
+    # An RMSNorm of ones is its weight, however that is stored; a norm that subtracts the mean gives zeros.
     with torch.no_grad():
         weight = torch.zeros(size) if norm is None else norm(ones)[0].float()
     if not bool(weight.any()):
@@ -109,10 +109,10 @@ def final_norm(model: PreTrainedModel) -> torch.Tensor:
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:
-    """What a draft depends on: architecture, sizes, RoPE base, and a digest of some weights.
+    """Describes a target for its drafts: architecture, sizes, RoPE base, and a digest of some weights.
 
-    The digest is taken in bfloat16, so it does not depend on the dtype that the target was loaded in. YaRN and its
-    like are left out: a stretched target keeps its drafts.
+    The digest is of bfloat16 numbers, so it does not depend on the dtype that the target was loaded in. Scaled RoPE
+    (YaRN) is left out, so that a stretched target keeps its drafts.
     """
     config = hosting.decoder_config(model)
     shape = hosting.kv_shape(model)
@@ -134,5 +134,5 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def architecture(model_type: str) -> str | None:
-    """The class of transformers that decodes a kind of model, by the name in its configuration; None if unknown."""
+    """The name of transformers' class for a ``model_type`` of a configuration; None if unknown."""
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -1,7 +1,6 @@
-"""Small language models that are built around a target's embedding and head, to draft for it.
+"""Small Llamas, of a few layers, that draft for a target with the target's own embedding and head.
 
-They are Llamas of a few layers, without an embedding and a head of their own: the target's modules stand in their
-place, by reference, and are never saved.
+Embedding and head are the target's modules, by reference, and are never saved.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from longdraft.model.runner import TargetRunner
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 GIVEN = "longdraft_given"
-# No token is special to a draft.
+# A draft has no special tokens.
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
@@ -34,7 +33,7 @@ def _given(
     longdraft_attend: Attend,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one packed text: the caller's function decides who sees whom."""
+    """Attention over one packed text by the caller's function."""
     q, k, v = (x[0].to(value.dtype) for x in (query, key, value))
     return longdraft_attend(q, k, v).transpose(0, 1)[None], None
 
@@ -45,11 +44,13 @@ AttentionInterface.register(GIVEN, _given)
 def sizes_for(
     runner: TargetRunner, layers: int, intermediate_size: int | None, rope_theta: float, length: int
 ) -> dict[str, Any]:
-    """The configuration of a small Llama for a target: what transformers' ``config.json`` would say.
+    """The configuration of a small Llama for a target, with the keys of transformers' ``config.json``.
 
     Args:
-        layers: of the decoder. intermediate_size: of its MLP; None takes the target's.
-        rope_theta: base of its rotary embedding. length: tokens of the longest text it is trained on.
+        layers: number of decoder layers.
+        intermediate_size: size of the MLP; None takes the target's.
+        rope_theta: base of the rotary embedding.
+        length: tokens of the longest training text.
     """
     parts, kv = runner.parts, runner.kv_shape
     return {
@@ -70,12 +71,12 @@ def sizes_for(
 
 
 def decoder(config: Mapping[str, Any]) -> PreTrainedModel:
-    """The decoder of such a Llama, float32 on the CPU, without an embedding: layers and final norm.
+    """The layers and the final norm of a Llama, in float32 on the CPU, without an embedding.
 
     :func:`hidden_states` runs it.
 
     Raises:
-        CheckpointError: sizes that transformers cannot build.
+        CheckpointError: transformers cannot build these sizes.
     """
     model = _built(LlamaModel, config)
     model.embed_tokens = None
@@ -84,14 +85,12 @@ def decoder(config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-    """The decoder over rows that lie end to end.
+    """The decoder's hidden states (T, hidden) after the final norm, for packed texts.
 
     Args:
-        x: (T, hidden) embeddings. positions: (T,).
-        attend: decides which rows see which.
-
-    Returns:
-        (T, hidden), behind the final norm.
+        x: (T, hidden) embeddings.
+        positions: (T,).
+        attend: the attention, which decides which rows attend to which.
     """
     out = decoder(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, longdraft_attend=attend)
     hidden: torch.Tensor = out.last_hidden_state[0]
@@ -99,8 +98,8 @@ def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, 
 
 
 def initialise(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
-    """Fresh weights. The final norm makes logits of unit size: with the target's rows for a head and unit weights, a
-    fresh draft is as sure as the target and always wrong."""
+    """Initialises the weights at random. The final norm makes logits of unit size with the target's head; with unit
+    weights a new draft would be as confident as the target and always wrong."""
     config = decoder.config
     std = config.hidden_size**-0.5
     generator = torch.Generator().manual_seed(seed)
@@ -116,22 +115,22 @@ def initialise(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
 
 
 def take_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
-    """Starts the decoder's layers from the target's of these indices, and its final norm from the target's.
+    """Initialises the decoder's layers with these layers of the target, and its final norm with the target's.
 
     Raises:
-        ConfigError: another number of layers than the decoder has, indices that the target does not have, or layers
-            of other sizes or parts.
+        ConfigError: the number of layers differs from the decoder's, the target does not have them, or they have
+            other sizes or parts.
     """
     theirs = hosting.decoder_layers(runner.model)
     if len(layers) != len(decoder.layers):
         raise ConfigError(f"start_from names {len(layers)} layers for a draft of {len(decoder.layers)}: name as many.")
     if not all(0 <= i < len(theirs) for i in layers):
         raise ConfigError(f"start_from {list(layers)}: the target has layers 0 to {len(theirs) - 1}.")
-    norm = getattr(runner.model.get_decoder(), "norm", None)
+    pairs = [(mine, theirs[i]) for mine, i in zip(decoder.layers, layers, strict=True)]
+    pairs.append((decoder.norm, getattr(runner.model.get_decoder(), "norm", None) or nn.Module()))
     try:
-        for mine, i in zip(decoder.layers, layers, strict=True):
-            mine.load_state_dict({name: t.float().cpu() for name, t in theirs[i].state_dict().items()})
-        decoder.norm.load_state_dict({name: t.float().cpu() for name, t in (norm or nn.Module()).state_dict().items()})
+        for mine, its in pairs:
+            mine.load_state_dict({name: t.float().cpu() for name, t in its.state_dict().items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -143,21 +142,21 @@ def take_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[in
 def around(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], embedding: nn.Module, head: torch.Tensor
 ) -> PreTrainedModel:
-    """A small Llama with a target's embedding and head, by reference; ready to be hosted.
+    """A small Llama with a target's embedding and head, by reference, ready to be hosted.
 
     Args:
-        weights: of :func:`decoder`, in the dtype and on the device to run with.
+        weights: state of :func:`decoder`, in the dtype and on the device to run with.
         head: (draft vocabulary, hidden).
 
     Raises:
-        CheckpointError: sizes that transformers cannot build.
+        CheckpointError: transformers cannot build these sizes.
     """
     model = _built(LlamaForCausalLM, config)
     model.model.embed_tokens = None
     model.model.load_state_dict(weights, assign=True)
-    model.requires_grad_(False).eval()  # before it has anything of the target's
+    model.requires_grad_(False).eval()  # before it gets the target's modules
     model.model.embed_tokens = embedding
-    # The rotary embedding's frequencies stay float32: only the device changes.
+    # The rotary embedding's frequencies stay float32; only the device changes.
     model.model.rotary_emb.to(head.device)
     model.lm_head = linear(head)
     model.config.vocab_size = head.shape[0]
@@ -165,7 +164,7 @@ def around(
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """A frozen layer of these very tensors. weight (out, in), bias (out,)."""
+    """A frozen layer with these very tensors: weight (out, in) and bias (out,)."""
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -175,12 +174,11 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
 
 
 def _built(kind: type[PreTrainedModel], config: Mapping[str, Any]) -> Any:
-    """A model of random weights, with a vocabulary of one: what it stands for is put in its place."""
+    """A model of random weights with a vocabulary of one; the caller replaces embedding and head."""
     try:
         if config.get("model_type") != "llama":
             raise ValueError(f"model_type {config.get('model_type')!r} is not llama")
         return kind(LlamaConfig(**{**config, "vocab_size": 1, **_NO_TOKENS}))
-    except Exception as error:  # whatever wrong sizes set off
-        raise CheckpointError(f"No small language model can be built from these sizes ({error}): {dict(config)}") from (
-            error
-        )
+    except Exception as error:  # wrong sizes can raise any type
+        message = f"No small language model can be built from these sizes ({error}): {dict(config)}"
+        raise CheckpointError(message) from error

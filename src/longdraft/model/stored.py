@@ -1,9 +1,8 @@
-"""A model whose weights stay as they are stored: linear layers and the embedding keep the bytes of the file.
+"""Models whose weights stay as they are stored: linear layers and the embedding keep the bytes of the file.
 
-Two arithmetics. In float32 the layers compute what the unpacked weights would give, to the bit: a few rows by our
-kernels, which unpack in registers; many by torch's product with a matrix that is unpacked for it. In int8 the rows that
-meet a matrix are rounded to eight bits in blocks of 32 and the products are of whole numbers, by our kernels for any
-number of rows. The model is transformers' own otherwise.
+There are two arithmetics. In float32 the layers compute the same bits as with unpacked weights: our kernels multiply a
+few rows and unpack in registers, and torch multiplies many rows with a matrix that is unpacked for it. In int8 the
+input rows are rounded to eight bits in blocks of 32 and our kernels multiply integers, for any number of rows.
 """
 
 from __future__ import annotations
@@ -28,20 +27,13 @@ from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.stored import rounded_to_int8
 
-# What a model carries the file under that its weights are mapped from.
+# Attribute of a model for the file that its weights are mapped from.
 _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
 
 
 class StoredWeights(nn.Module):
-    """A module whose weights are a stored matrix, frozen.
-
-    Args:
-        matrix: (out, in) of a layer, (tokens, size) of an embedding.
-
-    Attributes:
-        weight: float32, unpacked whenever it is asked for.
-    """
+    """A module with a frozen stored matrix: (out, in) of a layer, or (tokens, size) of an embedding."""
 
     data: torch.Tensor
 
@@ -56,6 +48,7 @@ class StoredWeights(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
+        """The matrix in float32, unpacked in every call."""
         return unpacked(self.matrix)
 
     def extra_repr(self) -> str:
@@ -67,11 +60,7 @@ class StoredWeights(nn.Module):
 
 
 class StoredLinear(StoredWeights):
-    """``nn.Linear`` of stored weights.
-
-    Args:
-        matrix: (out, in). bias: (out,) float.
-    """
+    """``nn.Linear`` with a stored matrix (out, in) and a float bias (out,)."""
 
     def __init__(self, matrix: Stored, bias: torch.Tensor | None = None) -> None:
         super().__init__(matrix)
@@ -80,7 +69,7 @@ class StoredLinear(StoredWeights):
 
     @property
     def kernel_weights(self) -> Stored:
-        """By this name :func:`longdraft.model.few_rows.weights_of` knows a linear layer."""
+        """:func:`longdraft.model.few_rows.weights_of` looks for this attribute."""
         return self.matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,14 +82,14 @@ class StoredLinear(StoredWeights):
 
 
 class StoredEmbedding(StoredWeights):
-    """``nn.Embedding`` of stored weights."""
+    """``nn.Embedding`` with a stored matrix."""
 
     like: torch.Tensor
 
     def __init__(self, matrix: Stored) -> None:
         super().__init__(matrix)
         self.num_embeddings, self.embedding_dim = matrix.shape
-        # Of the dtype that the model was cast to, which is what comes out.
+        # Has the dtype that the model is cast to, which is that of the results.
         self.register_buffer("like", torch.empty(0), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -110,21 +99,19 @@ class StoredEmbedding(StoredWeights):
 
 
 def unpacked(stored: Stored) -> torch.Tensor:
-    """(out, in) float32."""
+    """A stored matrix in float32."""
     own = kernels() if stored.data.device.type == "cpu" else None
     return stored.floats() if own is None else own.unpack(stored)
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Whether a module has weights of its own."""
+    """True if a module has weights that are not a child's."""
     return isinstance(module, StoredWeights) or any(True for _ in module.parameters(recurse=False))
 
 
 def weight_place(module: nn.Module) -> torch.Tensor:
-    """The tensor in memory that a layer's or an embedding's weights are: to see where it lies, not what it says."""
-    found = module.data if isinstance(module, StoredWeights) else module.weight
-    assert isinstance(found, torch.Tensor)
-    return local(found)
+    """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
+    return local(module.data if isinstance(module, StoredWeights) else module.weight)
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -138,13 +125,13 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def parameters(model: nn.Module) -> int:
-    """How many weights a model has, tied ones once, however they are stored."""
+    """The number of a model's weights, stored or not; tied ones count once."""
     blocks = {m.data.data_ptr(): m.matrix.shape for m in model.modules() if isinstance(m, StoredWeights)}
     return sum(p.numel() for p in model.parameters()) + sum(rows * size for rows, size in blocks.values())
 
 
 def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
-    """Some of a module's first weights, evenly spread, the same however they are stored."""
+    """Some evenly spread weights of a module's first parameter, in any storage."""
     if not isinstance(module, StoredWeights):
         flat = whole(next(module.parameters(recurse=False)).detach()).flatten()
         return flat[:: max(1, flat.numel() // most)]
@@ -155,7 +142,7 @@ def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a model compute in float32 while its matrices in bfloat16 or float16, if it has any, stay as they are."""
+    """Makes a model compute in float32 while its matrices in bfloat16 or float16 stay as they are."""
     known: dict[int, Stored] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -173,7 +160,7 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same weights, all unpacked."""
+    """A model with the same weights, all unpacked."""
     with without_memory():
         made = type(model)(copy.deepcopy(model.config))
     made.load_state_dict(model.state_dict(), assign=True)
@@ -183,11 +170,7 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def mark(model: PreTrainedModel, file: Path | None = None) -> PreTrainedModel:
-    """Says of a model that its weights are stored ones: it refuses to be saved.
-
-    Args:
-        file: that they are mapped from; see :func:`check_unchanged`.
-    """
+    """Makes a model with stored weights refuse to be saved, and remember the file that they are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
     if file is not None:
         vars(model)[_FILE] = _Mapped(file)
@@ -195,52 +178,43 @@ def mark(model: PreTrainedModel, file: Path | None = None) -> PreTrainedModel:
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Whether some of its weights stay as they are stored."""
+    """True if a model has stored weights."""
     return any(isinstance(m, StoredWeights) for m in model.modules())
 
 
 def arithmetic_of(model: nn.Module) -> str:
-    """The arithmetic of a model's products: ``"int8"``, or the dtype it computes in, such as ``"float32"``."""
+    """The arithmetic of a model's products: ``"int8"``, or the name of its dtype, such as ``"float32"``."""
     if any(isinstance(m, StoredLinear) and m.int8 for m in model.modules()):
         return "int8"
     dtype = getattr(model, "dtype", None)
     return str(dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def use_int8(model: nn.Module, on: bool = True) -> bool:
-    """Switches the layers stored in blocks of 8 bits or fewer to int8 arithmetic, or back to float32.
-
-    Returns:
-        Whether there are any.
-    """
-    layers = [m for m in model.modules() if isinstance(m, StoredLinear) and m.matrix.in_blocks]
-    for layer in layers:
-        layer.int8 = on
-    return bool(layers)
+def use_int8(model: nn.Module, on: bool = True) -> None:
+    """Switches the layers stored in blocks of 8 bits or fewer to int8 arithmetic, or back to float32."""
+    for module in model.modules():
+        if isinstance(module, StoredLinear) and module.matrix.in_blocks:
+            module.int8 = on
 
 
 def check_unchanged(model: nn.Module) -> None:
-    """Refuses a model whose file was written to since it was mapped.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
+    """Raises CheckpointError if the file of a model was written to since its weights were mapped."""
     if (mapped := vars(model).get(_FILE)) is not None:
         mapped.check()
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Parameters of modules that this thread makes inside have no values; buffers have theirs."""
+    """Inside, modules that this thread makes get parameters without memory, and buffers as usual."""
     own = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        # One that is tied to another is on its second way here.
+        # A tied parameter comes here twice.
         if parameter is not None and threading.get_ident() == own and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    with _MAKING:  # two that put each other's back would leave one there
+    with _MAKING:  # two threads that restore each other's function would leave one of ours
         register = nn.Module.register_parameter
         nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
         try:
@@ -250,16 +224,16 @@ def without_memory() -> Iterator[None]:
 
 
 class _Mapped:
-    """A file that weights are mapped from. It stays open: one that is renamed over it changes nothing."""
+    """A file that weights are mapped from. It stays open, so renaming another file over it changes nothing."""
 
     def __init__(self, file: Path) -> None:
         self._path = file
         self._open = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._open)
-        self._was = self._look()
+        self._state = self._stat()
 
     def check(self) -> None:
-        if self._look() != self._was:
+        if self._stat() != self._state:
             raise CheckpointError(
                 f"{self._path} was written to while its weights were in use: load the model again. (To replace a file "
                 "that is in use, write another and rename it.)"
@@ -268,7 +242,7 @@ class _Mapped:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mapped:
         return self  # a copy of the model reads the same file
 
-    def _look(self) -> tuple[int, int]:
+    def _stat(self) -> tuple[int, int]:
         stat = os.fstat(self._open)
         return stat.st_size, stat.st_mtime_ns
 

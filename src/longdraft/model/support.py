@@ -1,4 +1,4 @@
-"""What longdraft can decode exactly: which models, which lengths, which token ids. Anything else is refused by name."""
+"""Refuses models, lengths and token ids that longdraft cannot decode exactly, with the reason."""
 
 from __future__ import annotations
 
@@ -16,21 +16,13 @@ _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelFo
 
 
 def check_model(model: object) -> None:
-    """Refuses what is no model of transformers: a name, a path, a pipeline.
-
-    Raises:
-        UnsupportedModelError: saying what it is.
-    """
+    """Raises UnsupportedModelError for anything but a model of transformers: a name, a path, a pipeline."""
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         raise UnsupportedModelError(f"A target is a model of transformers, not {type(model).__name__}. {_LOAD}")
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuses what cannot be hosted exactly.
-
-    Raises:
-        UnsupportedModelError: naming what stands in the way.
-    """
+    """Raises UnsupportedModelError, with the reason, for a model that cannot be hosted exactly."""
     check_model(model)
     name = type(model).__name__
     config = decoder_config(model)
@@ -40,37 +32,24 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} does not go through transformers' attention interface, so longdraft cannot host it."
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    # Mistral and its like carry no layer_types: a window there applies to every layer.
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    foreign = sorted(kinds - {"full_attention"})
+    kinds = getattr(config, "layer_types", None)
+    # Configurations such as Mistral's have no layer_types, and a window for every layer.
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        kinds = ["sliding_attention"]
+    foreign = sorted({*(kinds or [])} - {"full_attention"})
     if foreign:
         raise UnsupportedModelError(
             f"{name} has layers of the kind {', '.join(foreign)}, which longdraft cannot host exactly yet. "
             "It hosts decoders whose layers are all full_attention (Llama, Qwen2, Qwen3, Mistral without a window)."
         )
-    for option in ("attn_logit_softcapping",):
-        if getattr(config, option, None) is not None:
-            raise UnsupportedModelError(f"{name} uses {option}, which longdraft does not host exactly.")
-    _check_head(model)
-    _check_weights(model)
-
-
-def _check_head(model: PreTrainedModel) -> None:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModelError(f"{name} uses attn_logit_softcapping, which longdraft does not host exactly.")
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         head = None
     if head is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no language modelling head, so it says no next token. {_LOAD}"
-        )
-
-
-def _check_weights(model: PreTrainedModel) -> None:
-    """Weights have to be there, and what a row's result is must not depend on the rows beside it."""
-    name = type(model).__name__
+        raise UnsupportedModelError(f"{name} has no language modelling head, so it predicts no token. {_LOAD}")
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(
@@ -87,7 +66,7 @@ def _check_weights(model: PreTrainedModel) -> None:
 
 
 def _depends_on_rows(module: torch.nn.Module) -> str | None:
-    """How a quantised layer's result for a row depends on the other rows of its input, as far as that can be seen."""
+    """Describes how a quantised layer's result for a row depends on the other rows; None if it does not."""
     kind = type(module)
     scaled = "scales all rows of its input together"
     if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
@@ -97,7 +76,7 @@ def _depends_on_rows(module: torch.nn.Module) -> str | None:
     scheme = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
     if getattr(scheme, "dynamic", False) is True and _word(getattr(scheme, "strategy", None)) == "tensor":
         return scaled  # compressed-tensors
-    # torchao: what it knows of the activations lies in the weight.
+    # torchao keeps its settings for activations in the weight.
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     settings = getattr(weight, "act_quant_kwargs", None) or getattr(weight, "quant_kwargs", None)
     if type(getattr(settings, "granularity", None)).__name__ == "PerTensor":
@@ -108,16 +87,12 @@ def _depends_on_rows(module: torch.nn.Module) -> str | None:
 
 
 def _word(value: Any) -> str:
-    """An option's value as a word, be it an enum's member or a string."""
+    """A string or the value of an enum's member."""
     return str(getattr(value, "value", value))
 
 
 def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -> None:
-    """Refuses token ids that the model has no embedding for.
-
-    Raises:
-        PromptError: naming the first one.
-    """
+    """Raises PromptError, with the first one, for token ids that the model has no embedding for."""
     size = weight_shape(model.get_input_embeddings())[0]
     if isinstance(tokens, torch.Tensor):
         wrong = tokens[(tokens < 0) | (tokens >= size)].tolist()
@@ -131,24 +106,25 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
 
 
 def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
-    """Refuses texts so long that the model's rotary frequencies change with what is beside a token in a forward.
+    """Refuses texts so long that the model's rotary frequencies depend on the longest text of a forward.
 
-    A model that stretches its frequencies by the longest text of a forward would turn drafted tokens, or the rows of a
-    batch, otherwise than one token at a time. Up to the length it was trained on it stretches none.
+    Such a model would rotate drafted tokens, or the rows of a batch, differently from one token at a time. Up to its
+    trained length the frequencies are constant.
 
     Args:
-        length: tokens of the longest text, prompt and output. ahead: how many more a draft may go beyond it.
+        length: tokens of the longest text, prompt and output.
+        ahead: number of tokens by which a draft may exceed it.
 
     Raises:
-        ContextError: naming the kind of the rotary embedding, and the length up to which it is exact.
+        ContextError: names the kind of the rotary embedding, and the length up to which it is exact.
     """
     for parameters in _rotary_parameters(model):
         kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
         if kind == "longrope":
-            # Chosen anew in each forward, by its last position. Nothing that is verified goes beyond the text.
+            # Each forward chooses anew, by its last position. Verified tokens do not exceed the text.
             limit, longest = int(parameters.get("original_max_position_embeddings") or context_length(model)), length
         elif "dynamic" in kind:
-            # What a draft beyond the limit sets stays for the verification after it.
+            # Frequencies that a draft beyond the limit sets remain for the verification after it.
             limit, longest = context_length(model), length + ahead
         else:
             continue
@@ -163,8 +139,7 @@ def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
 def _rotary_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
     """The RoPE parameters of the decoder: one set, or one for each kind of its layers."""
     config = decoder_config(model)
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(found, Mapping):
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(parameters, Mapping):
         return []
-    nested = [each for each in found.values() if isinstance(each, Mapping)]
-    return nested or [found]
+    return [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]

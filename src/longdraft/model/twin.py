@@ -1,8 +1,8 @@
-"""The twin: what longdraft runs in a model's place, so that nothing of the model itself is ever written to.
+"""The twin: a copy that computes in a model's place, so that longdraft never writes to the model itself.
 
-A twin has modules of its own on the model's very parameters and buffers. Our attention, our kernels and our taps are
-put into it for good, and it is in evaluation mode whatever the model is in. So the model can train, decode by other
-means and be used by other threads meanwhile. A twin is used by one thread at a time, who holds the lock of its model.
+A twin has modules of its own with the model's very parameters and buffers. It contains our attention, our kernels and
+our hooks, and is always in evaluation mode. Meanwhile the model can train, generate and serve other threads. One
+thread at a time uses a twin, and holds the lock of its model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ from longdraft.native import kernels
 
 
 class Twin:
-    """One copy of a model as it was when the copy was made.
-
-    Attributes:
-        model: the copy. number: another one for every twin that is made.
-    """
+    """A copy of a model (``model``), with a number of its own."""
 
     _numbers = itertools.count()
 
@@ -37,7 +33,7 @@ class Twin:
         self.number = next(self._numbers)
         self.model = copy_of(model)
         hosting.switch_on(self.model)
-        # First: whether they agree is seen against the layers' own products.
+        # First, as it compares the kernels with the layers' own products.
         self.fused = FusedLayers(self.model)
         self.few_rows = FewRowsModule(self.model)
         row_activations.install(self.model, lambda: self.few_rows.most is None)
@@ -46,28 +42,24 @@ class Twin:
 
     @cached_property
     def parts(self) -> SharedParts:
-        """What a trained draft shares with the model.
+        """The parts that a trained draft shares with the model.
 
         Raises:
-            UnsupportedModelError: where it takes no trained drafts.
+            UnsupportedModelError: the model takes no trained drafts.
         """
         return shared_parts(self.model)
 
     @property
     def moved(self) -> bool:
-        """Whether the weights lie elsewhere by now, as far as a quick look can tell."""
+        """True if the model was moved or cast since, as far as a quick look can tell."""
         return _place(self.model) != self._place
 
     def run(self, hosted: hosting.Hosted, inputs: dict[str, Any], head: bool) -> Any:
-        """A forward: what the model returns, or its decoder alone.
-
-        Args:
-            head: compute logits.
-        """
+        """A forward of the model, or of its decoder alone without ``head``."""
         for layer in hosted.hidden_layers - self._tapped:
             hosting.tap(self.model, layer)
             self._tapped.add(layer)
-        # While text is decoded, one product serves any number of rows: see Block.prompt.
+        # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
         self.few_rows.most = MOST if hosted.block.prompt else None
         run = self.model if head else self.model.get_decoder()
         try:
@@ -77,56 +69,51 @@ class Twin:
 
 
 class HostedModel:
-    """A model, its lock, and its twin of now.
-
-    Attributes:
-        lock: held by whoever uses the twin, and what else runs on one model share.
-        twin: the newest.
-    """
+    """A model with its lock, held by users of the twin, and its newest twin."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lock = lock_of(model)
         self._model = model
-        # Before the copy: what changes in between is found to have changed.
-        self._signature = self._look()
+        # Before the copy, so that a change in between is noticed.
+        self._signature = self._current()
         self.twin = Twin(model)
 
     def refresh(self) -> None:
-        """Makes a new twin if the model has been changed since: for the beginning of a run.
+        """Makes a new twin if the model has been changed.
 
         Raises:
-            UnsupportedModelError: it can no longer be copied.
+            UnsupportedModelError: the model can no longer be copied.
         """
         with self.lock:
-            now = self._look()
+            now = self._current()
             if not unchanged(self._signature, now):
                 self.twin = Twin(self._model)
                 self._signature = now
 
-    def _look(self) -> list[Any]:
-        # What may compute can be switched by the environment.
+    def _current(self) -> list[Any]:
+        # The environment can switch kernels and packing off.
         return [kernels(), packing.available(), *signature(self._model)]
 
 
-# Weakly: runners keep what they use, and a hook of a user's in a twin may lead back to the model.
+# Weak references: runners keep what they use, and a user's hook in a twin may refer to the model.
 _hosted: WeakKeyDictionary[PreTrainedModel, ref[HostedModel]] = WeakKeyDictionary()
 
 
 def host(model: PreTrainedModel) -> HostedModel:
-    """A model with its twin; the same for all who ask as long as one of them keeps it.
+    """A model with its twin: one object for all callers, as long as one of them keeps it.
 
     Raises:
-        UnsupportedModelError: it cannot be copied.
+        UnsupportedModelError: the model cannot be copied.
     """
     with lock_of(model):
         known = _hosted.get(model)
-        found = None if known is None else known()
-        if found is None:
-            found = HostedModel(model)
-            _hosted[model] = ref(found)
+        hosted = None if known is None else known()
+        if hosted is None:
+            hosted = HostedModel(model)
+            _hosted[model] = ref(hosted)
         else:
-            found.refresh()
-        return found
+            hosted.refresh()
+        return hosted
 
 
 def _place(model: PreTrainedModel) -> tuple[int, torch.dtype, torch.device]:
