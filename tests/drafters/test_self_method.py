@@ -66,16 +66,6 @@ def run(drafter, model, prompts, n=30, cache=None, **engine):
 
 
 @views
-def test_one_drafter_for_two_runs(view):
-    """Nothing of the first text is left in its slot."""
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    used = SelfDrafter(**view)
-    for prompts in (PROMPTS[2:], PROMPTS[:2]):
-        again, anew = run(used, model, prompts), run(SelfDrafter(**view), model, prompts)
-        assert [(s.output, s.accepted, s.rounds) for s in again] == [(s.output, s.accepted, s.rounds) for s in anew]
-
-
-@views
 def test_only_verifications_write_to_the_full_store(view):
     """After a run it holds the KV of one forward over the text, but for rounding. On a view it would be another one."""
     model = tiny_model(vocab=11, dtype=torch.float64)
@@ -116,13 +106,6 @@ def test_specpv_takes_it_for_a_drafter(view):
     spec = Speculator("specpv", target=model, drafter="self", **sizes, **view)
     results = spec.generate(PROMPTS, max_new_tokens=30)
     assert all(len(r.token_ids) == 30 for r in results) and sum(r.accepted for r in results) > 0
-
-
-def test_it_counts_its_forwards():
-    model = tiny_model(vocab=11)
-    drafter = SelfDrafter(**SNAPKV, depth=3)
-    (s,) = run(drafter, model, [PROMPTS[2]], 30)
-    assert drafter.forwards >= s.drafted > 0
 
 
 @pytest.mark.parametrize("view", ["streaming", "snapkv"])

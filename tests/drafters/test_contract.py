@@ -1,0 +1,173 @@
+"""The contract that every drafter keeps, whatever it drafts with. That the output is the target's: tests/exactness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from longdraft import Speculator
+from longdraft.drafters.autoregressive import NoDrafter
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sequence import Sequence
+from longdraft.methods import METHODS as CATALOGUE
+from longdraft.options import declared
+from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.options import TreeOptions
+from longdraft.trees.tree import TokenTree
+from tests.drafts import random_draft
+from tests.events import decoded
+from tests.exactness.cases import METHODS, PARTIAL, Case
+from tests.exactness.workshop import Workshop, target
+from tests.tiny import tiny_model
+
+CASES = {name: case for name, case in METHODS.items() if name not in ("ar", "specpv-exact")}
+each_drafter = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+NEEDING = {case.method: case for case in CASES.values() if case.draft is not None}
+PROMPTS = ([3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(70)])
+NEW = 14
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("drafts"))
+
+
+@dataclass
+class Watching(Drafter):
+    """Notes what a drafter proposes, and for what."""
+
+    inner: Drafter
+    limit: NodeLimit | None = None
+    proposed: list[tuple[list[int], int, TokenTree]] = field(default_factory=list)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def propose(self, sequences, limit=None):
+        trees = self.inner.propose(sequences, self.limit or limit)
+        self.proposed += [(s.tokens, s.remaining, tree) for s, tree in zip(sequences, trees, strict=True)]
+        return trees
+
+    def observe(self, event):
+        self.inner.observe(event)
+
+    def release(self, sequence):
+        self.inner.release(sequence)
+
+    def bind(self, runner, store):
+        self.inner.bind(runner, store)
+
+    def feature_layers(self, runner):
+        return self.inner.feature_layers(runner)
+
+    def query_layers(self, runner):
+        return self.inner.query_layers(runner)
+
+
+for _name in ("max_nodes", "free", "forwards", "views", "query_window", "prior_acceptance", "forward_ratio"):
+    setattr(Watching, _name, property(lambda self, name=_name: getattr(self.inner, name)))
+Watching.__abstractmethods__ = frozenset()
+
+
+def run(spec: Speculator, prompts=PROMPTS, limit: NodeLimit | None = None) -> tuple[Watching, list[Sequence]]:
+    """Decodes greedily with a fresh drafter of a speculator's method."""
+    runner = spec.runner()
+    recipe = spec._recipe(runner)
+    drafter = recipe.drafter()
+    if limit is not None:
+        drafter.use_planner()
+    watching = Watching(drafter, limit)
+    sampler = Sampler(True, Sampling().processors())
+    sequences = [Sequence(i, list(p), NEW, sampler=sampler) for i, p in enumerate(prompts)]
+    decoded(Engine(runner, watching, recipe.schedule()), sequences)
+    return watching, sequences
+
+
+@each_drafter
+def test_trees_are_rooted_at_the_last_token_and_within_the_drafters_bound(workshop, case):
+    watching, _ = run(workshop.spec(case))
+    assert watching.proposed
+    for text, _, tree in watching.proposed:
+        assert tree.tokens[0] == text[-1]
+        assert tree.drafted <= watching.inner.max_nodes
+        assert all(0 <= token < target().config.vocab_size for token in tree.tokens)
+
+
+@each_drafter
+def test_a_planners_limit_is_kept(workshop, case):
+    sizes = {name: value for name, value in case.options.items() if name not in declared(TreeOptions)}
+    draft = case.draft and case.draft.removesuffix(" window")  # the method's own tree is deeper than that window
+    watching, sequences = run(workshop.spec(replace(case, draft=draft, options=sizes)), limit=NodeLimit(2, 0.0))
+    free = watching.inner.free  # lookups cost nothing: the planner cuts them itself
+    for _, _, tree in watching.proposed:
+        assert tree.drafted <= (watching.inner.max_nodes if free else 2)
+    assert [s.output for s in sequences] == workshop.plain(prompts=tuple(map(tuple, PROMPTS)), n=NEW)
+
+
+@each_drafter
+def test_a_batch_is_drafted_as_its_texts_are_one_by_one(workshop, case):
+    spec = workshop.spec(case)
+    _, together = run(spec)
+    alone = [run(spec, [prompt])[1][0] for prompt in PROMPTS]
+    assert [s.output for s in together] == [s.output for s in alone]
+    assert [(s.rounds, s.accepted) for s in together] == [(s.rounds, s.accepted) for s in alone]
+
+
+@each_drafter
+def test_a_slot_that_is_used_again_leaves_no_trace(workshop, case):
+    spec = workshop.spec(case)
+    again = spec.generate([*PROMPTS, *PROMPTS], max_new_tokens=NEW, batch=1)
+    figures = [(r.token_ids, r.rounds, r.accepted) for r in again]
+    assert figures[: len(PROMPTS)] == figures[len(PROMPTS) :]
+
+
+@each_drafter
+def test_forwards_are_counted_if_drafting_takes_any(workshop, case):
+    watching, _ = run(workshop.spec(case))
+    assert (watching.inner.forwards > 0) == (case.method != "prompt-lookup")
+
+
+@pytest.mark.parametrize("offload", [None, "disk"])
+@pytest.mark.parametrize("method", ["longspec", "eagle3", "onepass", "small-lm", "heads", "prompt-lookup"])
+def test_it_drafts_for_partial_verification(workshop, method, offload):
+    draft = None if method == "prompt-lookup" else method
+    for schedule in ("specpv", "specpv-exact"):
+        spec = workshop.spec(Case(schedule, draft, PARTIAL | {"drafter": method}), offload=offload)
+        results = spec.generate(list(PROMPTS), max_new_tokens=NEW)
+        assert sum(r.partial_rounds for r in results) > 0 and sum(r.accepted for r in results) > 0
+    assert [r.token_ids for r in results] == workshop.plain(prompts=tuple(map(tuple, PROMPTS)), n=NEW)
+
+
+@pytest.mark.parametrize("case", NEEDING.values(), ids=NEEDING)
+def test_a_draft_that_cannot_be_used_is_refused(workshop, tmp_path, case):
+    model = target()
+    other = "longspec" if CATALOGUE[case.method].draft_kind != "longspec" else "eagle3"
+    with pytest.raises(OSError, match=f"holds a draft for {other}"):
+        Speculator(case.method, target=model, draft=workshop.draft(other, model))
+    if CATALOGUE[case.method].needs_draft:
+        with pytest.raises(RuntimeError, match=f"Method {case.method} needs a draft"):
+            Speculator(case.method, target=model)
+    if case.draft != "small-lm":
+        folder = (
+            random_draft(tmp_path, model)
+            if other == "eagle3"
+            else workshop.draft(case.draft.removesuffix(" window"), model)
+        )
+        with pytest.raises(OSError, match="made for another target"):
+            Speculator(case.method, target=tiny_model(hidden=96, vocab=11, dtype=torch.float64), draft=folder)
+
+
+@each_drafter
+def test_an_unknown_option_is_refused_with_those_there_are(workshop, case):
+    with pytest.raises(ValueError, match="has no option colour: its options are "):
+        workshop.spec(case, colour=3)
+
+
+def test_plain_decoding_drafts_nothing():
+    s = Sequence(0, [1, 2], 4, sampler=Sampler(True, Sampling().processors()))
+    s.append(7)
+    assert NoDrafter().propose([s]) == [TokenTree((7,), (-1,))] and NoDrafter.max_nodes == 0
