@@ -1,4 +1,4 @@
-"""What proposes token trees, a file each: module, loading, drafter, registration.
+"""Drafters propose token trees. A file each: module, loading, drafter, registration.
 
 May import: drafts, engine, trees, views, model.
 """

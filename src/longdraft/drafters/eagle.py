@@ -43,7 +43,7 @@ class EagleBlock(Eagle3Block):
         self.midlayer = Layer(shape, joins=False)
 
     def borrow(self, norm: Call, head: Call) -> None:
-        """Takes the target's final norm, (T, hidden) -> (T, hidden), and its head, (T, hidden) -> (T, vocabulary)."""
+        """Borrows the target's final norm, (T, hidden) -> (T, hidden), and head, (T, hidden) -> (T, vocabulary)."""
         self._norm, self._head = norm, head
 
     def project(self, features: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Layer(nn.Module):
     """The decoder layer.
 
     Args:
-        joins: its attention reads x and g side by side, each behind a norm of its own; else one vector, as it comes.
+        joins: the attention reads x and g side by side, each normalised by its own norm; else one vector, as it is.
     """
 
     def __init__(self, shape: Eagle3Shape, joins: bool = True) -> None:
@@ -131,7 +131,7 @@ class Eagle3Block(nn.Module):
         return out
 
     def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the attention reads (T, 2 hidden), and what its output is added to (T, hidden), of rows x and g."""
+        """The attention's input (T, 2 hidden), and the residual (T, hidden), of rows x and g."""
         layer = self.midlayer
         normed: torch.Tensor = layer.hidden_norm(g)
         return torch.cat([layer.input_layernorm(x), normed], -1), normed if self.shape.norm_before_residual else g
@@ -161,11 +161,11 @@ class Eagle3Block(nn.Module):
             x: (T, hidden) embeddings of the tokens that follow the rows' positions.
             g: (T, hidden): :meth:`project` of the features, or the draft's own previous output.
             cos, sin: (T, d) rotary embedding at the rows' positions.
-            attend: attends among the rows, and to whatever cache it holds.
-            queries: which rows go on beyond keys and values; all by default.
+            attend: attends among the rows, and to the cache that it holds.
+            queries: the rows to compute an output for; by default all. Keys and values are computed for every row.
 
         Returns:
-            (Tq, hidden): o, before the last norm; :meth:`logits` takes it, and so does the next step as its g.
+            (Tq, hidden): o, before the last norm: the input of :meth:`logits`, and the next step's g.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         n, residual = self.joined(x, g)
@@ -188,10 +188,10 @@ class BoundDraft:
     """A draft in its target's dtype and on its device, with the embedding that it borrows.
 
     Attributes:
-        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
-        draft_ids: (vocabulary,) the reverse, -1 where the draft has none.
-        whole: computes levels in one call, where kernels do.
-        few_rows: makes the block's layers, its head included, fast on a CPU.
+        ids: (draft vocabulary,) target id of each draft id; None if they are the same.
+        draft_ids: (vocabulary,) draft id of each target id; -1 if the draft does not know the token.
+        whole: computes a level in one kernel call; None without such kernels.
+        few_rows: speeds up the block's layers, its head included, on a CPU.
     """
 
     block: Eagle3Block
@@ -283,7 +283,7 @@ class Eagle3Drafter(RetrievingDrafter):
         self._bound: BoundDraft | None = None
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Three layers, as a rule; the draft's folder names them."""
+        """The layers that the draft's folder names, usually three."""
         return self.draft.feature_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
@@ -348,7 +348,7 @@ class Eagle3Drafter(RetrievingDrafter):
         return Eagle3Round(self, bound, sequences, depth)
 
     def _rewind(self, sequence: Sequence) -> None:
-        """Reads again what may have changed; all of a window that has lost what the shorter text needs."""
+        """Reads rows again that may have changed; the whole window if it lacks rows that the shorter text needs."""
         slot = sequence.slot
         self.cache.forget(slot, 0 if self.cache.wrapped(slot) else min(self._settled[slot], last_row(sequence)))
         self._fill(sequence)
@@ -357,7 +357,7 @@ class Eagle3Drafter(RetrievingDrafter):
         """Embeddings x and projected features g (T, hidden) of rows [start, start + T).
 
         Args:
-            tokens: T of them, each one behind its row's own position.
+            tokens: T tokens, each the one after its row's position.
         """
         assert self._bound is not None and self._store.features is not None
         ids = on_device(tokens, self._runner.device)
@@ -365,7 +365,7 @@ class Eagle3Drafter(RetrievingDrafter):
         return x, self._bound.block.project(self._store.features[slot, start : start + len(tokens)])
 
     def fed(self, sequence: Sequence) -> None:
-        """Notes which rows are settled: committed ones, whose next token is committed too."""
+        """Notes which rows are settled: they and the token after them are committed."""
         self._settled[sequence.slot] = max(0, self._store.lengths[sequence.slot] - 1)
 
     def _fill(self, sequence: Sequence) -> None:
@@ -381,7 +381,7 @@ class Eagle3Drafter(RetrievingDrafter):
         self.fed(sequence)
 
     def _warn(self, s: Sequence) -> None:
-        """Says once where the text outgrows the draft; a window keeps distances as they were in training."""
+        """Warns once per draft if a text is longer than it was trained for. A window avoids that."""
         reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
         what, remedy = "this one has", f"window={reach}"
         if self.retrieval is not None:
@@ -398,7 +398,7 @@ class Eagle3Drafter(RetrievingDrafter):
 
 
 def last_row(sequence: Sequence) -> int:
-    """The row that carries the sequence's last token, the root: the one behind it has no features yet."""
+    """The row of the sequence's last token, the root. The next row has no hidden states yet."""
     return len(sequence.prompt) + len(sequence.output) - 2
 
 
@@ -432,7 +432,7 @@ class Eagle3Round(DraftRound):
         return logits, log_probs, ids
 
     def roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
-        """The rows that the cache lacks; all of them have keys and values, the last ones alone go on."""
+        """The rows that the cache lacks. All get keys and values; only the last of each sequence gets an output."""
         starts, ends, xs, gs = [], [], [], []
         for s in (self.sequences[row] for row in level.rows):
             end = last_row(s) + 1
@@ -448,7 +448,7 @@ class Eagle3Round(DraftRound):
         return fed, Inputs(torch.cat(xs), torch.cat(gs), cos, sin), newest
 
     def _nodes(self, level: Level) -> tuple[Fed, Inputs, slice]:
-        """A node's row is its root's + its depth, its g its parent's output."""
+        """The rows of a level's nodes: position = root's + depth, g = the parent's output."""
         fed, cos, sin = self.following(level)
         g = torch.cat([self._outputs[row][level.parents[i]] for i, row in enumerate(level.rows)])
         return fed, Inputs(self._bound.embedding(level.tokens.flatten()), g, cos, sin), slice(None)

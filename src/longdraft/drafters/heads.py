@@ -161,12 +161,12 @@ class States:
 
 
 class StateSource(ABC):
-    """Brings the states that the heads continue. It is told what a drafter is told, and need not care.
+    """Provides the hidden states that the heads continue. It receives the same calls as a drafter.
 
     Attributes:
-        ahead: whether its states are the roots' own: trees are then a level deeper.
-        forwards: of the target that it has made.
-        query_window, views: as of a drafter.
+        ahead: its states are those of the roots themselves, so trees are a level deeper.
+        forwards: target forwards it has made.
+        query_window, views: as in :class:`Drafter`.
     """
 
     ahead: bool = False
@@ -176,7 +176,7 @@ class StateSource(ABC):
 
     @abstractmethod
     def states(self, sequences: SequenceOf[Sequence]) -> States:
-        """Of each sequence, for this round; logits where it is ``ahead``."""
+        """States of each sequence for this round, with logits if the source is ``ahead``."""
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return ()
@@ -250,7 +250,7 @@ class HeadsDrafter(TreeDrafter):
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        """Products with the target's head, which are what drafting costs, or forwards of the source."""
+        """Products with the target's head (the cost of drafting), or forwards of the source if there are more."""
         return max(self._rounds, self._source.forwards)
 
     @property
@@ -262,7 +262,7 @@ class HeadsDrafter(TreeDrafter):
         return self._source.query_window
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last one, unless the source brings states of its own."""
+        """The last layer, unless the source provides its own states."""
         return self._source.feature_layers(runner)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
@@ -306,10 +306,10 @@ class HeadsDrafter(TreeDrafter):
 
 
 def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
-    """The kind, no deeper than there are levels.
+    """The kind of tree, limited to the available levels.
 
     Args:
-        ahead: a static tree that nobody asked for begins with the one token that the target itself says.
+        ahead: a default static tree begins with the one token that the target itself predicts.
     """
     if ahead and isinstance(tree, Static) and not tree.chosen_by_user:
         tree = replace(tree, widths=(1, *tree.widths))

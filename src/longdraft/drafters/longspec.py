@@ -125,7 +125,7 @@ class LongSpecBlock(nn.Module):
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).
 
-        They depend on token and position alone: a prefill is this, for the last window, and nothing else.
+        They depend only on token and position, so a prefill computes just these, for the last window.
         """
         n = self.input_layernorm(x)
         own = self.self_attn
@@ -145,9 +145,9 @@ class LongSpecBlock(nn.Module):
         Args:
             x: (T, hidden) token embeddings.
             cos, sin: (T, d) rotary embedding at the rows' positions.
-            self_attend: attends among the rows (and whatever window it holds).
+            self_attend: attends among the rows, and to the window that it holds.
             cross_attend: attends to the target's last-layer KV.
-            queries: which rows go on beyond self-attention's keys and values; all by default.
+            queries: the rows to compute an output for; by default all. Keys and values are computed for every row.
 
         Returns:
             (Tq, hidden): the head's input.
@@ -175,9 +175,9 @@ class BoundDraft:
 
     Attributes:
         head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs.
-        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
-        whole: computes levels in one call, where kernels do.
-        few_rows: makes the block's layers fast on a CPU.
+        ids: (draft vocabulary,) target id of each draft id; None if they are the same.
+        whole: computes a level in one kernel call; None without such kernels.
+        few_rows: speeds up the block's layers on a CPU.
     """
 
     block: LongSpecBlock
@@ -257,7 +257,7 @@ def check_rotary(runner: TargetRunner) -> None:
 
 
 def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
-    """A published draft by our names: transformers calls its sizes otherwise, and leaves some out."""
+    """A published draft in our layout: transformers names its sizes differently and leaves some out."""
     config = filled_in(published.config)
     shape = shape_of(LongSpecShape, config, folder, "LongSpec", PUBLISHED)
     ours = shape.as_dict() | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
@@ -292,12 +292,12 @@ class LongSpecDrafter(RetrievingDrafter):
         self._bound: BoundDraft | None = None
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes the target's parts, and memory for the windows and what is retrieved.
+        """Takes the target's shared parts, and memory for the windows and the retrieved rows.
 
         Raises:
             CheckpointError: the draft was made for another target.
             UnsupportedModelError: the target has nothing that a draft could share.
-            MemoryBudgetError: what is retrieved does not fit the memory that is free.
+            MemoryBudgetError: the retrieved rows do not fit the free memory.
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
@@ -310,7 +310,7 @@ class LongSpecDrafter(RetrievingDrafter):
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
-        """Reads the window of a new text, or of one that goes on otherwise than it did; scores chunks when it is time.
+        """Fills the window for a new text, or after tokens were taken back; scores chunks when that is due.
 
         Emitted tokens enter the window at the start of the next round.
         """
@@ -342,7 +342,7 @@ class LongSpecDrafter(RetrievingDrafter):
         return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, limit, drafted.likeliest)
 
     def text(self, slots: SequenceOf[int]) -> Text:
-        """Keys and values of the target's last layer that cross-attention sees, all of the text or a part."""
+        """The target's last-layer keys and values that cross-attention sees: the whole text or the retrieved part."""
         if self.retrieved is not None:
             return self.retrieved.read(slots)
         return *self._store.layer(self._store.shape.layers - 1), [self._store.readable(slot) for slot in slots]
@@ -375,7 +375,7 @@ class _Round(DraftRound):
         return logits, logits[:, :0], logits[:, :0]
 
     def _roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
-        """The tokens that the window lacks; all of them have keys and values, the roots alone go on."""
+        """The tokens that the window lacks. All get keys and values; only the roots get an output."""
         tokens: list[int] = []
         starts, ends = [], []
         for s in (self.sequences[row] for row in level.rows):
@@ -405,8 +405,8 @@ def _forward(
     attend: SelfAttend,
     queries: slice | torch.Tensor = slice(None),
 ) -> tuple[torch.Tensor]:
-    """The draft over rows x. Every row sees the same of its sequence's keys and values of the target's last layer: the
-    text before the root, as many rows as ``lengths`` says, which are the block's own or those of a recording."""
+    """The draft over rows x. Each row attends to the target's last-layer KV before its sequence's root: ``lengths``
+    rows, the block's own or those of a recorded graph."""
     if lengths is not block.lengths_t:
         bounds = (keys.shape[2],) * block.batch
         size = x.shape[0] // block.batch

@@ -54,7 +54,7 @@ class SparseLMDrafter(SelfDrafter):
         return None
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """None of the target's: its own queries choose."""
+        """None: rows are chosen by the draft's own queries."""
         return ()
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
@@ -80,7 +80,7 @@ class SparseLMDrafter(SelfDrafter):
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
-        """Reads a prompt; of a text that goes on otherwise, keeps what it has in common with what was fed.
+        """Reads a prompt. If tokens were taken back, keeps the part of its KV that still holds.
 
         Its own KV was exact before, and its views are chosen by its own queries.
 
@@ -100,7 +100,7 @@ class SparseLMDrafter(SelfDrafter):
 
     @torch.inference_mode()
     def follow(self, sequences: SequenceOf[Sequence]) -> None:
-        """Feeds what was emitted since the last round, then brings the views up to it."""
+        """Feeds the tokens emitted since the last round, then updates the views."""
         for s in sequences:
             if len(new := self._new(s)) > PIECE:
                 self._read(s, new[:-1])
@@ -134,14 +134,14 @@ class SparseLMDrafter(SelfDrafter):
         return s.tokens[len(self._fed[s.slot]) : -1]
 
     def _read(self, s: Sequence, tokens: list[int]) -> None:
-        """Feeds a text in pieces, the last of which has all rows whose queries are wanted."""
+        """Feeds a text in pieces. The last piece has all rows whose queries are needed."""
         while tokens:
             count = len(tokens) if len(tokens) <= PIECE else min(PIECE, len(tokens) - min(self.view.query_count, PIECE))
             piece, tokens = tokens[:count], tokens[count:]
             self._feed([s], [piece], NO_TAPS if tokens else self._taps, prompt=True)
 
     def _feed(self, sequences: list[Sequence], chains: list[list[int]], taps: Taps, prompt: bool = False) -> None:
-        """Feeds tokens of a batch, and keeps the queries that choose."""
+        """Feeds tokens of a batch, and keeps the queries that choose rows."""
         block = self.full.block([s.slot for s in sequences], chains, prompt=prompt)
         out = self.runner.forward(block, self.full, logits="none", taps=taps)
         for b, (s, chain) in enumerate(zip(sequences, chains, strict=True)):

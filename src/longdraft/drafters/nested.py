@@ -53,9 +53,9 @@ class _Walk:
     """One sequence's round.
 
     Attributes:
-        twin: the sequence with what the level emitted; its sampler is the level's.
-        start: tokens of the sequence before. room: how many may be emitted.
-        log_probs: of each emitted token, as the level says.
+        twin: the sequence with the tokens that the level emitted; its sampler is the level's.
+        start: tokens of the sequence before the round. room: tokens that may still be emitted.
+        log_probs: the level's log-probability of each emitted token.
     """
 
     twin: Sequence
@@ -68,7 +68,7 @@ class _Walk:
         return self.twin.output[len(self.twin.output) - len(self.log_probs) :] if self.log_probs else []
 
     def emit(self, token: int) -> bool:
-        """Appends a token, and says whether it was the last that there is room for."""
+        """Appends a token. True if there is no room for another."""
         self.twin.append(token)
         self.room -= 1
         return self.room == 0
@@ -109,7 +109,7 @@ class NestedDrafter(Drafter):
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        """Of the level; those of the drafter under it count as part of theirs."""
+        """Forwards of the level. The drafter under it is cheaper: its forwards count as part of these."""
         return self.level.forwards
 
     @property
@@ -134,10 +134,10 @@ class NestedDrafter(Drafter):
         return tuple(sorted({layer for _, layers in self._layers for layer in layers}))
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Binds both.
+        """Binds drafter and level.
 
         Raises:
-            MemoryBudgetError, CheckpointError, UnsupportedModelError: as they do.
+            MemoryBudgetError, CheckpointError, UnsupportedModelError: as these do.
         """
         self.level.judged = self.max_nodes + self.inner.max_nodes
         self.level.bind(runner, store)
@@ -185,15 +185,15 @@ class NestedDrafter(Drafter):
             self.inner.observe(Event(w.twin, tree, accepted.from_draft, accepted.path, accepted.tokens))
 
     def _chain(self, s: Sequence) -> TokenTree:
-        """What the level emitted, behind the sequence's last token."""
+        """The tokens that the level emitted, as a chain on the sequence's last token."""
         walk = self._walks.get(s.index) if s.remaining > 1 else None
         tokens, log_probs = (walk.emitted, walk.log_probs) if walk is not None else ([], [])
         return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *log_probs))
 
     def observe(self, event: Event) -> None:
-        """Drafter and level go on from what the target made of the round.
+        """Passes the target's verification on to drafter and level.
 
-        They are told of the target's queries alone: a level's are of tokens that may be taken back.
+        Only the target's queries are passed on: a level's belong to tokens that may be taken back.
         """
         s = event.sequence
         inner, level = (

@@ -69,7 +69,7 @@ class OnePassBlock(Eagle3Block):
         return x + self.slot_embedding[rows], g + self.slot_state[rows]
 
     def known(self, before: torch.Tensor) -> torch.Tensor:
-        """What the bigram knows (..., rank) by draft ids (...); of -1, a token that the draft lacks, nothing."""
+        """The bigram's input rows (..., rank) of draft ids (...); zeros for -1, an unknown token."""
         found: torch.Tensor = self.bigram_in(before.clamp_min(0)) * (before >= 0)[..., None]
         return found
 
@@ -135,12 +135,12 @@ class OnePassDrafter(Eagle3Drafter):
 
 
 class _Row(NamedTuple):
-    """What the forward said of B sequences' tokens at one depth, the bigram left out: of the M likeliest.
+    """The forward's output for one depth of B sequences, without the bigram: the M likeliest tokens.
 
     Attributes:
         log_probs, ids: (B, 1, M); draft ids.
         rest: (B, 1, 1) log-probability of all other tokens together.
-        out: (B, rank, M), the bigram's part of the tokens.
+        out: (B, rank, M) the tokens' rows of the bigram's output matrix.
     """
 
     log_probs: torch.Tensor
@@ -162,7 +162,7 @@ class OnePassRound(Eagle3Round):
         self._rows: list[_Row] = []
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the base says, of the candidates at most; no tree of this drafter's wants logits."""
+        """The likeliest tokens, at most ``CANDIDATES``. Trees of this drafter never ask for logits."""
         assert best, "a one-pass draft tells its likeliest tokens alone"
         if level.depth == 0:
             self._drafter.forwards += 1

@@ -158,7 +158,7 @@ class SelfOptions(ViewOptions):
 
 
 def drafts_lightly(runner: TargetRunner) -> bool:
-    """Whether a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
+    """True if a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
     ours."""
     return (
         runner.can_round_kv
@@ -230,7 +230,7 @@ class SelfDrafter(TreeDrafter):
         self.host(runner, store, store.feature_layers)
 
     def host(self, runner: TargetRunner, full: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
-        """Drafts with this model, whose KV of the texts is kept in ``full``."""
+        """Drafts with this model, whose KV of the whole texts is in ``full``."""
         self.runner, self.full = runner, full
         if self._many and runner.can_round_kv:
             self.view_dtype = torch.int8
@@ -259,7 +259,7 @@ class SelfDrafter(TreeDrafter):
         return self.grow(sequences, drafted.expand, self.ids, device, limit, drafted.likeliest, lift)
 
     def agreement(self, sequence: Sequence) -> Agreement:
-        """How often it chooses what the target does in a text."""
+        """The estimate of how often it chooses the target's token in this text."""
         return self._agreement.setdefault(sequence.index, Agreement(self.prior_acceptance))
 
     @property
@@ -269,14 +269,14 @@ class SelfDrafter(TreeDrafter):
 
     @torch.inference_mode()
     def follow(self, sequences: SequenceOf[Sequence]) -> None:
-        """Brings the views up to the rows that can be read of each text, chosen anew where that is due."""
+        """Updates the views to the readable rows of each text, and chooses rows again where that is due."""
         for s in sequences:
             due = self.view.query_count > 0 and self.refresh.due(s.slot)
             if self.cache.update(s.slot, self._queries.of(s.slot), due):
                 self.refresh.done(s.slot)
 
     def observe(self, event: Event) -> None:
-        """Keeps the queries that rows are chosen by, and how drafts fared; forgets copies of rows that have changed."""
+        """Keeps queries for the next choice, learns from accepted tokens, forgets copies of changed rows."""
         slot = event.sequence.slot
         if event.begins:  # nothing is kept of the last text in the slot
             self._begin(slot)
@@ -298,7 +298,7 @@ class SelfDrafter(TreeDrafter):
         self._begin(sequence.slot)
 
     def _open(self, sequence: Sequence) -> None:
-        """Told that a prompt has been read. Its view is part of that: the first round is to take what a round takes."""
+        """Fills the view as part of reading the prompt, so that the first round takes no longer than others."""
         self.follow([sequence])
 
     # --- as a verifier of what another one drafts ---
@@ -307,7 +307,7 @@ class SelfDrafter(TreeDrafter):
     def judge(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
         """Its logits (at least tree.size, vocabulary) on a tree of each sequence, rooted at its last token.
 
-        The views hold all before the roots: :meth:`follow`, and since then what :attr:`cache` was told to keep.
+        The views must hold everything before the roots: call :meth:`follow` first.
         """
         self.forwards += 1
         slots, bases = [s.slot for s in sequences], [_root(s) for s in sequences]

@@ -124,7 +124,7 @@ class SmallLMDrafter(RetrievingDrafter):
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
-        """Reads a prompt; scores the chunks of the text when it is time to. Emitted tokens are fed in the next round.
+        """Reads a prompt; scores the text's chunks when that is due. Emitted tokens are fed in the next round.
 
         Raises:
             CapabilityError: the text is longer than the table of positions that the model has, in full view.
@@ -150,7 +150,7 @@ class SmallLMDrafter(RetrievingDrafter):
         self._cut(sequence.slot, 0)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
-        """The tokens that the draft has not seen, the root the last of them, ready to be fed at once."""
+        """The tokens that the draft has not read, the root last, short enough to be fed at once."""
         slot, text = sequence.slot, sequence.tokens
         if len(self._fed[slot]) >= len(text):
             self._cut(slot, len(text) - 1)
@@ -171,7 +171,7 @@ class SmallLMDrafter(RetrievingDrafter):
         del self._fed[slot][length:]
 
     def _read(self, slot: int, tokens: list[int]) -> None:
-        """Feeds tokens that nothing is drafted from, in pieces."""
+        """Feeds tokens in pieces, without drafting from them."""
         assert self._bound is not None
         while tokens:
             count = self.cache.reading(slot, len(tokens))
@@ -182,10 +182,10 @@ class SmallLMDrafter(RetrievingDrafter):
 
 
 def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
-    """Of a draft at true positions: says once where a text outgrows it.
+    """Warns once per draft if a text at true positions is longer than the draft was trained for.
 
     Raises:
-        CapabilityError: it has no positions for so long a text.
+        CapabilityError: the draft has no positions for so long a text.
     """
     trained, length = draft.trained_length, len(s.prompt) + s.max_new_tokens
     if length <= trained:
@@ -206,7 +206,7 @@ def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
 
 
 def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieval:
-    """The first and the last tokens, and no choice between."""
+    """A view of the first and the last tokens."""
     check_sizes(0, sink=sink)
     if recent is None:
         recent = max(1, min(STREAMED, room - sink))
@@ -254,7 +254,7 @@ class _Round:
         return found
 
     def _enter(self, slots: list[int], chains: list[list[int]]) -> torch.Tensor:
-        """Feeds new tokens, of which the roots are the last: logits (B', 1, draft vocabulary) behind them."""
+        """Feeds new tokens, the roots last. Returns logits (B', 1, draft vocabulary) of what follows the roots."""
         ragged = len({*map(len, chains)}) > 1
         block = self._store.block(slots, chains)
         out = self._bound.runner.forward(block, self._store, logits="all" if ragged else "last", check=False)

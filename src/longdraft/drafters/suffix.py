@@ -59,9 +59,9 @@ def mixed(matches: SequenceOf[tuple[int, int]], unknown: float) -> dict[int, flo
 
 
 class Trust:
-    """What such probabilities have lately been worth: log-odds, corrected by a line that is learned online.
+    """Corrects such probabilities by how right they were lately: a line in log-odds, learned online.
 
-    What came instead is seen whether or not a proposal was verified, so nothing has to be tried to be known.
+    It learns whether or not a proposal was verified, since the next token is seen in any case.
     """
 
     # How fast the line follows: its shift, and a tenth of that its slope. Both are as good at half and at twice this.
@@ -74,7 +74,7 @@ class Trust:
         return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(said)))
 
     def saw(self, said: float, right: bool) -> None:
-        """A proposed token, and whether it came."""
+        """Learns whether a proposed token was right."""
         step = self.RATE * (right - self.chance(said))
         self.shift += step
         self.slope += 0.1 * step * _log_odds(said)
@@ -86,7 +86,7 @@ def _log_odds(p: float) -> float:
 
 
 class _Node:
-    """A path behind the text's end: the matches that go on along it, and what follows there.
+    """A continuation of the text: the matches that agree with it, and the tokens that followed them.
 
     Args:
         matches: length, the tokens that the match lies in, and the place of the next one there; longest first.
@@ -108,17 +108,17 @@ class _Node:
         self.children: dict[int, _Node] = {}
 
     def follow(self, token: int) -> _Node:
-        """The node behind a token."""
+        """The child node for a token."""
         going = [(length + 1, tokens, at + 1) for known, length, tokens, at in self._matches if known == token]
         self.children[token] = _Node(going, [*self.path, token], self._unknown)
         return self.children[token]
 
 
 class _Text:
-    """What a sequence's end matches: in its own text, and in others: earlier requests', and what it may say.
+    """Matches of a sequence's end: in its own text, in earlier requests, and in its predicted output.
 
     Attributes:
-        trust: of its own, for a text is drafted alike whoever is decoded beside it.
+        trust: its own, so that a text is drafted alike whatever is decoded beside it.
         proposed: the root of the last round's paths.
     """
 
@@ -136,7 +136,7 @@ class _Text:
         self._matches = [Matches(store, self._longest) for store in (self._own, *self._others)]
 
     def take_back(self, s: Sequence) -> None:
-        """Tokens turned out wrong: those that the sequence has not. Matches are followed anew from some way before."""
+        """Removes tokens that the sequence no longer has, and follows matches again from some way before."""
         own, prompt = self._own, len(s.prompt)
         right = prompt + common_prefix(own.tokens[prompt:], s.output)
         while len(own.tokens) > max(0, right - self._longest):
@@ -144,7 +144,7 @@ class _Text:
         self._begin()
 
     def read(self, s: Sequence) -> list[int]:
-        """Follows the text to where it is now; what is new of it."""
+        """Reads the text's new tokens, and returns them."""
         read, prompt = len(self._own.tokens), len(s.prompt)
         new = s.output[read - prompt :] if read >= prompt else s.tokens[read:]
         for token in new:
@@ -209,7 +209,7 @@ class SuffixDrafter(Drafter):
         return [self._propose(s, LEAST if limit is None else LEAST_PLANNED) for s in sequences]
 
     def _propose(self, s: Sequence, least: float) -> TokenTree:
-        """The likeliest paths first, until there are as many nodes as may be, or none is likely enough."""
+        """Adds nodes, the likeliest first, until the tree is full or no node is likely enough."""
         tokens, parents, log_probs = [s.output[-1]], [-1], [0.0]
         text, depth, order = self._texts[s.index], min(self.max_draft, s.remaining - 1), count()
         heap: list[tuple[float, int, int, int, float, _Node]] = []
@@ -238,7 +238,7 @@ class SuffixDrafter(Drafter):
         return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), looked_up=looked_up)
 
     def observe(self, event: Event) -> None:
-        """Takes in what was emitted, and learns what the last round's probabilities were worth."""
+        """Reads the emitted tokens, and learns how right the last round's probabilities were."""
         s = event.sequence
         if event.begins:
             self._texts[s.index] = _Text(s.prompt, self.max_n, self._others(s))
@@ -255,7 +255,7 @@ class SuffixDrafter(Drafter):
             node = node.children.get(token)
 
     def release(self, sequence: Sequence) -> None:
-        """Its text is an earlier one from now on: the output, behind so much of the prompt as matches are long."""
+        """Adds the text to the earlier ones: its output, preceded by enough of the prompt for the longest match."""
         known = self._texts.pop(sequence.index, None)
         if known is not None and (store := self._store(sequence)) is not None:
             store.add(sequence.prompt[-self.max_n :] + sequence.output)

@@ -33,7 +33,7 @@ from longdraft.views.view import View, check_sizes
 
 
 class ViewStates(StateSource):
-    """The roots' own states, from the target on a view of its KV.
+    """Hidden states of the roots, from a forward of the target on a view of its KV.
 
     Args:
         level: the view, and how it is kept; its own tree is not drafted.
@@ -110,7 +110,7 @@ class Phrases:
             self._rank(phrase)
 
     def _rank(self, phrase: tuple[int, ...]) -> None:
-        """Puts the phrase that was just seen before those that were seen no more often."""
+        """Moves the phrase that was just seen before those that are no more frequent."""
         best = self._best[phrase[0]]
         if phrase in best:
             best.remove(phrase)
@@ -124,7 +124,7 @@ class Phrases:
         return [phrase[1:] for phrase in self._best.get(token, ())]
 
     def log_probs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
-        """Of its tokens, each given those before: how often it came there, with one time more for something new."""
+        """Log-probability of each token given those before: its share of the continuations, plus one for a new one."""
         phrase = (token, *continuation)
         seen = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
         return [log(after / (before + 1)) for before, after in pairwise(seen)]

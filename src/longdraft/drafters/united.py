@@ -23,10 +23,11 @@ class UnitedDrafter(Drafter):
     """A drafter that costs next to nothing, and one that costs forwards.
 
     Args:
-        unpaid: asked in every round.
-        paid: asked too; with a limit, for those sequences that it chooses when it sees what the other proposes.
+        unpaid: proposes in every round.
+        paid: proposes for every sequence, or with a limit for those that the planner chooses given the other's
+            proposals.
 
-    Both see every token; the hidden states and queries that either reads are the paid one's.
+    Both see every token; hidden states and queries are those that the paid one reads.
     """
 
     free = True
@@ -89,7 +90,7 @@ class UnitedDrafter(Drafter):
         return trees
 
     def observe(self, event: Event) -> None:
-        """Tells each how far its own proposal went, of what was verified."""
+        """Passes the event on to both, each with its own tree."""
         s = event.sequence
         roots = (TokenTree(event.tree.tokens[:1], (-1,)),) * 2
         proposed = self._proposed.pop(s.index, roots)

@@ -1,4 +1,4 @@
-"""What several drafters are made of: trees, levels, layers, retrieval, whole-level kernels.
+"""Parts that several drafters share: trees, levels, layers, retrieval, whole-level kernels.
 
 May import: as drafters.
 """

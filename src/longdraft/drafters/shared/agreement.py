@@ -1,4 +1,4 @@
-"""How often a draft chooses what the target does, however sure of it the draft is.
+"""An estimate of how often a draft chooses the target's token, however sure the draft is.
 
 A trained draft is right about as often as its probability p says. The target on a part of its own KV is right more
 often: where it is unsure, so is the target, and mostly in the same way. Its first choice is right with a + (1 - a) p,
@@ -25,7 +25,7 @@ class Agreement:
     """The share `a` of a draft.
 
     Args:
-        share: what is believed before anything was seen.
+        share: the estimate before the first observation.
     """
 
     def __init__(self, share: float) -> None:
@@ -34,11 +34,11 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """The present estimate."""
+        """The current estimate."""
         return (PRIOR * self._prior + self._same) / (PRIOR + self._seen)
 
     def lifted(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (..., K) of a node's likeliest children, the likeliest first, with this in mind."""
+        """Log-probabilities (..., K) of a node's children, the likeliest first, corrected by the estimate."""
         others = torch.log1p(torch.full_like(log_probs, -self.share)) + log_probs
         others[..., 0] = torch.log(self.share + others[..., 0].exp())
         return others

@@ -53,10 +53,11 @@ def feed_level(
 
 
 class Inputs(NamedTuple):
-    """What a draft reads of T rows.
+    """A draft's inputs for T rows.
 
     Attributes:
-        x: (T, hidden) token embeddings. joined: (T, hidden) what EAGLE-3 joins with them, else None.
+        x: (T, hidden) token embeddings.
+        joined: (T, hidden) EAGLE-3's projected hidden states; None for other drafts.
         cos, sin: (T, d) rotary embedding at the rows' positions.
     """
 
@@ -68,15 +69,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Fed:
-    """Rows that a draft with a window is fed, sequence by sequence; the last ``width`` of each go on.
+    """Rows fed to a draft with a window, sequence by sequence. The last ``width`` rows of each get an output.
 
     Attributes:
-        slots: of the sequences.
-        counts: of each one's rows.
-        starts: position of each one's first row, where they are new tokens; empty where they are nodes of its tree.
-        depth, ancestors: of nodes: how far behind the root, and (B', W, S) bool which of the S nodes so far they see.
-        behind: of each sequence's rows, the last ones that stand for tokens not known yet; they see each other as a
-            chain, and go on with the newest token.
+        slots: slot of each sequence.
+        counts: rows of each sequence.
+        starts: position of each sequence's first row, if the rows are new tokens; empty if they are tree nodes.
+        depth, ancestors: for tree nodes: their depth, and (B', W, S) bool, the fed nodes that each of them sees.
+        behind: how many of each sequence's last rows stand for tokens not known yet (one-pass drafts). They see each
+            other as a chain behind the newest token.
     """
 
     slots: tuple[int, ...]
@@ -88,7 +89,7 @@ class Fed:
     behind: int = 0
 
     def places(self, window: Window) -> list[tuple[int, int]]:
-        """The rows [begin, end) of the window that each sequence sees, for whose new rows, the last, there is room."""
+        """The rows [begin, end) of the window that each sequence sees, its new rows (the last ones) included."""
         if self.ancestors is not None:
             return [window.seen(slot, self.depth, self.ancestors.shape[2]) for slot in self.slots]
         for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
@@ -97,7 +98,7 @@ class Fed:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """(B, W, S) bool: which of the last S rows those that go on see; None: all."""
+        """(B, W, S) bool: the rows among the last S that each output row sees; None: all."""
         if self.ancestors is not None or not self.behind:
             return self.ancestors
         return torch.ones(self.width, self.width, dtype=torch.bool).tril().expand(len(self.slots), -1, -1)
@@ -107,7 +108,7 @@ class Fed:
         return window.placed(self.slots, self.places(window), self.counts, self.mask, rows)
 
     def attend(self, window: Window) -> SelfAttend:
-        """The rows that go on see the window, and nodes their ancestors and themselves. All rows enter it."""
+        """Attends to the window, nodes to their ancestors and themselves too. All rows enter the window."""
         if window.together:
             return window.attending(self.placed(window))
 
@@ -133,14 +134,14 @@ class Fed:
 
 
 class DraftRound(ABC):
-    """One round of a batch with a one-layer draft. A kind says what its rows are, and what it makes of them.
+    """One round of a batch with a one-layer draft. A subclass defines its rows and its forward.
 
     Args:
         sequences: of the batch.
         rotary: (T,) positions -> cos and sin (T, d).
         depth: levels of the trees at most.
         device: of the draft.
-        whole: levels are computed in one call, which says the likeliest tokens too.
+        whole: a level is computed in one kernel call, which also returns the likeliest tokens.
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class DraftRound(ABC):
         compute: Callable[..., tuple[torch.Tensor, ...]],
         beside: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
-        """The draft's forward over the nodes of a level: replayed, where it has been recorded.
+        """The draft's forward over the nodes of a level, replayed from a recorded graph if there is one.
 
         Args:
-            kind: what ``compute`` depends on, but for its arguments, the window and the draft.
+            kind: key of the recording, apart from the shapes of the inputs and the window.
             inputs: (B * W, ...) each, of the nodes. beside: (B,) each, of the sequences.
             compute: takes both, and what attends among the window's rows; gives tensors (B * W, ...).
         """

@@ -79,10 +79,10 @@ class RetrievalOptions(ChunkOptions):
 
 
 class RetrievingDrafter(TreeDrafter):
-    """A drafter that may see the chunks of a text which the target looks at.
+    """Base of drafters that can see only the chunks of a text that the target attends to.
 
     Attributes:
-        retrieval: which rows it sees; None: all.
+        retrieval: chooses the rows it sees; None: it sees all.
     """
 
     retrieval: Retrieval | None = None
@@ -96,11 +96,11 @@ class RetrievingDrafter(TreeDrafter):
         return 1 if self.retrieval is None else max(1, self.retrieval.view.query_count)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The one whose attention ranks chunks, for the retrieval."""
+        """The layer whose attention ranks the chunks."""
         return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
 
     def tell(self, store: KVStore, event: Event) -> None:
-        """Tells the retrieval of a round: the text's queries, how drafts fared, and what was taken back."""
+        """Passes an event on to the retrieval: queries, accepted tokens, tokens taken back."""
         slot = event.sequence.slot
         if self.retrieval is None:
             return
@@ -136,8 +136,9 @@ def retrieval_of(
         sink, recent: the first and the last rows, always there; multiples of ``chunk``.
         layer: of the target, from 0, whose attention ranks the chunks; None: the last.
         scorer: how it ranks them, of :data:`~longdraft.views.scorers.SCORERS`.
-        room: rows that the draft can see; None: any number. spare: where they decide, so many chunks less than fit.
-        fresh: new rows that there is room for besides; None: as many as ``recent``, or what the room leaves.
+        room: rows that the draft can see at all; None: any number.
+        spare: chunks to leave free if the room decides how many fit.
+        fresh: room for new rows beside the others; None: as many as ``recent``, or what the room leaves.
 
     Raises:
         ValueError: sizes that make no working cache, or one larger than the room.

@@ -1,4 +1,4 @@
-"""Where the end of a text stood before: in the text itself, or in a bounded store of earlier texts.
+"""Finds earlier occurrences of the end of a text: in the text itself, or in a bounded store of earlier texts.
 
 Each token knows where it stood last, so the occurrences of a token are a chain, latest first. A match is followed from
 token to token: the positions where the text's end stood before are those of one token earlier that go on alike, and the
@@ -22,7 +22,7 @@ END = -1
 
 
 class Suffixes:
-    """Tokens, and where each stood before: some twenty bytes a token.
+    """Tokens with an index of earlier occurrences: some twenty bytes a token.
 
     Position p is behind the p-th token; tokens that were dropped count.
 
@@ -69,7 +69,7 @@ class Suffixes:
 
 
 class Earlier:
-    """The latest texts of earlier requests. Whoever is given it sees what was said in them.
+    """The latest texts of earlier requests. A drafter that shares it proposes tokens from them.
 
     Args:
         tokens: kept at most; the oldest text goes first, as a whole, and of a longer text only its end is kept.
@@ -87,7 +87,7 @@ class Earlier:
         self._tenants: dict[str, Earlier] = {}
 
     def of(self, tenant: str | None) -> Earlier:
-        """Those of one tenant, which nobody else is given; None: those of requests that name none."""
+        """The store of one tenant, which no other tenant sees; None: the store of requests that name no tenant."""
         return self if tenant is None else self._tenants.setdefault(tenant, Earlier(self.most))
 
     def add(self, text: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class Earlier:
 
 
 class Matches:
-    """Where the end of a growing text stood in a store, and how many tokens match there.
+    """Earlier occurrences of the end of a growing text in a store, with the number of matching tokens.
 
     Args:
         suffixes: the store; where it is the text itself, a token is followed before it is appended.
@@ -117,7 +117,7 @@ class Matches:
         self.lengths: dict[int, int] = {}
 
     def advance(self, token: int) -> None:
-        """Follows the text by a token."""
+        """Advances by one token of the text."""
         tokens, dropped = self.suffixes.tokens, self.suffixes.dropped
         going: dict[int, int] = {}
         for position, length in self.lengths.items():

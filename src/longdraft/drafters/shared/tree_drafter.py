@@ -1,4 +1,4 @@
-"""What drafters share that grow a tree of any kind from a draft's logits."""
+"""Base of drafters that grow a tree of any kind from a draft's logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TreeDrafter(Drafter):
         return self.tree.max_nodes
 
     def use_planner(self) -> None:
-        """Grows what a planner can size, a chain or an OPT-Tree, unless another tree was asked for."""
+        """Switches to a tree that a planner can size, a chain or an OPT-Tree, unless the user chose one."""
         self.tree = self.tree.fit(LARGEST)
 
     def grow(

@@ -26,7 +26,7 @@ Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
 
 
 def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
-    """The kernels, where they compute drafts of a target; None: torch does it."""
+    """The kernels, if they can compute drafts for this target; None: torch does."""
     plain = runner.share is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
 
@@ -38,7 +38,7 @@ def products_of(layers: Mapping[str, nn.Linear], **others: torch.Tensor | Stored
 
 
 class WholeLevel:
-    """A draft's levels.
+    """Computes a level of a draft in one kernel call.
 
     Args:
         found: the kernels.
