@@ -83,7 +83,7 @@ FORESEEN = 64
 
 @dataclass(frozen=True)
 class Growth:
-    """What a kind of tree needs to grow the trees of one round.
+    """Everything that a kind of tree needs to grow the trees of one round.
 
     Attributes:
         expand: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.

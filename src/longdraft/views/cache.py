@@ -38,7 +38,7 @@ class ViewCache(Protocol):
     store: KVStore
 
     def whole(self, slot: int) -> bool:
-        """Whether all of the text is there."""
+        """True if all of the text is there."""
 
     def forget(self, slot: int, start: int = 0) -> None:
         """Called when the text's rows from ``start`` on have been replaced or removed."""
@@ -84,11 +84,11 @@ class TrueCache:
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
 
     def whole(self, slot: int) -> bool:
-        """Whether all of the text is there."""
+        """True if all of the text is there."""
         return self._copied.whole(slot)
 
     def in_use(self, slot: int) -> bool:
-        """Whether anything of the text is there."""
+        """True if anything of the text is there."""
         return self._copied.sizes[slot] > 0
 
     def update(self, slot: int, queries: Queries | None = None, due: bool = False) -> bool:

@@ -26,11 +26,11 @@ class Copied:
         self._starts = [0] * slots
 
     def whole(self, slot: int) -> bool:
-        """Whether the copy holds all of the text."""
+        """True if the copy holds all of the text."""
         return self._starts[slot] == 0
 
     def appends(self, slot: int, end: int, due: bool) -> bool:
-        """Whether the rows up to ``end`` can be appended to the copy; if not, its rows have to be chosen anew.
+        """True if the rows up to ``end`` can be appended to the copy; if not, its rows have to be chosen anew.
 
         Forgets a copy of chosen rows if all of the text would fit.
 

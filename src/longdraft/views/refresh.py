@@ -36,7 +36,7 @@ class Refresh:
         self._accepted[slot].append(accepted)
 
     def due(self, slot: int) -> bool:
-        """Whether it is time to choose."""
+        """True if it is time to choose."""
         accepted = self._accepted[slot]
         if self.interval and len(accepted) >= self.interval:
             return True

@@ -77,7 +77,7 @@ class Window:
             self._firsts[slot] = 0
 
     def wrapped(self, slot: int) -> bool:
-        """Whether the text's first tokens are gone."""
+        """True if the text's first tokens are gone."""
         return self._firsts[slot] > 0
 
     def append(self, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
