@@ -340,7 +340,8 @@ def test_what_repeats_in_the_output_is_proposed():
     (tree,) = drafter.propose([s])
     paths = [[tree.tokens[i] for i in tree.path(node)] for node in range(tree.size)]
     assert paths == [[5], [5, 6], [5, 6, 8], [5, 1], [5, 1, 1]]  # 5 6 8 twice; of 5 6 7 and 5 1 1 the later one
-    assert tree.first_chance == pytest.approx(4 / 5)  # 5 came four times with two tokens behind it, and one is a doubt
+    chance = sum(exp(p) for p, depth in zip(tree.log_probs, tree.depths, strict=True) if depth == 1)
+    assert chance == pytest.approx(4 / 5)  # 5 came four times with two tokens behind it, and one is a doubt
     s.output[-2:] = []
     drafter.observe(taken_back(s))
     assert drafter.propose([s])[0].tokens[0] == 1

@@ -256,7 +256,12 @@ def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeyp
     for draft, chunks, recent in ((long, 32, 1024), (short, 7, 409)):
         drafter = SmallLMDrafter(draft, view="retrieval")
         view = drafter.retrieval.view
-        assert (view.scorer, view.chunk, view.chunks, drafter.retrieval.refresh.every) == ("attention", 32, chunks, 4)
+        assert (view.scorer, view.chunk, view.chunks, drafter.retrieval.refresh.interval) == (
+            "attention",
+            32,
+            chunks,
+            4,
+        )
         assert (drafter.max_nodes, drafter.tree.depth) == (50, 10)  # OPT-Tree
         assert SmallLMDrafter(draft, view="streaming").retrieval.view.window == recent
     assert SmallLMDrafter(long).max_nodes == 59  # a dynamic tree

@@ -13,7 +13,7 @@ from longdraft import Sampling, Speculator
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.builders import chain, merged, union
+from longdraft.trees.builders import merged, union
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft, random_eagle3, small_lm
 from tests.events import decoded
@@ -84,7 +84,6 @@ def test_the_surer_drafter_counts():
     b = TokenTree((9, 1, 3), (-1, 0, 1), (0.0, log(0.6), log(0.1)))
     whole = merged(a, b)
     assert whole.tokens == (9, 1, 2, 3) and [exp(x) for x in whole.log_probs] == pytest.approx([1, 0.6, 0.9, 0.1])
-    assert whole.first_chance == pytest.approx(0.6)
 
 
 @given(continuations, st.lists(st.integers(0, 2), max_size=5))
@@ -92,7 +91,3 @@ def test_how_far_a_text_follows_a_tree(branches, text):
     tree = union(9, branches)
     known = paths(tree)
     assert tree.follows(text) == max(n for n in range(len(text) + 1) if (9, *text[:n]) in known)
-
-
-def test_a_chain_without_probabilities_says_none():
-    assert chain(1, [2, 3]).first_chance == 0.0

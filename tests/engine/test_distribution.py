@@ -9,6 +9,7 @@ fail.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import LogitsProcessorList
 from longdraft.engine.accept import Accepted, accept
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.sampler import Sampler, Sampling
-from longdraft.trees.builders import chain, static, union
+from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
 from tests import chi_square
 from tests.engine.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
@@ -43,8 +44,8 @@ def random_trees(count: int) -> list[TokenTree]:
 TREES = {
     "root only": [chain(5, [])],
     "chain": [chain(5, [2, 6, 1])],
-    "binary": [static(5, [[2, 4], [6, 0], [1, 2]], [2, 2, 2])],
-    "wide": [static(5, [list(range(7)), [1, 2, 3]], [7, 3])],
+    "binary": [union(5, itertools.product([2, 4], [6, 0], [1, 2]))],
+    "wide": [union(5, itertools.product(range(7), [1, 2, 3]))],
     "beam": [union(5, [[2, 6, 1, 0], [2, 6, 4], [2, 3], [4, 4, 4], [1]])],
     "equal siblings": [TokenTree((5, 2, 2, 2, 6, 6, 3), (-1, 0, 0, 0, 1, 2, 2))],
     "random": random_trees(60),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.builders import chain, static, union
+from longdraft.trees.builders import chain, union
 from longdraft.trees.masks import ancestor_mask, padded_mask
 from longdraft.trees.tree import TokenTree
 
@@ -80,11 +80,6 @@ def test_limiting_the_depth_keeps_exactly_the_nodes_above_it(tree, max_depth):
     assert limited.log_probs == (tuple(tree.log_probs[i] for i in kept) if tree.log_probs else ())
 
 
-@given(trees())
-def test_all_nodes_but_the_root_are_drafted(tree):
-    assert tree.drafted == tree.size - 1 == len(tree.tokens) - 1
-
-
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_padded_mask_holds_each_tree_and_padding_that_sees_itself_alone(batch, extra):
     size = max(tree.size for tree in batch) + extra
@@ -135,30 +130,3 @@ def test_a_union_holds_every_prefix_of_every_path_and_nothing_twice(continuation
     expected = {(9,)} | {(9, *path[:n]) for path in continuations for n in range(1, len(path) + 1)}
     assert texts(tree) == expected
     assert tree.size == len(expected)
-
-
-@given(paths, st.integers(0, 8))
-def test_a_limited_union_keeps_the_first_nodes_it_would_have_had(continuations, max_nodes):
-    whole, tree = union(9, continuations), union(9, continuations, max_nodes)
-    assert tree.drafted == min(whole.drafted, max_nodes)
-    assert tree.tokens == whole.tokens[: tree.size] and tree.parents == whole.parents[: tree.size]
-
-
-@given(st.lists(st.integers(1, 3), max_size=4))
-def test_a_static_tree_has_the_product_of_the_widths_at_each_depth(widths):
-    tree = static(0, [[1, 2, 3]] * len(widths), widths)
-    expected = 1
-    for depth, width in enumerate(widths, start=1):
-        expected *= width
-        assert tree.depths.count(depth) == expected
-    assert max(tree.depths) == len(widths)
-
-
-def test_a_static_tree_crosses_the_best_candidates_of_each_depth():
-    tree = static(0, [[1, 2, 3], [4, 5], [6]], [2, 2, 1])
-    leaves = {text for text in texts(tree) if len(text) == 4}
-    assert leaves == {(0, a, b, 6) for a in (1, 2) for b in (4, 5)}
-
-
-def test_a_static_tree_with_too_few_candidates_takes_those_there_are():
-    assert texts(static(0, [[1], [2, 3]], [3, 3])) == {(0,), (0, 1), (0, 1, 2), (0, 1, 3)}

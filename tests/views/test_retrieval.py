@@ -162,7 +162,7 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
         rows = retrieval.rows(0, length).tolist()
         assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] == length - 1
         assert set(range(min(sink, length))) <= set(rows) and set(range(max(0, length - recent), length)) <= set(rows)
-        assert len(rows) <= retrieval.view.most
+        assert len(rows) <= retrieval.view.capacity - retrieval.view.room
         chosen = retrieval.chosen(0)
         for c in chosen or ():
             assert set(range(c * chunk, (c + 1) * chunk)) <= set(rows)

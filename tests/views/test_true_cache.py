@@ -110,7 +110,7 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, t
                 assert found[0] == list(range(n))
             # Another slot has seen nothing of it.
             assert cache.store.lengths[0] == 0
-            if n <= view.most + room and flag:
+            if n <= view.capacity and flag:
                 assert cache.whole(1)
 
 

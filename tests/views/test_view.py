@@ -34,7 +34,7 @@ def test_sink_window_and_whole_chunks_between(
     keys, queries = random(2, length, 4, seed=seed), random(4, 3, 4, seed=seed + 1)
     rows = view.rows(keys, queries if told else None)
     start = view.window_start(length)
-    assert rows.shape[0] == (1 if shared else 2) and rows.shape[1] <= view.most
+    assert rows.shape[0] == (1 if shared else 2) and rows.shape[1] <= view.capacity - view.room
     sink = min(view.sink, length)
     for head in rows.tolist():
         assert head == sorted(set(head)) and head[-1] == length - 1

@@ -36,7 +36,7 @@ class Drafter(ABC):
     """Time of a forward of the target's own layers with the draft's weights, divided by one with the target's."""
 
     query_window: int = 1
-    """How many of a prompt's last tokens it wants the queries of, if any; the first event brings them."""
+    """Number of a prompt's last tokens whose queries it wants, if any; the first event brings them."""
 
     @property
     def views(self) -> tuple[View, ...]:

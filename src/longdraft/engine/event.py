@@ -54,5 +54,5 @@ class Event:
 
     @property
     def begins(self) -> bool:
-        """Whether this is the sequence's first event."""
+        """True if this is the sequence's first event."""
         return self.mode == "prefill"

@@ -161,11 +161,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is still to come, of any sequence."""
+        """True if a step is still to come, of any sequence."""
         return bool(self._waiting or self._active or self._unreported)
 
     def holds(self, index: int) -> bool:
-        """Whether a step of this sequence is still to come."""
+        """True if a step of this sequence is still to come."""
         sequences = any(s.index == index for s in (*self._active, *self._waiting))
         return sequences or any(step.sequence == index for step in self._unreported)
 

@@ -137,7 +137,7 @@ def _repetition(own: Any, row: int, rows: int) -> None:
 
 @cache
 def _repeats_prompts() -> bool:
-    """Whether this transformers applies the penalty to all rows of a prompt; older versions only do to the first."""
+    """True if this transformers applies the penalty to all rows of a prompt; older versions only do to the first."""
     penalty = known.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, 1, dtype=torch.long))
     scores = penalty(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     return bool(scores[0] == scores[1])

@@ -191,7 +191,7 @@ def _is_id(value: object) -> bool:
 
 
 def _is_ids(values: list[Any]) -> bool:
-    """Whether a list is the token ids of one prompt, rather than a list of prompts."""
+    """True if a list is the token ids of one prompt, rather than a list of prompts."""
     return bool(values) and all(map(_is_id, values))
 
 

@@ -142,7 +142,7 @@ class Sampler:
 
     @property
     def foresees(self) -> bool:
-        """Whether the random numbers of coming samples are known beforehand."""
+        """True if the random numbers of coming samples are known beforehand."""
         return not self.greedy and self.draws.ahead(0) is not None
 
     def rehearsal(self) -> Sampler:

@@ -67,7 +67,7 @@ class Schedule:
     exact = True
 
     views: tuple[View, ...] = ()
-    """What partial verifications see of longer texts; empty if every verification sees all rows."""
+    """Views of longer texts by partial verifications; empty if every verification sees all rows."""
 
     def extra_rows(self, max_nodes: int) -> int:
         """Rows that a slot needs behind prompt, output and tree."""

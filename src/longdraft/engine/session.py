@@ -127,7 +127,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended yet."""
+        """True if any request has not ended yet."""
         return self._engine.busy
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Session:
         return self._result(number, entry.prefill_seconds, entry.decode_seconds)
 
     def ended(self, number: int) -> bool:
-        """Whether a request has ended, with no step still to come."""
+        """True if a request has ended, with no step still to come."""
         return not self._engine.holds(number)
 
     def take(self, number: int) -> Result:

@@ -1,8 +1,8 @@
 """transformers' ``generate(..., custom_generate=speculator)``: its inputs, its processors, its outputs.
 
 By the time this runs, ``generate`` has merged the generation config, built the logits processors and stopping
-criteria, and expanded the inputs for ``num_return_sequences``. What it hands over is honoured row by row, and the
-tokens are those that it would have returned, or the call is refused before work begins.
+criteria, and expanded the inputs for ``num_return_sequences``. These are applied row by row, and the tokens are those
+that ``generate`` would have returned, or the call is refused before work begins.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def decode(
 
     Samples come from torch's global generator: after the same ``torch.manual_seed`` they are those of ``generate``.
 
+    Args:
+        planner: called once everything has been checked, for it may measure first.
+        given: arguments that ``generate`` does not hand on by itself.
+
     Returns:
-        (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` when the config asks for a dict.
+        (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` if the config asks for a dict.
 
     Raises:
-        CapabilityError: for what is not decoded as ``generate`` decodes it; see :mod:`longdraft.integration.requests`.
+        CapabilityError: longdraft cannot decode this as ``generate`` does; see :mod:`longdraft.integration.requests`.
         PromptError: token ids that the model does not have, or none.
         ContextError: prompt and new tokens exceed the target's context.
-
-    Args:
-        planner: asked once everything has been checked: it may measure first.
-        given: what ``generate`` does not hand on by itself.
     """
     requests.check(config, model_kwargs, input_ids, given)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
     rows, width = input_ids.shape
-    # generate stops where the criteria say, and has at least one token by then.
+    # generate asks its criteria after each token, so it returns at least one.
     limit = getattr(stopping_criteria, "max_length", None)
     budget = max(1, (config.max_length if limit is None else limit) - width)
     # generate takes the random numbers of all rows together; a processor that is not transformers' own may take some.
@@ -70,11 +70,10 @@ def decode(
         draws.generator.set_state(runner.share.first(draws.generator.get_state()))
     sequences = []
     for i, row in enumerate(input_ids):
-        real = row if mask is None else row[mask[i].bool().to(row.device)]
+        prompt = row if mask is None else row[mask[i].bool().to(row.device)]
         own = processors.of_row(logits_processor, i, rows)
-        greedy = not config.do_sample
-        sampler = Sampler(greedy, own) if draws is None else Sampler(greedy, own, draws.row(i))
-        sequences.append(Sequence(i, real.tolist(), budget, runner.device, row.tolist(), greedy, sampler))
+        sampler = Sampler(True, own) if draws is None else Sampler(False, own, draws.row(i))
+        sequences.append(Sequence(i, prompt.tolist(), budget, runner.device, row.tolist(), draws is None, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
     endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)
     # A planner may measure for a while: the last thing before work begins.
@@ -90,7 +89,7 @@ def decode(
 
 
 def _pad(config: Any) -> int | None:
-    """What follows the end of a row, as ``generate`` has settled it; None where it knows nothing."""
+    """The padding token that ``generate`` has settled on; None if there is none."""
     pad = getattr(config, "_pad_token_tensor", None)
     if pad is None:
         pad = config.pad_token_id

@@ -1,11 +1,11 @@
-"""When the rows of a batch end: as in ``generate``, though rows decode at their own pace.
+"""Ends the rows of a batch as ``generate`` does, though rows decode at their own pace.
 
-``generate`` asks its stopping criteria after each step, with all rows. Two of its habits matter. Only where one of the
-criteria is for end-of-sequence tokens does a finished row go on with padding; without one it goes on with real tokens
-until every row has finished. And a criterion may look at all rows, or keep a state.
+``generate`` calls its stopping criteria after each step, with all rows. A finished row goes on with padding only if one
+of the criteria is for end-of-sequence tokens; else it goes on with real tokens until every row has finished. And a
+criterion may look at all rows, or keep a state.
 
-So the criteria that look at a row alone are asked as soon as the row has a token, and the row can end there. Any others
-are asked step by step, with all rows, once the slowest has come as far; what a faster row has beyond its end is cut.
+So criteria that look at a row alone are called as soon as the row has a token, and the row can end there. Any others
+are called step by step, with all rows, once the slowest has come as far; tokens of a faster row beyond its end are cut.
 A streamer is fed in the same steps.
 """
 
@@ -31,11 +31,11 @@ class Endings:
         sequences: the batch, in the order of its rows.
         prompts: (B, n) token ids, with padding, on the device where criteria want them.
         criteria: of ``generate``.
-        pad: what follows the end of a row, where anything does.
-        streamer: given each step's tokens (B,), on the host.
+        pad: the padding token, if there is one.
+        streamer: gets each step's tokens (B,), on the host.
 
     Raises:
-        CapabilityError: rows have to be padded, and nobody said with what.
+        CapabilityError: rows have to be padded, and there is no padding token.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Endings:
     ) -> None:
         self._own = StoppingCriteriaList(c for c in criteria if type(c) in _OF_A_ROW)
         self._joint = StoppingCriteriaList(c for c in criteria if type(c) not in _OF_A_ROW)
-        self._padded = any(hasattr(c, "eos_token_id") for c in criteria)  # as generate tells
+        self._padded = any(hasattr(c, "eos_token_id") for c in criteria)  # as generate decides
         if self._padded and pad is None and len(sequences) > 1:
             raise CapabilityError(
                 "Rows of a batch that end at an end-of-sequence token are padded, and there is no padding token: give "
@@ -56,14 +56,14 @@ class Endings:
             )
         self._pad, self._streamer, self._text = pad or 0, streamer, prompts
         self._sequences = sequences
-        # Tokens of each row up to its end, once that is known. A joint criterion may still find an earlier one.
+        # Tokens of each row up to its end, once that is known. A joint criterion may still find an earlier end.
         self._ends: list[int | None] = [None] * len(sequences)
         self._steps = 0
 
     def rule(self, s: Sequence) -> FinishReason | None:
-        """Asked after each emitted token; see :class:`longdraft.engine.Engine`."""
+        """A stop rule of the engine, called after each emitted token."""
         i, count = s.index, len(s.output)
-        if s is not self._sequences[i]:  # a guess of how the row goes on, which a schedule may take back
+        if s is not self._sequences[i]:  # a guess, which a schedule may take back
             return "stop" if self._padded and self._ended(s) else None
         if self._ends[i] is None and (not s.remaining or self._ended(s)):
             self._ends[i] = count
@@ -76,30 +76,30 @@ class Endings:
         return "stop" if s.remaining else "length"
 
     def output(self) -> torch.Tensor:
-        """(B, new tokens), when every row has ended."""
+        """Returns (B, new tokens), when every row has ended."""
         length = self._length()
         assert length is not None
         rows = [[self._token(i, step) for step in range(length)] for i in range(len(self._ends))]
         return torch.tensor(rows, dtype=torch.long, device=self._text.device)
 
     def _ended(self, s: Sequence) -> bool:
-        """Whether its last token ends a row, as far as the row alone says."""
+        """True if the last token ends a row by criteria that look at the row alone."""
         return bool(self._own(s.ids()[None], None).all())
 
     def _length(self) -> int | None:
-        """New tokens of the longest row; None while it is not known."""
+        """New tokens of the longest row; None if that is not known yet."""
         known = [end for end in self._ends if end is not None]
         return max(known) if len(known) == len(self._ends) else None
 
     def _token(self, row: int, step: int) -> int | None:
-        """What a row has at a step, padding included; None: it has not come as far."""
+        """A row's token at a step, or padding; None if the row has not come as far."""
         end, s = self._ends[row], self._sequences[row]
         if self._padded and end is not None and step >= end:
             return self._pad
         return s.output[step] if step < len(s.output) else None
 
     def _step(self) -> bool:
-        """Streams and judges the next step, if all rows have come as far and not all have ended before it."""
+        """Streams and judges the next step, if all rows have reached it and not all have ended before."""
         step, length = self._steps, self._length()
         if length is not None and step >= length:
             return False

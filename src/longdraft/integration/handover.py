@@ -1,11 +1,10 @@
-"""What ``generate`` does not hand to a custom loop: tokenizer, streamer, assistant, and whether a cache was given.
+"""Arguments that ``generate`` does not hand to a custom loop: tokenizer, streamer, assistant, the user's cache.
 
-``generate`` asks for a custom loop's signature to see which keywords it wants. Until then it has taken ``tokenizer``,
-``streamer`` and ``assistant_model`` out of what it looks through, so that they reach no custom loop, whatever its
-signature names: stop strings then lack a tokenizer, and the reader of a stream waits for ever. The one moment when they
-can be had is that question, which is answered here: a signature of ours looks at who asks, and puts what it finds among
-the keywords that are looked through next. Nothing is kept, so threads do not meet. Anyone else who asks gets the
-signature and nothing more.
+``generate`` reads a custom loop's signature to see which keywords it takes. By then it has removed ``tokenizer``,
+``streamer`` and ``assistant_model`` from its keywords, so that they reach no custom loop, whatever its signature names:
+stop strings would lack a tokenizer, and the reader of a stream would wait for ever. The moment when it reads the
+signature is the only one when they can be had: our signature looks at the calling frame, and puts them back among the
+keywords. Nothing is stored, so threads do not meet. Any other caller just gets the signature.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-# Frames between the question and its answer: those of inspect.
+# Frames of `inspect` between generate's call and ours, at most.
 _DEPTH = 16
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the user gave ``generate`` that it does not hand on.
+    """Arguments of ``generate`` that it does not hand on.
 
     Attributes:
-        assistant: a model to draft, of transformers' assisted decoding.
-        cache: whether the user gave a cache; ``generate`` makes one where not.
-        synced: generation in step with other processes.
+        assistant: the draft model of transformers' assisted decoding.
+        cache: whether the user gave a cache; if not, ``generate`` makes one.
+        synced: whether to generate in step with other processes.
     """
 
     streamer: Any = None
@@ -41,7 +40,7 @@ class Given:
 
 
 def given_cache(keywords: dict[str, Any]) -> Any:
-    """The cache among a forward's keywords, or None: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+    """Returns the cache of a forward's keywords: ``cache`` since transformers 5.24, ``past_key_values`` before."""
     cache = keywords.get("cache")
     return keywords.get("past_key_values") if cache is None else cache
 
@@ -59,7 +58,7 @@ class HandedOver:
 
 
 def _generate() -> FrameType | None:
-    """The frame of the method of ``generate`` that looks at a loop's signature, if it is what asks."""
+    """Returns the frame of the method of ``generate`` that reads a loop's signature, if that is what is calling."""
     method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_DEPTH):
@@ -70,7 +69,7 @@ def _generate() -> FrameType | None:
 
 
 def _hand_over(names: dict[str, Any]) -> None:
-    """Puts what ``generate`` has taken out back among its keywords; called twice, it does the same again."""
+    """Puts removed arguments back among the keywords; may be called twice."""
     keywords, taken = names.get("kwargs"), names.get("generation_mode_kwargs")
     if not isinstance(keywords, dict) or not isinstance(taken, dict):
         return
@@ -86,7 +85,7 @@ def _hand_over(names: dict[str, Any]) -> None:
 
 @contextmanager
 def streaming(streamer: Any) -> Iterator[None]:
-    """Ends a stream with the work inside, and when that fails: the reader in another thread would wait for ever."""
+    """Ends the streamer after the work inside, and if that fails: a reader in another thread would wait for ever."""
     try:
         yield
     finally:

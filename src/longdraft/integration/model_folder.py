@@ -1,7 +1,7 @@
 """A model folder whose ``generate`` decodes with longdraft: transformers runs its ``custom_generate/generate.py``.
 
-Beside the target's own files it holds the draft. ``generate.py`` is three lines that call :func:`generating`; whoever
-loads the folder with ``trust_remote_code=True``, such as ``transformers serve``, decodes with it and notices nothing.
+Beside the target's own files it holds the draft. ``generate.py`` is three lines that call :func:`generating`; a program
+that loads the folder with ``trust_remote_code=True``, such as ``transformers serve``, decodes with it as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longdraft.errors import CapabilityError, CheckpointError, reason_of
 from longdraft.model.checkpoints import check_folder, quiet
 
 CODE, DRAFT = "custom_generate", "draft"
-# Of a target's folder, what a model and its tokenizer are read from; weights are linked, the rest is copied.
+# Files of a target's folder that a model and its tokenizer are read from; weights are linked, the rest is copied.
 _KEPT = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py", "LICENSE*")
 _WEIGHTS = (".safetensors", ".bin")
 _GENERATE = """\
@@ -32,7 +32,7 @@ generate = generating(Speculator, {arguments})
 
 
 class _Made(dict[Any, Any]):
-    """What was made for a model, kept on it, so that it goes with it. A copy of the model has its own made."""
+    """Speculators of a model, kept as its attribute and so freed with it. A copy of the model starts empty."""
 
     def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
         return _Made, ()
@@ -41,14 +41,16 @@ class _Made(dict[Any, Any]):
 def write(
     out: Path | str, target: str, method: str, draft: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Writes the folder. Where it is the target's own, the target's files stay as they are.
+    """Writes the folder. It may be the target's own folder, whose files are then left unchanged.
 
     Args:
         target: a folder in Hugging Face layout, or a hub id.
-        method: name of the method that decodes. draft: folder of its draft. options: the method's own, plain values.
+        method: name of the method that decodes.
+        draft: folder of its draft.
+        options: of the method, plain values.
 
     Returns:
-        What is to be known about the folder, a sentence each.
+        Notes for the user, a sentence each.
 
     Raises:
         CapabilityError: the target is one file.
@@ -78,47 +80,44 @@ def write(
 
 
 def generating(make: Callable[..., Any], method: str, draft: str | None = None, **options: Any) -> Callable[..., Any]:
-    """The ``generate`` of such a folder.
+    """Returns the ``generate`` of such a folder, which transformers calls in place of a model's, with ``model`` added.
 
     Args:
         make: :class:`longdraft.Speculator`; called once a model.
-        draft: of the draft's folder, its place in the model folder.
+        draft: name of the draft's folder in the model folder.
         options: of the method.
-
-    Returns:
-        What transformers calls in place of a model's ``generate``, with its arguments and ``model``.
     """
     own = object()
 
     def generate(*inputs: Any, model: PreTrainedModel, **settings: Any) -> Any:
         plain = type(model).generate
-        if settings.get("custom_generate") is not None:  # somebody wants another loop than the folder's
+        if settings.get("custom_generate") is not None:  # another loop than the folder's
             return plain(model, *inputs, **settings)
         settings.pop("trust_remote_code", None)
-        found = {} if draft is None else {"draft": str(_draft(model, draft, _resolve()))}
+        drafts = {} if draft is None else {"draft": str(_draft(model, draft, _named_folder()))}
         made = vars(model).setdefault("_longdraft_made", _Made())
-        key = (own, found.get("draft"))
+        key = (own, drafts.get("draft"))
         speculator = made.get(key)
         if speculator is None:
-            made[key] = speculator = make(method, target=model, **found, **options)
+            made[key] = speculator = make(method, target=model, **drafts, **options)
         return plain(model, *inputs, **settings | {"custom_generate": speculator})
 
     return generate
 
 
-def _resolve() -> str | None:
-    """The folder or hub id of ``generate(custom_generate="...")``, which transformers keeps to itself."""
-    asking = sys._getframe(2)
+def _named_folder() -> str | None:
+    """The folder or hub id of ``generate(custom_generate="...")``, which transformers does not hand on."""
+    caller = sys._getframe(2)
     own = inspect.unwrap(GenerationMixin.generate).__code__
-    named = asking.f_locals.get("custom_generate") if asking.f_code is own else None
+    named = caller.f_locals.get("custom_generate") if caller.f_code is own else None
     return named if isinstance(named, str) else None
 
 
 def _draft(model: PreTrainedModel, place: str, named: str | None) -> Path:
-    """The draft's folder: beside the ``generate.py`` that runs, of which transformers has a copy elsewhere.
+    """Returns the draft's folder. It is beside ``generate.py``, but transformers runs a copy of that from elsewhere.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: there is no such folder.
     """
     origin = named or str(model.name_or_path)
     folder = Path(origin).expanduser()
@@ -135,7 +134,7 @@ def _draft(model: PreTrainedModel, place: str, named: str | None) -> Path:
 
 
 def _target(name: str) -> Path:
-    """The folder of a target's files."""
+    """Returns the folder of a target's files, fetched if need be."""
     folder = Path(name).expanduser()
     if folder.is_file():
         raise CapabilityError(
@@ -153,7 +152,7 @@ def _fetched(name: str, patterns: list[str], revision: str | None = None) -> Pat
     try:
         with quiet():
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # whatever a name, a network or a server may do
+    except Exception as error:  # a name, a network or a server may raise anything
         raise CheckpointError(
             f"{name!r} is not a folder here, and fetching it from the Hugging Face hub failed: {reason_of(error)}."
         ) from error
@@ -165,7 +164,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _placed(file: Path, at: Path) -> bool:
-    """Copies a file, or links it where it is large; True: linked."""
+    """Links a file of weights, copies any other; returns whether it was linked."""
     at.unlink(missing_ok=True)
     if file.suffix in _WEIGHTS:
         try:

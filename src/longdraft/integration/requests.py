@@ -1,4 +1,4 @@
-"""What a call of ``generate`` asks for: checked before work begins, and refused where longdraft does something else."""
+"""Checks a call of ``generate`` before work begins, and refuses what longdraft would decode differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longdraft.errors import CapabilityError, PromptError
 from longdraft.integration.handover import Given, given_cache
 
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# What asks for each other way of decoding.
+# Ways of decoding that are refused, and the arguments that ask for them.
 _ASKED_BY = {
     "contrastive_search": "penalty_alpha",
     "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
@@ -19,29 +19,19 @@ _ASKED_BY = {
     "constrained_beam_search": "constraints and force_words_ids",
     "group_beam_search": "num_beams and num_beam_groups",
 }
-# What a forward is given that has no bearing on the tokens, or is looked at here.
-_KNOWN = frozenset(
-    (
-        "attention_mask",
-        "position_ids",
-        "cache",
-        "past_key_values",
-        "use_cache",
-        "cache_position",
-        "logits_to_keep",
-        "inputs_embeds",
-        "output_attentions",
-        "output_hidden_states",
-    )
-)
+# Keywords of a forward that have no effect on the tokens, or are checked here.
+_KNOWN = (
+    "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "cache_position", "logits_to_keep",
+    "inputs_embeds", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 
 
 def check(config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: Given) -> None:
-    """Refuses what would not be decoded as ``generate`` decodes it.
+    """Refuses calls that would not be decoded as ``generate`` decodes them.
 
     Raises:
-        CapabilityError: naming what to leave out.
-        PromptError: no token ids, or none of a batch.
+        CapabilityError: names the argument to leave out.
+        PromptError: no token ids, or not those of a batch.
     """
     _check_mode(config, given)
     _check_outputs(config)
@@ -100,7 +90,7 @@ def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> None:
 
 
 def _check_positions(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> None:
-    """Positions are those of the tokens that the mask keeps, counted from 0; the padding's do not matter."""
+    """Checks that positions count the tokens that the mask keeps, from 0; those of padding do not matter."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is None:
         return

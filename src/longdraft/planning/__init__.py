@@ -1,4 +1,4 @@
-"""How much to draft and to verify: costs measured on this machine, chances learned from what is accepted.
+"""Planning of rounds: how much to draft and to verify, by costs measured here and chances learned from acceptance.
 
 May import: engine, trees, model.
 """

@@ -1,4 +1,4 @@
-"""What is known of a draft, as posteriors that forget.
+"""Knowledge of a draft, as posteriors that forget.
 
 :class:`Chances`: the chance that a node is right, given the probability that its drafter gives its path (Beta
 posteriors). :class:`Gain`: the tokens that a forward of the draft adds to a round (a Gamma posterior), and its time.
@@ -87,7 +87,7 @@ class PriorGain:
 
 
 class Gain:
-    """What drafting adds to a round: tokens, if nothing else proposed any, and the plain steps that it takes.
+    """The gain of drafting in a round: the tokens it adds if nothing else proposes any, and the plain steps it takes.
 
     Args:
         prior: weighs as much as ``PRIOR`` rounds; for one text, the gain over all texts.

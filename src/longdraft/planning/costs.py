@@ -254,7 +254,7 @@ def wake(runner: TargetRunner) -> float | None:
 
 
 def outdated(table: CostTable, seconds: float | None) -> bool:
-    """Whether the machine is faster than a table says, which was then measured beside other work.
+    """True if the machine is faster than a table says, which was then measured beside other work.
 
     Args:
         seconds: result of :func:`wake`.

@@ -26,7 +26,7 @@ class OtherProcesses:
 
     @property
     def in_the_way(self) -> bool:
-        """Whether they leave fewer cores than torch has threads."""
+        """True if they leave fewer cores than torch has threads."""
         return self.cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + SLACK
 
     @property

@@ -44,7 +44,7 @@ def cautious(p: float) -> float:
 
 
 class Planner:
-    """What is known of a method on a target: costs, and how its drafts fared. Serves one run after another.
+    """Knows the costs of a method on a target, and how its drafts fared. Serves one run after another.
 
     Args:
         table: of verification costs.

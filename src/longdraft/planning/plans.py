@@ -1,4 +1,4 @@
-"""Whether rounds are planned, and the planner of a target."""
+"""The choice whether rounds are planned, and the planner of a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checked(plan: str | None) -> str | None:
 
 
 def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
-    """Whether to plan: as ``plan`` says; by default, unless the options describe a tree.
+    """True if rounds are to be planned: as ``plan`` says; by default, unless the options describe a tree.
 
     Raises:
         ValueError: the environment variable names no plan.

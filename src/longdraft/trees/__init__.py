@@ -1,4 +1,4 @@
-"""Token trees: one class, a file for each way to grow them, and their masks.
+"""Token trees, a file for each way to grow them, and their masks.
 
 May import: model, memory, attention.
 """

@@ -1,8 +1,7 @@
 """Beam tree: level by level, the most probable continuations of the level before (LongSpec, section 3.3).
 
-The first level are the root's most probable tokens; the next one the best of (nodes of this level x vocabulary) by
-cumulative log-probability, and so on. Only the last finished level is expanded, and a node that is not expanded
-further stays as a leaf. The last level is never expanded: D levels cost D draft forwards.
+The first level holds the root's most probable tokens; each further one the best of (nodes of the level before x
+vocabulary) by cumulative log-probability. The last level is never expanded: D levels cost D draft forwards.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from longdraft.trees.opt import Opt
 
 # LongSpec, section 4.1.
 WIDTHS = (4, 16, 16, 16, 16)
-# As many nodes for sampled text: what is sampled is often none of a few likeliest tokens, so width tells and depth
+# For sampled text, as many nodes: the sampled token is often none of a few likeliest ones, so width helps and depth
 # does not (docs/longspec.md).
 SAMPLED_WIDTHS = (32, 24, 8, 4)
 
@@ -26,8 +25,8 @@ class Beam(TreeKind):
     """A beam tree.
 
     Attributes:
-        widths: nodes of each level; fewer where the vocabulary has no more.
-        sampled_widths: the same where the target's tokens are sampled, no deeper than ``widths``; None: ``widths``.
+        widths: nodes of each level; fewer if the vocabulary has no more.
+        sampled_widths: the same for sampled text, no deeper than ``widths``; None: ``widths``.
     """
 
     widths: tuple[int, ...] = WIDTHS
@@ -50,8 +49,7 @@ class Beam(TreeKind):
         for width in (growth.sampled and self.sampled_widths) or self.widths:
             if not (going := growth.deeper(last.level)):
                 break
-            # No more than `width` children of one node can be among the best: the rest of the vocabulary is never
-            # sorted.
+            # At most `width` children of one node can be among the best, so the whole vocabulary is never sorted.
             last, _ = growth.children(last.kept(going), width).best(width)
             levels.append(last)
         return levels

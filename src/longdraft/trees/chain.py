@@ -1,8 +1,8 @@
-"""A chain: one continuation, as long as the draft believes in it.
+"""A chain: one continuation, ended where the draft grows unsure.
 
 A node is accepted with about the probability that the draft gives its path, and one more level costs a draft forward
-and a row of the verification. With one rate `a` of acceptance for all tokens this is MagicDec's choice of the length
-(Sadhukhan et al. 2024, section 3): the largest (1 - a^(g+1)) / (1 - a) for the time of g drafts and a verification.
+and a row of the verification. If all tokens are accepted at one rate `a`, this is MagicDec's choice of the length g
+(Sadhukhan et al. 2024, section 3): the most tokens, (1 - a^(g+1)) / (1 - a), per time of g drafts and a verification.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
 from longdraft.trees.node_limit import NodeLimit
 
-# Tokens of a chain where nobody says otherwise (MagicDec's gamma), and where a planner ends it, at most.
+# Tokens of a chain by default (MagicDec's gamma), and at most if a planner ends it.
 LENGTH, LONGEST = 4, 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(TreeKind):
-    """The draft's first choice, and what it says follows that, and so on.
+    """The draft's first choices.
 
     Attributes:
-        depth: its length.
-        price: it ends with the first token whose path is no likelier than this.
+        depth: tokens at most.
+        price: the chain ends with the first token whose path is no likelier than this.
     """
 
     depth: int = LENGTH
@@ -54,5 +54,4 @@ class Chain(TreeKind):
         return replace(self, depth=min(self.depth, depth))
 
     def _fit(self, limit: NodeLimit) -> Chain:
-        """As long as it pays to go on."""
         return replace(self, depth=max(1, min(LONGEST, limit.nodes)), price=limit.price)

@@ -1,11 +1,9 @@
 """Dynamic tree: wide where the draft hesitates, deep where it is sure (EAGLE-2, section 4; EAGLE-3 keeps it).
 
-The root's ``top_k`` most probable tokens are the first level. Each round expands the ``top_k`` best nodes of the last
-level and takes ``top_k`` children of each: all of them are candidates. What is verified are the best candidates of all
-levels by cumulative log-probability, which are closed under parents, for a score only falls along a path. The last
-level is never expanded.
-
-It differs from a beam tree in what it may keep: a child that is not expanded can be verified all the same.
+The root's ``top_k`` most probable tokens are the first level. Each further level has ``top_k`` children of each of the
+``top_k`` best nodes before it, and all of them are candidates. The best candidates of all levels by cumulative
+log-probability are verified; they are closed under parents, for a score only falls along a path. Unlike in a beam tree,
+a child that is never expanded can be verified. The last level is never expanded.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Dynamic(TreeKind):
 
     def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
         expanded, levels = roots, []
-        # (B', W): where the expanded nodes stand among the candidates of their level.
+        # (B', W): the places of the expanded nodes among the candidates of their level.
         places = roots.level.parents
         while going := growth.deeper(expanded.level):
             places = expanded.level.of(going, places)

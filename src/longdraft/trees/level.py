@@ -1,4 +1,4 @@
-"""Levels of a growing tree, as tensors: a GPU is waited for once a round, when the finished tree goes to the host."""
+"""Levels of growing trees, as tensors: the host waits for a GPU once a round, when the finished trees go to it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from longdraft.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth, for those sequences of a batch that go on: B' rows of W nodes.
+    """The nodes of one depth, for the sequences of a batch whose trees go on: B' rows of W nodes.
 
     Attributes:
-        rows: which sequence of the batch each row belongs to, host integers.
+        rows: the sequence of the batch that each row belongs to, integers on the host.
         depth: 0 for the roots, one node each.
         tokens: (B', W) target ids.
         parents: (B', W) each node's parent, as an index into its row of the level before; 0 at depths 0 and 1.
@@ -28,71 +28,71 @@ class Level:
     parents: torch.Tensor
 
     def kept(self, rows: Sequence[int]) -> Level:
-        """The level of these sequences alone."""
+        """Returns the level of these sequences alone."""
         return Level(tuple(rows), self.depth, self.of(rows, self.tokens), self.of(rows, self.parents))
 
     def of(self, rows: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-        """These sequences' rows of a tensor that has one for each row of the level."""
+        """Returns these sequences' rows of a tensor that has one for each row of the level."""
         if tuple(rows) == self.rows:
             return x
-        # An index tensor would have to travel to the device.
+        # An index tensor would have to be copied to the device.
         return torch.stack([x[self.rows.index(row)] for row in rows])
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A level with each node's log-probability given its path, and summed over the path; float32 (B', W)."""
+    """A level with each node's log-probability given its path, and the path's sum (scores): float32 (B', W)."""
 
     level: Level
     log_probs: torch.Tensor
     scores: torch.Tensor
 
     def kept(self, rows: Sequence[int]) -> Scored:
-        """The level of these sequences alone."""
+        """Returns the level of these sequences alone."""
         of = self.level.of
         return Scored(self.level.kept(rows), of(rows, self.log_probs), of(rows, self.scores))
 
     def best(self, width: int) -> tuple[Scored, torch.Tensor]:
-        """The ``width`` nodes of each row with the best scores, the best first, and (B', W) which they were."""
+        """Returns the ``width`` best nodes of each row, the best first, and their places (B', W) in this level."""
         scores, chosen = self.scores.topk(min(width, self.scores.shape[1]), dim=-1)
         tokens, parents = self.level.tokens.gather(1, chosen), self.level.parents.gather(1, chosen)
         level = Level(self.level.rows, self.level.depth, tokens, parents)
         return Scored(level, self.log_probs.gather(1, chosen), scores), chosen
 
     def first(self, width: int) -> Scored:
-        """The first nodes of each row. They keep their places, so their children know them by these."""
+        """Returns the first ``width`` nodes of each row, which keep their places."""
         level = self.level
         fewer = Level(level.rows, level.depth, level.tokens[:, :width], level.parents[:, :width])
         return Scored(fewer, self.log_probs[:, :width], self.scores[:, :width])
 
 
-# A score for what is not a number: below all others, and sums of it can still be compared.
+# The score of NaN: below all others, and sums of it can still be compared.
 _HOPELESS = -1e9
-# Told a level, gives the draft's logits (B', W, draft vocabulary) of the tokens that follow its nodes.
+# A level -> the draft's logits (B', W, draft vocabulary) of the tokens that follow its nodes.
 Expand = Callable[[Level], torch.Tensor]
-# Told a level and a number k, gives log-probabilities and draft ids (B', W, k) of the likeliest of them, best first.
+# A level and a number k -> log-probabilities and draft ids (B', W, k) of the likeliest following tokens, best first.
 Likeliest = Callable[[Level, int], tuple[torch.Tensor, torch.Tensor]]
-# Told a level, and log-probabilities and target ids (B', W, K) of the draft's likeliest tokens behind its nodes: how
-# likely each is the one that will be sampled there.
+# A level, and the draft's log-probabilities and target ids (B', W, K) of the likeliest following tokens -> the
+# log-probability (B', W, K) that each of them will be sampled there.
 Foresee = Callable[[Level, torch.Tensor, torch.Tensor], torch.Tensor]
-# Told a level, and log-probabilities (B', W, K) of its nodes' children, the likeliest first: what to believe of them.
+# A level, and log-probabilities (B', W, K) of its nodes' children, the likeliest first -> corrected log-probabilities.
 Lift = Callable[[Level, torch.Tensor], torch.Tensor]
-# Of how many of a draft's likeliest tokens that is asked.
+# How many of a draft's likeliest tokens are given to ``Foresee``.
 FORESEEN = 64
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What the trees of one round grow by.
+    """Everything that a kind of tree needs to grow the trees of one round.
 
     Attributes:
-        expand: the draft. Called with the roots, then with those nodes of each level but the last that go on.
+        expand: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
         depths: levels of each sequence's tree at most, 0 for a root alone.
         ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        sampled: the target's tokens are sampled, not greedy, and nothing is known of the random numbers.
-        likeliest: the draft, where it can say the likeliest tokens without giving logits; in place of ``expand``.
-        foresee: where tokens are sampled and the random numbers are known; None: nodes are as likely as the draft says.
-        lift: what the draft says, put right by how it fared; None: it is believed.
+        sampled: whether the target's tokens are sampled with unknown random numbers.
+        likeliest: used in place of ``expand`` by a draft that finds the likeliest tokens without computing logits.
+        foresee: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
+        lift: corrects the draft's probabilities by how they fared; None: they count as they are.
     """
 
     expand: Expand
@@ -104,24 +104,24 @@ class Growth:
     lift: Lift | None = None
 
     def deeper(self, level: Level) -> list[int]:
-        """The sequences whose trees may have another level."""
+        """Returns the sequences whose trees may have another level."""
         return [row for row in level.rows if self.depths[row] > level.depth]
 
     def children(self, last: Scored, count: int) -> Scored:
-        """The ``count`` most probable children of each node: a level W times as wide.
-
-        Their ``parents`` are indices into ``last``.
-        """
-        find, asked = self.likeliest, count if self.foresee is None else max(count, FORESEEN)
-        log_probs, token = find(last.level, asked) if find else likeliest(self.expand(last.level), asked)
+        """Returns the ``count`` most probable children of each node, their ``parents`` as indices into ``last``."""
+        wanted = count if self.foresee is None else max(count, FORESEEN)
+        if self.likeliest is not None:
+            log_probs, token = self.likeliest(last.level, wanted)
+        else:
+            log_probs, token = likeliest(self.expand(last.level), wanted)
         token = token if self.ids is None else self.ids[token]
         if self.foresee is not None:
             log_probs = self.foresee(last.level, log_probs, token).nan_to_num(nan=_HOPELESS)
             log_probs, chosen = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
             token = token.gather(-1, chosen)
         log_probs = log_probs if self.lift is None else self.lift(last.level, log_probs)
-        # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. Nor must a
-        # draft that overflowed leave numbers that cannot be compared: it proposes badly, that is all.
+        # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. And a draft
+        # that overflowed may propose badly, but its numbers must still be comparable.
         log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
         scores = (last.scores[..., None] + log_probs).flatten(1)
         tokens = token.flatten(1)
@@ -131,29 +131,29 @@ class Growth:
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of logits (..., vocabulary): log-probabilities and ids (..., k) of the ``count`` largest, the largest first."""
+    """Log-probabilities and ids (..., k) of the ``count`` largest logits (..., vocabulary), the largest first."""
     logits = logits.float()
     best, token = logits.topk(min(count, logits.shape[-1]), dim=-1)
     return best - logits.logsumexp(-1, keepdim=True), token
 
 
 def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
-    """The roots, one node a sequence."""
+    """Makes the level of the roots, one node a sequence."""
     zeros = torch.zeros(len(roots), 1, device=device)
     tokens = on_device(roots, device)[:, None]
     return Scored(Level(tuple(range(len(roots))), 0, tokens, torch.zeros_like(tokens)), zeros, zeros)
 
 
 def to_trees(roots: Sequence[int], levels: Sequence[Scored]) -> list[TokenTree]:
-    """Turns levels into trees on the host. The one place that waits for the device."""
+    """Turns levels into trees on the host; the one place that waits for the device."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
-    whole = torch.cat([torch.stack([x.level.tokens, x.level.parents]).flatten() for x in levels])
-    # The floats travel as what their bits are as integers: one transfer.
+    integers = torch.cat([torch.stack([x.level.tokens, x.level.parents]).flatten() for x in levels])
+    # Floats are transferred as the integers that have their bits, in one copy with the others.
     bits = torch.cat([x.log_probs.flatten() for x in levels]).view(torch.int32)
-    fetched = torch.cat([whole, bits]).cpu()
-    numbers = fetched[: len(whole)].tolist()
-    floats = fetched[len(whole) :].int().view(torch.float32).tolist()
+    fetched = torch.cat([integers, bits]).cpu()
+    numbers = fetched[: len(integers)].tolist()
+    floats = fetched[len(integers) :].int().view(torch.float32).tolist()
     tokens, parents, log_probs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
     at = 0
     above = [0] * len(roots)  # index of the first node of each sequence's last level

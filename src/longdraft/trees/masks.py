@@ -1,4 +1,4 @@
-"""Ancestor masks: which nodes of its tree each node may see. Whole trees, batches of them, and trees as they grow."""
+"""Ancestor masks, which say which nodes of its tree a node may see: of trees, of batches, and of growing trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longdraft.trees.tree import TokenTree
 
 
 def ancestor_mask(tree: TokenTree) -> torch.Tensor:
-    """(size, size) bool on the host: True where the column is the row itself or an ancestor of it."""
+    """Returns (size, size) bool on the host: True if the column is the row itself or an ancestor of it."""
     mask = torch.eye(tree.size, dtype=torch.bool)
     for node, parent in enumerate(tree.parents[1:], start=1):
         mask[node] |= mask[parent]
@@ -21,7 +21,7 @@ def ancestor_mask(tree: TokenTree) -> torch.Tensor:
 
 
 def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
-    """(B, size, size) ancestor masks of a batch; rows of padding see themselves alone."""
+    """Returns the ancestor masks (B, size, size) of a batch; rows of padding see themselves alone."""
     mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
     for b, tree in enumerate(trees):
         mask[b, : tree.size, : tree.size] = ancestor_mask(tree)
@@ -31,7 +31,7 @@ def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
 def tree_block(
     store: KVStore, slots: Sequence[int], trees: Sequence[TokenTree], bases: Sequence[int] | None = None
 ) -> Block:
-    """A tree a slot, for a forward; smaller ones are padded, and nobody sees the padding.
+    """Makes the block of a forward over a tree a slot; smaller trees are padded, and no node sees the padding.
 
     Args:
         bases: position of each root; None: behind the slot's committed rows.
@@ -57,7 +57,7 @@ class Ancestors:
         self._mask = torch.empty(0)
 
     def add(self, level: Level) -> torch.Tensor:
-        """Takes the next level; (B', W, S) bool on its device: which of the S nodes so far each of its W may see.
+        """Adds a level; returns (B', W, S) bool on its device: which of the S nodes so far each of its W may see.
 
         The first level's nodes see themselves alone: a root may come first, or lie before the trees' rows.
         """

@@ -1,4 +1,4 @@
-"""How large the trees of a round may be, as a planner sees it."""
+"""A planner's limit on the trees of a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from longdraft.trees.tree import TokenTree
 
-# (sequences, a tree for each that cost nothing) -> the sequences whose drafts are worth their forwards.
+# (sequences, a tree for each that cost nothing) -> the sequences for which forwards of the draft are worthwhile.
 Choose = Callable[[list[Any], list[TokenTree]], list[Any]]
 
 
@@ -23,8 +23,8 @@ class NodeLimit:
 
     Attributes:
         nodes: drafted nodes of a tree that can be worth verifying.
-        price: what one more draft forward costs, in expected tokens: a level that promises less is not worth it.
-        choose: for which sequences to draft by forwards, told what is proposed without.
+        price: cost of one more draft forward in expected tokens: a level that promises less is not worthwhile.
+        choose: selects the sequences to draft for by forwards, given what is proposed without.
     """
 
     nodes: int
@@ -32,5 +32,5 @@ class NodeLimit:
     choose: Choose = _all
 
 
-# Fitted to it, a kind is as large as a planner may ever want it: what memory is taken for.
+# A kind fitted to this limit is as large as a planner may ever want it; memory is taken for that.
 LARGEST = NodeLimit(nodes=sys.maxsize, price=0.0)

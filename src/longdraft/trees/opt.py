@@ -1,13 +1,13 @@
-"""OPT-Tree: the tree with the longest expected acceptance that the draft knows of (Wang et al. 2025, section 3).
+"""OPT-Tree: the tree with the longest expected acceptance by the draft's probabilities (Wang et al. 2025, section 3).
 
 A node is accepted with about the probability that the draft gives its path, so a tree's expected accepted length is the
-sum of its nodes' path probabilities, and the best tree of N nodes are the N most probable paths. The root's N most
-probable tokens are the first level; the children of a level's nodes are the next one's candidates. The expectation of
-the best N so far grows with each level: drafting goes on for as long as it grows by more than a threshold, the price of
-a draft forward in tokens. So a tree is wide where the draft hesitates, and deep where it is sure.
+sum of its nodes' path probabilities, and the best tree of N nodes holds the N most probable paths. The root's N most
+probable tokens are the first level; the children of a level's nodes are the next level's candidates. Drafting goes on
+while a level makes the expectation of the best N so far longer by more than a threshold: the price of a draft forward
+in tokens. So a tree is wide where the draft hesitates, and deep where it is sure.
 
-A node that the N best candidates so far leave behind, or that only ties with the last of them, has no descendant among
-the best: it is not expanded. The host waits for the device once a level, to know who goes on.
+A node that is not better than the N-th best candidate so far has no descendant among the best, and is not expanded. The
+host waits for the device once a level, to know which trees go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longdraft.trees.node_limit import NodeLimit
 
 # SpecExtend, appendix D.
 NODES, DEPTH, THRESHOLD = 50, 10, 0.7
-# Nodes of a level that go on at most; the paper's are as many as the tree has.
+# Nodes of a level that are expanded at most; the paper expands as many as the tree has.
 TOP_K = 10
 
 
@@ -33,8 +33,8 @@ class Opt(TreeKind):
     Attributes:
         nodes: drafted nodes of a tree.
         depth: levels at most.
-        threshold: another level only where the last one made the tree's expected accepted length longer by more.
-        top_k: nodes of a level that are expanded at most; ``nodes`` of them, the paper's number, look at everything.
+        threshold: tokens by which a level has to lengthen the expected acceptance for another one to follow.
+        top_k: nodes of a level that are expanded at most; with ``nodes``, the paper's number, nothing is missed.
     """
 
     nodes: int = NODES
@@ -44,7 +44,7 @@ class Opt(TreeKind):
 
     @classmethod
     def instead_of(cls, tree: TreeKind, limit: NodeLimit) -> Opt:
-        """The one that a planner grows for another tree: no deeper, and of no more nodes."""
+        """Returns the OPT-Tree that a planner grows in place of another tree: no deeper, with no more nodes."""
         return cls(depth=tree.depth, nodes=min(tree.max_nodes, NODES))._fit(limit)
 
     @property
@@ -69,14 +69,14 @@ class Opt(TreeKind):
                 break
             best = torch.cat([best, level.scores], dim=1)
             best = best.topk(min(self.nodes, best.shape[1]), dim=-1).values
-            # Where there are fewer candidates than nodes, all of them may have children that get in.
-            hopeful = level.scores > (best[:, -1:] if best.shape[1] == self.nodes else float("-inf"))
-            lengths, counts = torch.stack([best.exp().sum(1), hopeful.float().sum(1)]).tolist()
+            # With fewer candidates than nodes, all of them may have children among the best.
+            promising = level.scores > (best[:, -1:] if best.shape[1] == self.nodes else float("-inf"))
+            lengths, counts = torch.stack([best.exp().sum(1), promising.float().sum(1)]).tolist()
             width = 0
-            grown = dict(zip(going, zip(lengths, counts, strict=True), strict=True))
+            results = dict(zip(going, zip(lengths, counts, strict=True), strict=True))
             going = []
             for row in deeper:
-                length, count = grown[row]
+                length, count = results[row]
                 if count and length - expected[row] > self.threshold:
                     going.append(row)
                     width = max(width, min(self.top_k, int(count)))
@@ -88,5 +88,4 @@ class Opt(TreeKind):
         return replace(self, depth=min(self.depth, depth))
 
     def _fit(self, limit: NodeLimit) -> Opt:
-        """As large as the limit allows, and as deep as pays."""
         return replace(self, nodes=max(1, min(self.nodes, limit.nodes)), threshold=limit.price)

@@ -15,7 +15,7 @@ from longdraft.trees.opt import Opt
 from longdraft.trees.static import Static
 
 KINDS: dict[str, type[TreeKind]] = {"chain": Chain, "static": Static, "beam": Beam, "dynamic": Dynamic, "opt": Opt}
-_WIDE = ("beam", "static")  # take widths
+_WIDE = ("beam", "static")  # kinds with widths
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TreeOptions(Options):
     )
 
     def kind(self, default: str) -> TreeKind:
-        """The kind of tree that the options describe.
+        """Returns the kind of tree that the options describe.
 
         Args:
             default: the kind of tree if neither ``tree`` nor an option that only one kind has says which.
@@ -71,7 +71,7 @@ class TreeOptions(Options):
 
 
 def _implied(default: str, given: Collection[str]) -> str:
-    """The kind of tree whose options were given."""
+    """Returns the kind of tree that the given options belong to."""
     if "widths" in given:
         return "static" if default == "static" else "beam"
     if "threshold" in given:

@@ -1,4 +1,4 @@
-"""Static tree: every node of a level has as many children, its likeliest continuations (TokenSwift)."""
+"""Static tree: all nodes of a level have the same number of children, their likeliest continuations (TokenSwift)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longdraft.trees.level import Growth, Scored
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.opt import Opt
 
-# TokenSwift, but for its first level, which is the target's own token.
+# TokenSwift's widths, without its first level, which is the target's own token.
 WIDTHS = (3, 3, 3)
 
 

@@ -1,26 +1,24 @@
-"""TokenTree: the drafted continuations that one forward verifies together."""
+"""Token trees: drafted continuations that one forward verifies together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import exp
 
 
 @dataclass(frozen=True)
 class TokenTree:
     """A tree of drafted tokens under a root that is already decided.
 
-    Node 0 is the root: the last emitted token, whose KV the target has not computed yet. Every other node is a
-    drafted token. A parent always comes before its children, so any root-to-node path is increasing, and the
-    tree is closed under parents by construction.
+    Node 0 is the root: the last emitted token, whose KV the target has not computed yet. Every other node is a drafted
+    token. A parent always comes before its children.
 
     Attributes:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root, and for it alone.
-        log_probs: the drafter's log-probability of each node given its path, 0.0 where it has none to offer.
-        looked_up: nodes that a lookup proposed, not a draft: to be shown.
+        log_probs: the drafter's log-probability of each node given its path, 0.0 if it has none; empty: it has none.
+        looked_up: nodes that a lookup proposed, not a draft; for display.
     """
 
     tokens: tuple[int, ...]
@@ -56,7 +54,7 @@ class TokenTree:
 
     @cached_property
     def path_log_probs(self) -> tuple[float, ...]:
-        """Log-probability of each node's path from the root, as the drafter says; 0.0 where it does not."""
+        """The drafter's log-probability of each node's path from the root; 0.0 if it gives none."""
         scores = [0.0] * self.size
         for node in range(1, self.size if self.log_probs else 0):
             scores[node] = scores[self.parents[node]] + self.log_probs[node]
@@ -64,7 +62,7 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """True when no node has two children: the causal mask serves."""
+        """True if no node has two children: the causal mask serves."""
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 
     @cached_property
@@ -77,34 +75,27 @@ class TokenTree:
         return tuple(children)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` that carries ``token``, if it was drafted."""
+        """Returns the child of ``node`` with this token; None if there is none."""
         return self._children[node].get(token)
 
     def follows(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, the tree has as a path from its root."""
-        node = 0
+        """Counts how many of these tokens, from the first on, are a path from the root."""
+        node: int | None = 0
         for count, token in enumerate(tokens):
-            found = self.child(node, token)
-            if found is None:
+            node = self.child(node or 0, token)
+            if node is None:
                 return count
-            node = found
         return len(tokens)
 
-    @property
-    def first_chance(self) -> float:
-        """Probability that the next token is one of the first ones, as the drafter says; 0.0 where it says none."""
-        first = self._children[0].values() if self.log_probs else ()
-        return min(1.0, sum(exp(self.log_probs[i]) for i in first))
-
     def path(self, node: int) -> list[int]:
-        """Nodes from the root to ``node``, both included."""
+        """Returns the nodes from the root to ``node``, both included."""
         nodes = [node]
         while (node := self.parents[node]) >= 0:
             nodes.append(node)
         return nodes[::-1]
 
     def prepended(self, tokens: Sequence[int]) -> TokenTree:
-        """The tree with a chain of tokens before its root, the first of them the new root."""
+        """Returns the tree with a chain of tokens before its root, the first of them the new root."""
         if not tokens:
             return self
         n = len(tokens)
@@ -116,14 +107,14 @@ class TokenTree:
         )
 
     def limited(self, max_depth: int) -> TokenTree:
-        """The tree without nodes deeper than ``max_depth``."""
+        """Returns the tree without nodes deeper than ``max_depth``."""
         if not self.drafted or max(self.depths) <= max_depth:
             return self
         kept = [i for i, depth in enumerate(self.depths) if depth <= max_depth]
         return self._only(kept)
 
     def best(self, nodes: int) -> TokenTree:
-        """The tree's best drafted nodes by cumulative log-probability; with a node always its ancestors."""
+        """Returns the tree of the best drafted nodes by cumulative log-probability; it is closed under parents."""
         if self.drafted <= nodes:
             return self
         scores = self.path_log_probs
@@ -131,7 +122,7 @@ class TokenTree:
         return self._only([0, *sorted(sorted(range(1, self.size), key=lambda i: -scores[i])[:nodes])])
 
     def _only(self, kept: Sequence[int]) -> TokenTree:
-        """The tree of these nodes, in order and closed under parents."""
+        """Returns the tree of these nodes, which are in order and closed under parents."""
         new = {old: i for i, old in enumerate(kept)} | {-1: -1}
         return TokenTree(
             tuple(self.tokens[i] for i in kept),

@@ -1,4 +1,4 @@
-"""Which rows of a long text are seen: layouts, scorers, copies and rings of KV rows.
+"""Views of long texts, which see some rows alone: layouts, scorers, copies and rings of KV rows.
 
 May import: model, memory, attention, native.
 """

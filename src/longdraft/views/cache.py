@@ -1,10 +1,10 @@
-"""The rows that a view shows, at their true positions, and behind them all rows since then.
+"""Copies of the rows that a view shows, at their true positions.
 
-    sink | chosen chunks | window | rows since then | rows that wait
+    sink | chosen chunks | window | rows since then | waiting rows
 
-The copies are exact, each a row of the full store, keys with the RoPE of their true positions. A forward on them writes
-behind them; what it accepts may wait there (:meth:`TrueCache.keep`) and is shown to drafters as unverified rows of the
-full store, but never counts as committed there. Until a text is longer than the view and its room, all of it is there.
+Each copy is an exact row of the full store, its key with the RoPE of its true position. A forward on them writes behind
+them. Rows that it accepts may wait there (:meth:`TrueCache.keep`); they are shown to drafters as unverified rows of the
+full store, and are never committed there. A text that is no longer than the view and its room is there whole.
 """
 
 from __future__ import annotations
@@ -23,42 +23,41 @@ from longdraft.views.scorers import SCORERS
 from longdraft.views.summaries import Summaries
 from longdraft.views.view import View
 
-# Of each layer, (Hq, M, d) after RoPE, the newest last.
+# For each layer (Hq, M, d), after RoPE, the newest last.
 Queries = Mapping[int, torch.Tensor] | torch.Tensor
 
 
 class ViewCache(Protocol):
-    """The KV that is seen of a batch of texts, at true positions (:class:`TrueCache`) or at compact ones, 0, 1, 2, ...
+    """The visible KV of a batch of texts, at true positions (:class:`TrueCache`) or at compact ones, 0, 1, 2, ...
     (:class:`~longdraft.views.compact.CompactCache`).
 
     Attributes:
-        store: what forwards run on; they write behind its committed rows.
+        store: forwards run on it, and write behind its committed rows.
     """
 
     store: KVStore
 
     def whole(self, slot: int) -> bool:
-        """Whether all of the text is there."""
+        """True if all of the text is there."""
 
     def forget(self, slot: int, start: int = 0) -> None:
-        """Told that the text's rows from ``start`` on are others than they were, or gone."""
+        """Called when the text's rows from ``start`` on have been replaced or removed."""
 
 
 class TrueCache:
-    """The views of a batch; slots do not know of each other.
+    """The views of a batch; slots do not affect each other.
 
     Args:
         full: the store with all KV.
-        new_store: builds a store from (slots, capacity).
+        new_store: makes a store of (slots, capacity).
         view: which rows are chosen, and how many new ones there is room for.
         scratch: rows of a forward that are written behind them.
         first: layers from this one on are copied.
-        summaries: whether summaries of the chunks are kept where the scorer reads such, so that choosing need not read
-            all keys.
+        summaries: keep summaries of the chunks if the scorer can use them, so that choosing need not read all keys.
 
     Attributes:
-        store: rows ``[0, sizes[slot])`` of a slot are copies, the committed rows behind them wait. A forward on it
-            needs ``bases``: a row's position is not its index.
+        store: a slot's first rows are copies, the committed rows behind them wait. A forward on it needs ``bases``,
+            for a row's position is not its index.
 
     Raises:
         MemoryBudgetError: it does not fit the memory that is free.
@@ -80,27 +79,27 @@ class TrueCache:
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
         self._summaries = Summaries(full, view.chunk, kinds) if kinds else None
-        # Chunks (layers, Hkv, c) that each place of a slot's copy holds, where our kernels copy.
+        # Slot -> chunks (layers, Hkv, c) that each place of its copy holds, if our kernels copy.
         self._held: dict[int, torch.Tensor] = {}
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
 
     def whole(self, slot: int) -> bool:
-        """Whether all of the text is there."""
+        """True if all of the text is there."""
         return self._copied.whole(slot)
 
     def in_use(self, slot: int) -> bool:
-        """Whether anything of the text is there."""
+        """True if anything of the text is there."""
         return self._copied.sizes[slot] > 0
 
     def update(self, slot: int, queries: Queries | None = None, due: bool = False) -> bool:
-        """Takes in the rows that the full store has gained; chooses anew where there is no room for them.
+        """Appends the rows that the full store has gained; chooses anew if there is no room for them.
 
         Args:
-            queries: what to choose by; None: the latest rows.
-            due: choose in any case, unless all of the text is there.
+            queries: choose the chunks; None: the latest chunks are chosen.
+            due: choose anew in any case, unless all of the text is there.
 
         Returns:
-            Whether rows were chosen.
+            Whether chunks were chosen.
         """
         end = self.full.readable(slot)
         if not self._copied.appends(slot, end, due):
@@ -110,7 +109,7 @@ class TrueCache:
         if rows.start < rows.stop and self._copies is not None:
             self._copies.copy_rows(*self._text_and_copies(), slot, range(rows.start, rows.stop), own.start)
         elif rows.start < rows.stop:
-            # Not through `layer`: a store off the device would fetch whole layers for these few rows.
+            # Not by `layer`: a store off the device would fetch whole layers for these few rows.
             layers = slice(self._first, self.full.shape.layers)
             for portion in self.full.portions if not self._first else [layers]:
                 to = portion if not self._first else slice(None)
@@ -121,7 +120,7 @@ class TrueCache:
         return False
 
     def choose(self, slot: int, queries: Queries | None = None) -> None:
-        """Fills a slot anew from the full store; nothing waits then."""
+        """Fills a slot anew from the full store; no rows wait then."""
         end = self.full.readable(slot)
         if self._summaries is not None:
             self._summaries.update(slot, end)
@@ -130,7 +129,7 @@ class TrueCache:
         sink = min(view.sink, end)
         if chosen is not None and self._copies is not None:
             chosen = chosen.expand(-1, self.full.shape.kv_heads, -1).contiguous()
-            # Of a copy that holds all of a text, or nothing any more, no place is a chunk's.
+            # In a copy that held all of a text, or nothing, no place belongs to a chunk.
             held = None if self.whole(slot) else self._held.get(slot)
             if held is None or held.shape != chosen.shape:
                 held = self._held[slot] = torch.full_like(chosen, -1)
@@ -146,25 +145,25 @@ class TrueCache:
         return (self.full.keys[own], self.full.values[own]), (self.store.keys, self.store.values)
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
-        """The chunks of all layers at once, (layers, Hkv or 1, c); None where they are to be chosen layer by layer."""
+        """Chooses the chunks of all layers at once, (layers, Hkv or 1, c); None if layers have to choose singly."""
         between, layers = self.view.between(end), range(self._first, self.full.shape.layers)
         count = min(self.view.chunks, len(between))
         if queries is None or count in (0, len(between)):
             latest = torch.arange(between.stop - count, between.stop, device=self.full.device)
             return latest.expand(len(layers), 1, -1)
         scorer, reduction = self.view.scorer, self.view.reduction
-        read = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
-        if self._chooses is None or self.view.shared or not read:
+        supported = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
+        if self._chooses is None or self.view.shared or not supported:
             return None
         kept = None if self._summaries is None else self._summaries.of(slot)
         kept = None if kept is None else {kind: x[self._first :] for kind, x in kept.items()}
-        wanted = torch.stack([queries[layer] for layer in layers])
-        wanted = wanted[:, :, -1:] if reduction == "last" else wanted
+        stacked = torch.stack([queries[layer] for layer in layers])
+        stacked = stacked[:, :, -1:] if reduction == "last" else stacked
         text = self.full.keys[self._first :], slot, end
-        return self._chooses.choose(scorer, reduction == "max", text, self.view.chunk, kept, wanted, between, count)
+        return self._chooses.choose(scorer, reduction == "max", text, self.view.chunk, kept, stacked, between, count)
 
     def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
-        """Copies the rows of each layer, and says how many."""
+        """Copies the rows layer by layer; returns their number."""
         kept = None if self._summaries is None else self._summaries.of(slot)
         size = 0
         for layer in range(self._first, self.full.shape.layers):
@@ -181,20 +180,20 @@ class TrueCache:
         return size
 
     def forget(self, slot: int, start: int = 0) -> None:
-        """Told that the text's rows from ``start`` on are others than they were, or gone. Nothing waits then."""
+        """Called when the text's rows from ``start`` on have been replaced or removed. No rows wait then."""
         self._copied.forget(slot, start)
         self.store.truncate(slot, self._copied.sizes[slot])
         if self._summaries is not None:
             self._summaries.forget(slot, start)
 
     def waiting(self, slot: int) -> int:
-        """Rows that wait."""
+        """Number of waiting rows."""
         return self.store.lengths[slot] - self._copied.sizes[slot]
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Has the accepted path of a forward on the view wait, and shows it to drafters.
+        """Lets the accepted path of a forward on the view wait, and shows it to drafters.
 
-        The rows become unverified rows of the full store: inexact, overwritten by the next verification on all of it.
+        The rows become unverified rows of the full store: inexact, and overwritten by its next verification.
         """
         start = self.store.lengths[slot]
         self.store.commit(slot, path)
@@ -205,6 +204,6 @@ class TrueCache:
         self.full.unverified[slot] += len(path)
 
     def drop(self, slot: int) -> None:
-        """Forgets what waits."""
+        """Forgets the waiting rows."""
         self.full.unverified[slot] -= self.waiting(slot)
         self.store.truncate(slot, self._copied.sizes[slot])

@@ -1,11 +1,11 @@
-"""What a small language model sees of a text that it drafts for: all of it, or a working cache (SpecExtend, 2.2).
+"""The KV of a small language model that drafts: of all of the text, or a working cache (SpecExtend, 2.2).
 
     working cache = sink | retrieved chunks | window | new tokens
 
-Nothing is deleted: the keys of the whole text are kept, without a position, and the working cache is gathered from
-them, at positions 0, 1, 2, .... New tokens are appended to it. When the choice of rows has changed, or its room is
-full, the new tokens' rows join the others and it is gathered anew. So the model meets no position beyond those that
-it was trained on, and a round costs the same at any length.
+The keys of the whole text are kept, without a position, and the working cache is gathered from them at positions 0, 1,
+2, .... New tokens are appended to it. When the choice of rows has changed, or its room is full, the new tokens' rows
+join the others and it is gathered anew. So the model meets no position beyond those that it was trained on, and a round
+costs the same at any length.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from longdraft.views.view import View
 
 # Tokens of a prompt that are read in one forward.
 PIECE = 512
-# Tokens that may be appended to a working cache before it is gathered anew, unless a tree is deeper.
+# Tokens that may be appended to a working cache before it is gathered anew; more if a tree is deeper.
 FRESH = 64
 
 
 class TextCache(ViewCache, Protocol):
-    """The KV of a small language model, a slot per sequence; what was fed is committed to its store.
+    """The KV of a small language model, a slot a sequence; tokens that were fed are committed to its store.
 
     Attributes:
-        fresh: tokens that may be fed at once to be drafted from.
+        fresh: tokens that may be fed at once before drafting.
     """
 
     fresh: int
 
     def reading(self, slot: int, wanted: int) -> int:
-        """Makes room for the next piece of a text that is read, and says how many of ``wanted`` tokens it may have."""
+        """Makes room for the next piece of a text that is read; returns how many of ``wanted`` tokens it may have."""
 
     def ready(self, slot: int, count: int) -> None:
-        """Makes the store what is to be drafted from, with room for ``count`` tokens more, ``fresh`` at most."""
+        """Prepares the store for drafting, with room for ``count`` more tokens, ``fresh`` at most."""
 
 
 class FullCache:
@@ -49,10 +49,10 @@ class FullCache:
 
     Args:
         capacity: tokens of the longest text.
-        shown: tree nodes that the model is shown in a round.
+        shown: tree nodes that are fed to the model in a round.
 
     Raises:
-        MemoryBudgetError: it does not fit the memory that is free.
+        MemoryBudgetError: it does not fit the free memory.
     """
 
     fresh = FRESH
@@ -75,27 +75,28 @@ class FullCache:
 
 
 def fresh_room(depth: int) -> int:
-    """Tokens that a working cache has room for behind what is gathered: those of a round of a tree at least."""
+    """Tokens that a working cache has room for behind the gathered rows: at least those of a round."""
     return max(FRESH, depth + 1)
 
 
 class CompactCache:
-    """A working cache, and behind it all of the text.
+    """A working cache, and a second store with all of the text.
 
-    A text is read in pieces behind a sliding window, for which the working cache serves too: the sink, the tokens
-    before the piece, the piece. (The paper reads it whole, at true positions; those may lie beyond the trained ones,
-    and the cost grows with the square of the length.)
+    A text is read in pieces behind a sliding window, in the working cache too: sink, tokens before the piece, piece.
+    (The paper reads it whole, at true positions; those may lie beyond the trained ones, and the cost grows with the
+    square of the length.)
 
     Args:
         capacity: tokens of the longest text.
-        shown: tree nodes that the model is shown in a round.
-        retrieval: which rows lie in it.
-        trained: length of the texts that the model was trained on; the view's limit is not above.
+        shown: tree nodes that are fed to the model in a round.
+        retrieval: chooses the rows of the working cache.
+        trained: length of the texts that the model was trained on, at least the view's capacity.
 
     Attributes:
-        store: rows [0, copied) of a slot are copies, the committed rows behind them new tokens.
+        store: the working cache: a slot's first rows are copies, the committed rows behind them new tokens.
         full: keys without a position, and values, of all tokens but the new ones.
-        reach: rows while a text is read, window and piece together. piece: tokens that are read in one forward.
+        reach: rows of the working cache while a text is read.
+        piece: tokens that are read in one forward.
 
     Raises:
         UnsupportedModelError: the model's keys cannot be moved.
@@ -109,18 +110,18 @@ class CompactCache:
         self.fresh = view.room
         self.reach = min(trained, max(view.capacity, view.sink + view.window + PIECE))
         self.piece = max(1, min(PIECE, (self.reach - view.sink) // 2))
-        behind = View("streaming", 0, view.sink, self.reach - view.sink - self.piece, shared=True)
-        self._reading = Retrieval(behind, Refresh(0))
+        window = View("streaming", 0, view.sink, self.reach - view.sink - self.piece, shared=True)
+        self._reading = Retrieval(window, Refresh(0))
         self._rotation = KeyRotation(runner, self.reach)
         self.store = runner.new_store(slots, self.reach + max(shown, self.fresh), resident=True)
-        # Gathered by rows, never attended to: row after row on any device.
+        # Rows are gathered from it, and it is never attended to.
         self.full = KVStore(runner.kv_shape, slots, capacity, runner.device)
         self._copied = [0] * slots
-        # What the working cache was gathered by; None: by the window of reading.
+        # Version of the choice that the working cache was gathered by; None: it was gathered for reading.
         self._versions: list[int | None] = [None] * slots
 
     def whole(self, slot: int) -> bool:
-        """Whether all of the text lies in the working cache, each token at its true position."""
+        """True if all of the text is in the working cache, each token at its true position."""
         return self._copied[slot] == self.full.lengths[slot]
 
     def reading(self, slot: int, wanted: int) -> int:
@@ -148,7 +149,7 @@ class CompactCache:
         self._versions[slot] = self.retrieval.version(slot)
 
     def _gather(self, slot: int, retrieval: Retrieval) -> None:
-        """Fills the working cache with rows of the whole text, at positions 0, 1, 2, ....; new tokens' rows join it."""
+        """Moves new tokens' rows to the whole text; fills the working cache with chosen rows at positions 0, 1, ...."""
         start, end, kept = self._copied[slot], self.store.lengths[slot], self.full.lengths[slot]
         if start < end:
             keys, values = (x[:, slot, :, start:end] for x in (self.store.keys, self.store.values))

@@ -1,4 +1,4 @@
-"""Which stores' views are chosen and copied by our kernels."""
+"""Finds the kernels that choose and copy views, for the stores that they support."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from longdraft.native.views import ViewKernels
 
 
 def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | None:
-    """The kernels that choose of a text's rows, and copy them where a store for copies is given. None: torch serves.
+    """Returns kernels that choose of a text's rows, and copy them to a second store; None if torch has to do that.
 
     Args:
-        full: where the text is kept.
+        full: the store that holds the text.
     """
-    # Other kinds of stores move layers in as they are asked for.
+    # Other kinds of stores fetch layers when they are read.
     plain = type(full) is KVStore and full.dtype == torch.float32
-    kept = full.device.type == "cpu" and (plain or (type(full) is PackedStore and full.dtype == torch.float16))
-    served = kept and full.shape.head_dim % HEAD_UNIT == 0
-    copied = copy is None or type(copy) is PackedStore or (type(copy) is KVStore and copy.device == full.device)
-    found = kernels() if served and copied else None
-    return None if found is None else ViewKernels(found)
+    readable = full.device.type == "cpu" and (plain or (type(full) is PackedStore and full.dtype == torch.float16))
+    aligned = full.shape.head_dim % HEAD_UNIT == 0
+    writable = copy is None or type(copy) is PackedStore or (type(copy) is KVStore and copy.device == full.device)
+    library = kernels() if readable and aligned and writable else None
+    return None if library is None else ViewKernels(library)

@@ -4,7 +4,7 @@
 
 After a verification, the queries of one layer of the target score the chunks of the text; the best are shown to the
 draft until the next scoring. The paper keeps neither sink nor window, so a draft may miss the last words; here both are
-always there. This says which rows; what is gathered of them is a cache's affair.
+always there. This module chooses rows; caches gather their KV.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from longdraft.views.view import View
 
 @dataclass
 class _State:
-    """One slot.
+    """One slot's choice.
 
     Attributes:
-        chosen: the retrieved chunks, sorted; None: nothing scored yet.
-        scored: chunks before this one (behind the sink) took part in the last scoring.
+        chosen: the retrieved chunks, sorted; None: nothing was scored yet.
+        scored: end of the chunks that took part in the last scoring.
+        version: counts changes of the choice.
     """
 
     chosen: list[int] | None = None
     scored: int = 0
+    version: int = 0
 
 
 class Retrieval:
-    """Which rows of each slot a draft sees, all of its heads the same. One for a run; slots do not know of each other.
+    """Chooses the rows of each slot that a draft sees. One for a run; slots do not affect each other.
 
     Args:
-        view: shared by the heads. One that chooses nothing shows sink and window.
-        refresh: when chunks are scored anew.
+        view: shared by all heads. A "streaming" one shows sink and window alone.
+        refresh: decides when chunks are scored anew.
         layer: decoder layer of the target, from 0, whose queries and keys score the chunks; None: the last, as in the
-            paper. Layers in the middle, where heads look things up, find what will be quoted better.
+            paper. Layers in the middle, where heads look things up, find better what will be quoted.
     """
 
     def __init__(self, view: View, refresh: Refresh, layer: int | None = None) -> None:
@@ -49,10 +51,9 @@ class Retrieval:
         self.view, self.refresh, self._layer = view, refresh, layer
         self._queries = LastQueries(view.query_count)
         self._states: defaultdict[int, _State] = defaultdict(_State)
-        self._versions: defaultdict[int, int] = defaultdict(int)
 
     def layers(self, count: int) -> tuple[int, ...]:
-        """The layer that scores, of a target of so many; none where nothing is chosen.
+        """Returns the layer that scores, of a target with so many; empty if nothing is chosen.
 
         Raises:
             ValueError: the target has no such layer.
@@ -63,12 +64,12 @@ class Retrieval:
 
     @torch.inference_mode()
     def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor], accepted: int = 0) -> None:
-        """Told after the prompt and after each verification; scores the chunks when it is time to.
+        """Called after the prompt and after each verification; scores the chunks when that is due.
 
         Args:
-            store: the target's; rows up to the newest query's own can be read.
-            queries: of :meth:`layers`, (Hq, n, d) after RoPE: of the prompt's last tokens, then of the deepest
-                accepted nodes.
+            store: the target's, readable up to the newest query's own row.
+            queries: layer -> (Hq, n, d) after RoPE, for :meth:`layers`: of the prompt's last tokens, later of the
+                deepest accepted node.
             accepted: drafted tokens that the verification accepted.
         """
         state = self._states[slot]
@@ -78,29 +79,28 @@ class Retrieval:
             if not self.refresh.due(slot):
                 return
         (layer,), length = queries, store.readable(slot)
-        found = self._queries.of(slot)
-        assert found is not None
+        last_queries = self._queries.of(slot)
+        assert last_queries is not None
         keys = store.layer(layer)[0][slot, :, :length].to(store.shape.dtype)
-        chosen = self.view.choose(keys, found[0])[0].tolist()
-        if chosen != state.chosen:
-            self._versions[slot] += 1
+        chosen = self.view.choose(keys, last_queries[0])[0].tolist()
+        state.version += chosen != state.chosen
         state.chosen, state.scored = chosen, self.view.between(length).stop
         self.refresh.done(slot)
 
     def chosen(self, slot: int) -> list[int] | None:
-        """The chosen chunks, sorted; None: nothing has been scored yet."""
+        """Returns the chosen chunks, sorted; None if nothing has been scored yet."""
         chosen = self._states[slot].chosen
         return None if chosen is None else list(chosen)
 
     def version(self, slot: int) -> int:
-        """Grows whenever the choice has changed, and with :meth:`reset`."""
-        return self._versions[slot]
+        """A number that grows whenever the choice changes, and with :meth:`reset`."""
+        return self._states[slot].version
 
     def visible_chunks(self, slot: int, length: int) -> list[int]:
-        """Chunks of a text of ``length`` rows that are seen beside sink and window: sorted, none twice.
+        """Returns the chunks of a text of ``length`` rows that are seen beside sink and window: sorted, none twice.
 
-        A text that has room is there whole. Where fewer chunks are chosen than there is room for, the latest of those
-        that were not scored fill it: all of them before the first scoring, later those that have left the window since.
+        A text that has room is seen whole. If fewer chunks are chosen than there is room for, the latest unscored ones
+        fill it: before the first scoring any, later those that have left the window since.
         """
         state, between, count = self._states[slot], self.view.between(length), self.view.chunks
         if len(between) <= count:
@@ -110,20 +110,19 @@ class Retrieval:
         return [*chunks, *unscored[max(0, len(unscored) - (count - len(chunks))) :]]
 
     def rows(self, slot: int, length: int) -> torch.Tensor:
-        """The rows that are seen, (n,) int64 on the host: sorted, below ``length``, n at most the view's ``most``."""
+        """Returns the rows that are seen, (n,) int64 on the host: sorted, below ``length``."""
         return self.view.rows_of(torch.tensor([self.visible_chunks(slot, length)], dtype=torch.long), length)[0]
 
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""
-        self._states.pop(slot, None)
+        self._states[slot] = _State(version=self._states[slot].version + 1)
         self._queries.forget(slot)
         self.refresh.done(slot)
-        self._versions[slot] += 1
 
     def truncate(self, slot: int, length: int) -> None:
-        """Told that the text's rows from ``length`` on were taken back."""
+        """Called when the text's rows from ``length`` on were taken back."""
         state, end = self._states[slot], self.view.between(length).stop
         state.scored = min(state.scored, end)
         if state.chosen and state.chosen[-1] >= end:
             state.chosen = [c for c in state.chosen if c < end]
-            self._versions[slot] += 1
+            state.version += 1

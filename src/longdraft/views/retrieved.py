@@ -1,9 +1,9 @@
-"""What a draft attends to under retrieval: the target's KV at true positions, or its own at compact ones.
+"""The KV that a draft sees under retrieval: the target's at true positions, or its own at compact ones.
 
     sink | retrieved chunks | window | rows since then
 
-It is gathered when the choice of chunks has changed, or when the rows since then have filled its room; in between they
-are appended. Nothing is deleted from what it is gathered of.
+Rows are gathered when the choice of chunks has changed, or when the rows since then have filled their room; in between,
+new rows are appended. All rows of the text are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longdraft.views.copied import Copied, gather
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.window import Window
 
-# (T,) numbers of positions -> cos and sin (T, d) of the rotation by so many, unscaled and in float32.
+# (T,) numbers of positions -> cos and sin (T, d) of the rotations by them, unscaled and in float32.
 Turns = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -28,8 +28,8 @@ class RetrievedKV(TrueCache):
     """The target's last-layer KV on the retrieved rows, keys with the RoPE of their true positions.
 
     Args:
-        full: the target's.
-        transposed_keys: as the attention path likes them.
+        full: the target's store.
+        transposed_keys: the layout that the attention path prefers.
 
     Raises:
         MemoryBudgetError: it does not fit the memory that is free.
@@ -48,14 +48,14 @@ class RetrievedKV(TrueCache):
 
     def forget(self, slot: int, start: int = 0) -> None:
         if start < self._copied.ends[slot]:
-            self._versions[slot] = None  # so that all of the window is there again
+            self._versions[slot] = None  # so that the whole window is gathered again
         super().forget(slot, start)
 
     def read(self, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Keys and values (slots, Hkv, capacity, d) of what is seen, as views, and how many rows of each slot are.
+        """Returns visible keys and values (slots, Hkv, capacity, d) as tensor views, and the rows of each slot.
 
         Args:
-            slots: brought up to the rows that can be read now.
+            slots: are brought up to the rows that can be read now.
         """
         for slot in slots:
             version = self.retrieval.version(slot)
@@ -68,18 +68,18 @@ class CompactWindow(Window):
     """A :class:`~longdraft.views.window.Window` that keeps the whole text and attends to a part of it at positions
     0, 1, 2, ..., so that a draft meets no position beyond those of its training.
 
-    Keys come with the RoPE of their true positions and are kept so. Where they are attended to, a key is turned on by
-    the difference to its place there, and so are queries and the keys of the tree: rotations compose, and a factor that
-    YaRN puts on cos and sin stays as it is.
+    Keys come with the RoPE of their true positions and are kept so. A gathered key is rotated further, by the
+    difference to its place; so are queries and the keys of the tree. Rotations compose, and a factor that YaRN puts on
+    cos and sin stays unchanged.
 
-    Row t of an EAGLE draft holds what the target thought at position t, joined with the next token: chunks of the
-    target's positions are the same chunks of rows, and text and rows are of one length.
+    Row t of an EAGLE draft joins the target's hidden state at position t with the next token. So chunks of the target's
+    positions are the same chunks of rows, and text and rows have the same length.
 
     Args:
         rows: of the longest text.
         scratch: tree nodes of one round whose K/V are kept.
-        depth: levels of the deepest tree; a query may so be the view's limit + ``depth`` positions away from a key.
-        turns: rotations by differences of positions.
+        depth: levels of the deepest tree: a query is at most the view's capacity + ``depth`` positions from a key.
+        turns: makes rotations by differences of positions.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class CompactWindow(Window):
         turns: Turns,
     ) -> None:
         super().__init__(shape, slots, rows, 0, device)
-        self.together = False  # what is seen is gathered and turned slot by slot
-        limit = retrieval.view.capacity
-        # Never full: with `depth` rows to spare, nodes of no level lose sight of the oldest keys.
-        self.near = Window(shape, slots, limit + depth, scratch, device)
-        self._copied = Copied(slots, limit)
+        self.together = False  # rows are gathered and rotated slot by slot
+        capacity = retrieval.view.capacity
+        # With `depth` rows to spare it is never full, so that nodes of any level see the oldest keys.
+        self.near = Window(shape, slots, capacity + depth, scratch, device)
+        self._copied = Copied(slots, capacity)
         self._retrieval, self._turns, self._device = retrieval, turns, device
         self._versions: list[int | None] = [None] * slots
 
@@ -109,7 +109,7 @@ class CompactWindow(Window):
         self._copied.forget(slot, end)
 
     def gather(self, slot: int) -> None:
-        """Brings what is seen of a slot up to the newest row."""
+        """Brings the gathered rows of a slot up to the newest one."""
         end, version = self.end(slot), self._retrieval.version(slot)
         if self._copied.appends(slot, end, due=self._versions[slot] != version):
             _, new = self._copied.append(slot, end)
@@ -124,7 +124,7 @@ class CompactWindow(Window):
         self.near.append(slot, kept, self._turned(k, places - rows), v)
 
     def attend_newest(self, slot: int, q: torch.Tensor) -> torch.Tensor:
-        """The newest row's query (Hq, 1, d) sees all that is gathered -> (Hq, 1, d)."""
+        """Attends with the newest row's query (Hq, 1, d) to all gathered rows -> (Hq, 1, d)."""
         self.gather(slot)
         return self.near.attend_newest(slot, self._moved(slot, q))
 
@@ -137,14 +137,14 @@ class CompactWindow(Window):
         ancestors: torch.Tensor,
         depth: int,
     ) -> torch.Tensor:
-        """As :meth:`Window.attend_level`, with what is gathered."""
+        """Attends as :meth:`Window.attend_level`, with the gathered rows."""
         return self.near.attend_level(slot, self._moved(slot, q), self._moved(slot, k), v, ancestors, depth)
 
     def _moved(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        """Rows (H, T, d) behind those gathered, at their places there."""
+        """Rotates rows (H, T, d) that follow the gathered ones to their places behind them."""
         shift = self._copied.sizes[slot] - self._copied.ends[slot]
         return self._turned(x, torch.full((1,), shift, device=self._device)) if shift else x
 
     def _turned(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """x (H, T, d), turned by (T,) or (1,) positions."""
+        """Rotates x (H, T, d) by (T,) or (1,) positions."""
         return turned(x, *self._turns(by))

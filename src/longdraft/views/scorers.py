@@ -1,11 +1,10 @@
-"""Scorers: how much queries want each chunk of keys.
+"""Scorers: they rank the chunks of one layer's keys by its queries. A chunk may have one row or many.
 
-Each works at any grain: a chunk may be a block of rows, or one row. A score is of one layer. Queries are (Hkv, G, M,
-d): the G query heads of each KV head's group, M tokens. The scores of single queries are reduced over the M tokens and
-averaged over the group, so every KV head ranks its own chunks. Sums are float32.
+Queries are (Hkv, G, M, d): the G query heads of each KV head's group, M tokens. The scores of single queries are
+reduced over the M tokens and averaged over the group, so every KV head ranks its own chunks. Sums are float32.
 
 ========== ======================================================================== =============================
-minmax     max(q . Kmax, q . Kmin), of the largest and smallest numbers of the keys SpecPV, section 3.2
+minmax     max(q . Kmax, q . Kmin), of the keys' element-wise largest and smallest  SpecPV, section 3.2
 quest      sum_d max(q_d Kmax_d, q_d Kmin_d): no q . k of the chunk is larger       Quest
 mean-key   q . mean(K)                                                              TriForce, section 4.1
 tokens     the largest q . k of the chunk                                           TokenSwift, section 3
@@ -25,7 +24,7 @@ import torch
 from longdraft.views.summaries import summarise
 
 REDUCTIONS = ("mean", "max", "last")
-# Neighbours over which SnapKV averages.
+# Rows over which SnapKV averages.
 POOL = 5
 
 # (Hkv, G, M, n) of single queries -> (Hkv, n)
@@ -38,9 +37,10 @@ class Candidates:
 
     Attributes:
         keys: (Hkv, n, d) of the whole text, after RoPE.
-        first, behind: chunks [first, behind) are scored. chunk: rows of each.
+        first, behind: chunks [first, behind) are scored.
+        chunk: rows of each.
         kept: kind -> (Hkv, chunks, d), summaries of the text's chunks from the first on, so that the keys need not be
-            read; None: they are.
+            read; None: there are none.
     """
 
     keys: torch.Tensor
@@ -51,17 +51,17 @@ class Candidates:
 
     @property
     def rows(self) -> torch.Tensor:
-        """(Hkv, rows, d), the keys of the chunks."""
+        """Keys of the chunks, (Hkv, rows, d)."""
         return self.keys[:, self.first * self.chunk : self.behind * self.chunk]
 
     def summary(self, kind: str) -> torch.Tensor:
-        """(Hkv, chunks, d)."""
+        """Returns summaries of the chunks, (Hkv, chunks, d)."""
         if self.kept is not None:
             return self.kept[kind][:, self.first : self.behind]
         return summarise(kind, self.rows.unflatten(1, (-1, self.chunk)))
 
     def by_chunk(self, x: torch.Tensor) -> torch.Tensor:
-        """Numbers of the chunks' rows (..., rows) -> (..., chunks, chunk)."""
+        """Groups numbers of the chunks' rows: (..., rows) -> (..., chunks, chunk)."""
         return x.unflatten(-1, (-1, self.chunk))
 
 
@@ -80,7 +80,7 @@ def minmax(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
 
 
 def quest(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    """Of q_d > 0 the largest key counts, of q_d < 0 the smallest: two matrix products."""
+    """For q_d > 0 the largest key counts, for q_d < 0 the smallest: two matrix products."""
     return reduce(_dots(q.clamp(min=0), c.summary("largest")) + _dots(q.clamp(max=0), c.summary("smallest")))
 
 
@@ -107,10 +107,12 @@ def snapkv(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Attributes:
-    scores: (queries (Hkv, G, M, d) float32, candidates, reduction) -> (Hkv, chunks) float32.
-    summaries: kinds of summaries from which it can score without the keys.
-    window: the queries of all of the window's rows choose, not the newest one's alone.
+    """A scorer and what it needs.
+
+    Attributes:
+        scores: (queries (Hkv, G, M, d) float32, candidates, reduction) -> (Hkv, chunks) float32.
+        summaries: kinds of summaries from which it can score without the keys.
+        window: whether the queries of all rows of the window choose, not the newest one alone.
     """
 
     scores: Callable[[torch.Tensor, Candidates, Reduce], torch.Tensor]
@@ -130,11 +132,11 @@ SCORERS: dict[str, Scorer | None] = {
 
 
 def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Scores of one layer's chunks.
+    """Scores one layer's chunks.
 
     Args:
-        name: of ``SCORERS``, not "streaming".
-        reduction: over the tokens: "mean", "max", or "last", the newest token's alone.
+        name: one of ``SCORERS``, but not "streaming".
+        reduction: over the tokens: "mean", "max", or "last" for the newest token alone.
         queries: (Hq, M, d), after RoPE, the newest last, Hq a multiple of Hkv.
 
     Returns:
@@ -152,7 +154,7 @@ def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidat
 
     if candidates.kept is not None and scorer.summaries:
         return scorer.scores(q, candidates, reduce)
-    # A head at a time: float32 copies of all keys, and the masses of all queries, are large.
+    # One head at a time: float32 copies of all keys, and the masses of all queries, are large.
     each = (
         scorer.scores(q[h : h + 1], replace(candidates, keys=candidates.keys[h : h + 1], kept=None), reduce)
         for h in range(heads)

@@ -1,6 +1,6 @@
-"""Summaries: what is kept of each chunk of keys, so that it can be scored without reading it (SpecPV, section 3.2).
+"""Summaries of chunks of keys, by which they are scored without being read (SpecPV, section 3.2).
 
-Element-wise maximum, minimum and mean of a chunk's keys after RoPE, of each layer and KV head.
+A summary is the element-wise maximum, minimum or mean of a chunk's keys after RoPE, of each layer and KV head.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from longdraft.views.kernels import view_kernels
 
 
 def summarise(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Keys (..., chunks, chunk, d) -> (..., chunks, d); kind: "largest", "smallest" or "mean"."""
+    """Summarises keys (..., chunks, chunk, d) -> (..., chunks, d) as "largest", "smallest" or "mean"."""
     if kind == "mean":
         return keys.float().mean(-2)
     return keys.amax(-2) if kind == "largest" else keys.amin(-2)
 
 
 class Summaries:
-    """Summaries of the complete chunks of a store's rows. A chunk is summarised once, and again where it was forgotten.
+    """Keeps summaries of the complete chunks of a store's rows; each is computed once, and again if it was forgotten.
 
     Args:
-        store: whose keys.
+        store: with the keys.
         chunk: rows of a chunk.
-        kinds: which are kept.
+        kinds: of summaries.
     """
 
     def __init__(self, store: KVStore, chunk: int, kinds: tuple[str, ...]) -> None:
@@ -37,11 +37,11 @@ class Summaries:
         self._counts = [0] * store.slots
 
     def of(self, slot: int) -> dict[str, torch.Tensor]:
-        """Kind -> (layers, Hkv, chunks, d); those that were not summarised hold anything."""
+        """Returns kind -> (layers, Hkv, chunks, d); chunks that were not summarised hold any numbers."""
         return {kind: kept[:, slot] for kind, kept in self._kept.items()}
 
     def update(self, slot: int, length: int) -> None:
-        """Summarises the chunks of a text of ``length`` rows that were completed since the last call."""
+        """Summarises the chunks that a text of ``length`` rows has completed since the last call."""
         old, new = self._counts[slot], length // self._chunk
         self._counts[slot] = new
         if new <= old:
@@ -56,5 +56,5 @@ class Summaries:
                 kept[layer, slot, :, old:new] = summarise(kind, chunks).to(kept)
 
     def forget(self, slot: int, start: int) -> None:
-        """Told that the slot's rows from ``start`` on are others than they were, or gone."""
+        """Called when the slot's rows from ``start`` on have been replaced or removed."""
         self._counts[slot] = min(self._counts[slot], start // self._chunk)

@@ -1,10 +1,10 @@
-"""A view: which rows of a text are seen.
+"""Views: the rows of a text that are seen.
 
     sink | chosen chunks | window | new rows
 
-The first rows and the last are always there. Of those between, whole chunks are chosen by the score that queries give
-them (:mod:`longdraft.views.scorers`): by each KV head for itself, or by all heads together. New rows stand behind the
-window until the view is chosen anew.
+The first rows (sink) and the last (window) are always there. Between them, whole chunks are chosen by the score that
+queries give them (:mod:`longdraft.views.scorers`): by each KV head for itself, or by all heads together. New rows stand
+behind the window until the view is chosen anew.
 
 Chunks lie on a fixed grid: chunk i is rows [i * chunk, (i + 1) * chunk). The window starts at a chunk's border, up to a
 chunk earlier than its size says, so that every row before it can be chosen.
@@ -19,30 +19,26 @@ import torch
 
 from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
 
-# What keys and values may be rounded to.
+# Dtypes that keys and values may be rounded to.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def check_sizes(least: int, **sizes: object) -> None:
-    """Raises ValueError, naming the size that is no whole number of at least ``least``."""
+    """Raises ValueError for a size that is no whole number of at least ``least``."""
     for name, size in sizes.items():
         if type(size) is not int or size < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
 
 
 def check_multiples(unit: str, of: int, **sizes: int) -> None:
-    """Raises ValueError, naming the size that is no multiple of ``of`` tokens, which the option ``unit`` gives."""
+    """Raises ValueError for a size that is no multiple of ``of`` tokens, the value of the option ``unit``."""
     for name, size in sizes.items():
         if size % of:
             raise ValueError(f"{name} must be a multiple of {unit} ({of} tokens), got {size}")
 
 
 def dtype_of(name: str | None, option: str = "view_dtype") -> torch.dtype | None:
-    """What an option has keys and values rounded to; None: nothing.
-
-    Raises:
-        ValueError: not one of :data:`DTYPES`.
-    """
+    """Returns the dtype that an option names, None for None; raises ValueError for a name not in :data:`DTYPES`."""
     if name is None:
         return None
     check_name(option, name, tuple(DTYPES))
@@ -57,19 +53,19 @@ def check_name(option: str, value: str, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """Sizes are in rows, and are those of one layer and KV head.
+    """The settings of a view. Sizes are rows of one layer and KV head.
 
     Attributes:
-        scorer: one of ``SCORERS``, by which chunks are chosen; "streaming" chooses none.
-        chosen: rows that are chosen at most; as many whole chunks as they make.
+        scorer: one of ``SCORERS``; "streaming" chooses no chunks.
+        chosen: rows of chosen chunks at most; as many whole chunks as they make.
         sink, window: the first and the last rows, always there.
         chunk: rows that are chosen together; 1: each row for itself.
         room: new rows that are taken in before the view is chosen anew.
-        reduction: one of ``REDUCTIONS``, how the scores of several queries become one.
-        shared: all KV heads see the same rows; else each chooses its own.
+        reduction: one of ``REDUCTIONS``: how the scores of several queries become one.
+        shared: whether all KV heads see the same rows; else each chooses its own.
 
     Raises:
-        ValueError: sizes that make no view, or names that are not known.
+        ValueError: sizes that make no view, or unknown names.
     """
 
     scorer: str
@@ -90,39 +86,34 @@ class View:
 
     @property
     def budget(self) -> int:
-        """Rows that the view holds: a text of no more is seen whole."""
+        """Rows that the view holds, without new ones: a text of no more is seen whole."""
         return self.sink + self.chosen + self.window
 
     @property
-    def most(self) -> int:
-        """Rows that it holds at most, where the window starts early."""
-        return self.budget + self.chunk - 1
-
-    @property
     def capacity(self) -> int:
-        """Rows that it holds at most, new ones among them."""
-        return self.most + self.room
+        """Rows that it holds at most, with new ones and a window that starts early."""
+        return self.budget + self.chunk - 1 + self.room
 
     @property
     def chunks(self) -> int:
-        """How many chunks are chosen at most."""
+        """Number of chosen chunks at most."""
         return 0 if SCORERS[self.scorer] is None else self.chosen // self.chunk
 
     def __str__(self) -> str:
-        """Its sizes as the bench prints them: first rows + chunks x rows of each + last rows."""
-        ends = f"{self.sink:,}", f"{self.window:,}"
-        return " + ".join((ends[0], f"{self.chunks:,} x {self.chunk}", ends[1]) if self.chunks else ends)
+        """Its sizes as the bench prints them: sink + chunks x rows of each + window."""
+        chunks = f" + {self.chunks:,} x {self.chunk}" if self.chunks else ""
+        return f"{self.sink:,}{chunks} + {self.window:,}"
 
     @property
     def query_count(self) -> int:
-        """By how many of a text's last queries it is chosen, where the scorer decides that."""
+        """Number of a text's last queries that choose the chunks."""
         scorer = SCORERS[self.scorer]
         if scorer is None:
             return 0
         return self.window if scorer.window else 1
 
     def window_start(self, length: int) -> int:
-        """First row of the window in a text of ``length`` rows; ``length`` where the sink holds all of the text."""
+        """First row of the window in a text of ``length`` rows; ``length`` if the sink holds all of the text."""
         return max(min(self.sink, length), (length - self.window) // self.chunk * self.chunk)
 
     def between(self, length: int) -> range:
@@ -132,16 +123,15 @@ class View:
     def choose(
         self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """The chunks of one layer that are seen.
+        """Chooses the chunks of one layer.
 
         Args:
             keys: (Hkv, n, d), after RoPE.
-            queries: (Hq, M, d), after RoPE, the newest last, M >= 1; None: there are none yet, and the latest chunks
-                are chosen.
+            queries: (Hq, M, d), after RoPE, the newest last, M >= 1; None: the latest chunks are chosen.
             kept: summaries of the text's chunks, see :class:`~longdraft.views.scorers.Candidates`.
 
         Returns:
-            (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) where they are shared. c depends on n alone.
+            (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) if they are shared. c depends on n alone.
         """
         between = self.between(keys.shape[1])
         count = min(self.chunks, len(between))
@@ -155,7 +145,7 @@ class View:
         return scores.topk(count, dim=-1).indices.sort(-1).values + between.start
 
     def rows_of(self, chunks: torch.Tensor, length: int) -> torch.Tensor:
-        """Rows (H, m) int64 of chosen chunks (H, c), with sink and window: sorted, none twice, all below ``length``."""
+        """Returns the rows (H, m) int64 of chosen chunks (H, c), with sink and window: sorted, none twice."""
         each = torch.arange(self.chunk, device=chunks.device)
         inner = (chunks[..., None] * self.chunk + each).flatten(1)
         ends = ((0, min(self.sink, length)), (self.window_start(length), length))
@@ -165,5 +155,5 @@ class View:
     def rows(
         self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """The rows of one layer that are seen, (Hkv or 1, m), m at most :attr:`most`; arguments as :meth:`choose`."""
+        """Chooses the rows of one layer, (Hkv or 1, m), with sink and window; arguments as in :meth:`choose`."""
         return self.rows_of(self.choose(keys, queries, kept), keys.shape[1])

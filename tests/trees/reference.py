@@ -1,0 +1,104 @@
+"""Drafts for tests of trees, and every kind of tree grown from its definition, by looking at every candidate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from longdraft.trees.beam import Beam
+from longdraft.trees.chain import Chain
+from longdraft.trees.dynamic import Dynamic
+from longdraft.trees.kind import TreeKind
+from longdraft.trees.level import Level
+from longdraft.trees.opt import Opt
+from longdraft.trees.tree import TokenTree
+
+VOCABULARY = 7
+Path = tuple[int, ...]
+
+
+class Table:
+    """A draft whose logits depend on the path: a fixed random row for each sequence and path."""
+
+    def __init__(self, seed: int, vocabulary: int = VOCABULARY) -> None:
+        self.seed, self.vocabulary = seed, vocabulary
+        self.paths: dict[int, list[Path]] = {}
+        self.calls: list[Level] = []
+
+    def row(self, sequence: int, path: Path) -> torch.Tensor:
+        g = torch.Generator().manual_seed(hash((self.seed, sequence, path)) % 2**31)
+        return 2 * torch.randn(self.vocabulary, generator=g)
+
+    def log_probs(self, sequence: int, path: Path) -> list[float]:
+        return torch.log_softmax(self.row(sequence, path), -1).tolist()
+
+    def expand(self, level: Level) -> torch.Tensor:
+        self.calls.append(level)
+        out = []
+        for i, sequence in enumerate(level.rows):
+            above = self.paths.get(sequence)
+            tokens, parents = level.tokens[i].tolist(), level.parents[i].tolist()
+            self.paths[sequence] = [(above[p] if above else ()) + (t,) for t, p in zip(tokens, parents, strict=True)]
+            out.append(torch.stack([self.row(sequence, path) for path in self.paths[sequence]]))
+        return torch.stack(out)
+
+
+def certain(*chances: float):
+    """A draft that gives token 1 this probability, whatever came before; for each sequence its own."""
+
+    def expand(level: Level) -> torch.Tensor:
+        rows = []
+        for sequence in level.rows:
+            p = chances[sequence % len(chances)]
+            row = torch.full((VOCABULARY,), math.log((1 - p) / (VOCABULARY - 1)))
+            row[1] = math.log(p)
+            rows.append(row.expand(level.tokens.shape[1], -1))
+        return torch.stack(rows)
+
+    return expand
+
+
+def scores(tree: TokenTree) -> dict[Path, float]:
+    """Path -> cumulative log-probability, of all drafted nodes."""
+    return {tuple(tree.tokens[i] for i in tree.path(n)): tree.path_log_probs[n] for n in range(1, tree.size)}
+
+
+def best(paths: dict[Path, float], count: int | None) -> dict[Path, float]:
+    return dict(sorted(paths.items(), key=lambda item: -item[1])[:count])
+
+
+def by_definition(
+    kind: TreeKind, table: Table, sequence: int, root: int, depth: int, ids: list[int] | None = None
+) -> tuple[dict[Path, float], int]:
+    """The scores of the tree's nodes, and its levels.
+
+    Args:
+        depth: levels at most.
+    """
+    pool: dict[Path, float] = {}
+    expanded = {(root,): 0.0}
+    expected, levels = 0.0, 0
+    while levels < depth:
+        children = {
+            path: {(*path, ids[i] if ids else i): score + x for i, x in enumerate(table.log_probs(sequence, path))}
+            for path, score in expanded.items()
+        }
+        if isinstance(kind, Beam):
+            new = expanded = best({k: v for own in children.values() for k, v in own.items()}, kind.widths[levels])
+        elif isinstance(kind, Opt):
+            new = best({k: v for own in children.values() for k, v in own.items()}, kind.nodes)
+            expanded = best(new, kind.top_k)
+        else:
+            width = {Chain: 1, Dynamic: getattr(kind, "top_k", 0)}.get(type(kind)) or kind.widths[levels]
+            new = {k: v for own in children.values() for k, v in best(own, width).items()}
+            expanded = best(new, kind.top_k) if isinstance(kind, Dynamic) else new
+        pool |= new
+        levels += 1
+        if isinstance(kind, Chain) and kind.price > 0 and max(new.values()) <= math.log(kind.price):
+            break
+        if isinstance(kind, Opt):
+            before, expected = expected, sum(map(math.exp, best(pool, kind.nodes).values()))
+            if expected - before <= kind.threshold:
+                break
+    return best(pool, kind.max_nodes), levels

@@ -1,0 +1,258 @@
+"""Every kind of tree against its definition, what holds of all kinds, and the options that choose between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.trees.beam import Beam
+from longdraft.trees.chain import LENGTH, LONGEST, Chain
+from longdraft.trees.dynamic import Dynamic
+from longdraft.trees.level import Level
+from longdraft.trees.node_limit import LARGEST, NodeLimit
+from longdraft.trees.opt import Opt
+from longdraft.trees.options import TreeOptions
+from longdraft.trees.static import Static
+from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, scores
+
+nodes = st.integers(1, 40)
+widths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
+opts = st.builds(
+    Opt,
+    nodes=nodes,
+    depth=st.integers(1, 5),
+    threshold=st.sampled_from([0.0, 0.02, 0.2, 0.5, 0.7]),
+    top_k=st.integers(1, 12),
+)
+kinds = st.one_of(
+    st.builds(Beam, widths=widths, nodes=st.none() | nodes),
+    st.builds(Static, widths=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), nodes=st.none() | nodes),
+    st.builds(Dynamic, depth=st.integers(1, 4), top_k=st.integers(1, 9), nodes=st.none() | nodes),
+    st.builds(Chain, depth=st.integers(1, 6), price=st.sampled_from([0.0, 0.05, 0.3])),
+    opts,
+)
+SMALL = [
+    Beam(widths=(2, 3, 3)), Static(widths=(3, 2, 2)), Dynamic(depth=3, top_k=3, nodes=9), Chain(depth=3),
+    Opt(nodes=9, depth=3, threshold=0.0, top_k=3),
+]  # fmt: skip
+
+
+@given(kinds, st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 10**6))
+def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
+    depths = [min(depth, kind.depth) for depth in depths]
+    roots, table = list(range(len(depths))), Table(seed)
+    trees = kind.grow(roots, table.expand, depths)
+    for b, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
+        expected, levels = by_definition(kind, table, b, roots[b], depth)
+        found = scores(tree)
+        assert tree.tokens[0] == roots[b] and tree.log_probs[0] == 0.0
+        assert found.keys() == expected.keys() and tree.drafted == len(found) <= kind.max_nodes
+        assert all(x == pytest.approx(expected[path], abs=1e-4) for path, x in found.items())
+        # No forward more than the definition makes; fewer if no node of another level could be among the best.
+        assert sum(b in level.rows for level in table.calls) <= levels
+    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded
+
+
+@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: type(kind).__name__)
+class TestAnyKind:
+    def test_tokens_are_the_targets_if_the_draft_has_a_vocabulary_of_its_own(self, kind):
+        ids, table = [100, 7, 42, 99], Table(5, vocabulary=4)
+        (tree,) = kind.grow([0], table.expand, ids=torch.tensor(ids))
+        assert scores(tree).keys() == by_definition(kind, table, 0, 0, 3, ids)[0].keys()
+
+    def test_sequences_leave_when_their_tree_is_deep_enough(self, kind):
+        table = Table(0)
+        trees = kind.grow([1, 2, 3], table.expand, [3, 0, 1])
+        assert trees[1].drafted == 0 and max(trees[2].depths) == 1
+        assert [level.rows for level in table.calls] == [(0, 2), (0,), (0,)]
+
+    @pytest.mark.parametrize("value", [60.0, float("inf"), float("nan"), float("-inf")])
+    def test_it_stays_a_tree_whatever_the_draft_says(self, kind, value):
+        """Certain, overflowed or broken: ties and NaN must leave it closed under parents, or TokenTree raises."""
+
+        def expand(level: Level) -> torch.Tensor:
+            logits = torch.full((*level.tokens.shape, VOCABULARY), -40.0)
+            logits[..., 1] = value
+            logits[:, ::2] = float("-inf") if value < 0 else logits[:, ::2]
+            return logits
+
+        for count in range(1, kind.max_nodes + 1):
+            limited = Chain(depth=count) if isinstance(kind, Chain) else type(kind)(**vars(kind) | {"nodes": count})
+            (tree,) = limited.grow([0], expand)
+            assert 1 <= tree.drafted <= count and (tree.drafted == count or isinstance(kind, Opt))
+
+
+# --- single kinds ---
+
+
+def test_the_papers_sizes():
+    table = Table(0, vocabulary=50)
+    (beam,) = Beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expand)
+    assert beam.drafted == 68
+    assert [level.tokens.shape[1] for level in table.calls] == [1, 4, 16, 16, 16]
+    table = Table(0, vocabulary=50)
+    (dynamic,) = Dynamic().grow([3], table.expand)
+    assert dynamic.size == 60
+    assert [level.tokens.shape[1] for level in table.calls] == [1, *[10] * 6]
+    assert Dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expand)[0].drafted == 10 + 6 * 100
+
+
+def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
+    (tree,) = Dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).expand)
+    leaves = set(range(1, tree.size)) - set(tree.parents)
+    assert any(tree.depths[leaf] < 3 for leaf in leaves)
+
+
+def test_a_chain_ends_where_it_no_longer_pays():
+    """0.5, 0.25 > 0.2 > 0.125; the sure one goes on by itself."""
+    calls, draft = [], certain(0.5, 0.95)
+    short, long = Chain(depth=9, price=0.2).grow([7, 8], lambda level: calls.append(level.rows) or draft(level))
+    assert short.drafted == 3 and long.drafted == 9
+    assert calls == [(0, 1)] * 3 + [(1,)] * 6
+
+
+@given(nodes, st.sampled_from([0.0, 0.2, 0.7]), st.integers(1, 10**6))
+def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
+    roots, table = [0, 1, 2, 3], Table(seed)
+    kind = Opt(nodes=count, depth=5, threshold=threshold, top_k=6)
+    for b, tree in enumerate(kind.grow(roots, table.expand)):
+
+        class Own(Table):
+            def row(self, sequence, path, b=b):
+                return super().row(b, path)
+
+        alone = Own(seed)
+        (own,) = kind.grow([roots[b]], alone.expand)
+        assert scores(own).keys() == scores(tree).keys()
+        assert len(alone.calls) == sum(b in level.rows for level in table.calls)
+
+
+@given(st.integers(1, 30), st.integers(0, 10**6))
+def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(count, seed):
+    """With no threshold and all nodes expanded, it holds the most probable of all paths."""
+    table = Table(seed, vocabulary=4)
+    (tree,) = Opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.expand)
+    every = {}
+    for length in (1, 2, 3):
+        for path in itertools.product(range(4), repeat=length):
+            every[(0, *path)] = sum(table.log_probs(0, (0, *path[:i]))[path[i]] for i in range(length))
+    assert sorted(scores(tree).values()) == pytest.approx(sorted(best(every, count).values()), abs=1e-4)
+
+
+def test_an_opt_tree_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not():
+    (sure,) = Opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.99))
+    (torn,) = Opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.3))
+    assert max(sure.depths) == 10 and sure.drafted == torn.drafted == 12
+    assert max(torn.depths) == 2  # the first level is worth a token, the second one no more 0.7
+    deepest = [max(Opt(nodes=20, threshold=t).grow([0], certain(0.6))[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
+    assert deepest[0] == 1 and deepest == sorted(deepest) and deepest[-1] > deepest[1]
+
+
+def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
+    calls: list[int] = []
+    draft = certain(0.99)
+
+    def expand(level: Level) -> torch.Tensor:
+        calls.append(level.tokens.shape[1])
+        return draft(level)
+
+    Opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], expand)
+    # One node of a level is better than the third best so far. At the third level that is the third best itself: its
+    # children cannot be among the best, so there is no fourth level.
+    assert calls == [1, 1, 1]
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("default", "options", "kind", "sizes"),
+    [
+        # max_nodes, max_expanded, levels
+        ("beam", {}, Beam, (68, 64, 5)),
+        ("dynamic", {}, Dynamic, (59, 60, 7)),
+        ("opt", {}, Opt, (50, 90, 10)),
+        ("chain", {}, Chain, (LENGTH, LENGTH - 1, LENGTH)),
+        ("beam", {"tree": "dynamic"}, Dynamic, (59, 60, 7)),
+        ("beam", {"top_k": 3}, Dynamic, (57, 18, 7)),
+        ("dynamic", {"widths": (1, 1, 1)}, Beam, (3, 2, 3)),
+        ("dynamic", {"tree": "beam", "nodes": 9}, Beam, (9, 64, 5)),
+        ("dynamic", {"depth": 1, "top_k": 4}, Dynamic, (4, 0, 1)),
+        ("dynamic", {"depth": 3, "nodes": 5}, Dynamic, (5, 20, 3)),
+        ("beam", {"tree": "opt"}, Opt, (50, 90, 10)),
+        ("dynamic", {"threshold": 0.2}, Opt, (50, 90, 10)),
+        ("opt", {"depth": 3, "top_k": 4}, Opt, (50, 8, 3)),
+        ("opt", {"nodes": 6, "depth": 2}, Opt, (6, 6, 2)),
+        ("opt", {"depth": 1, "threshold": 0}, Opt, (50, 0, 1)),
+        ("chain", {"top_k": 3}, Dynamic, (57, 18, 7)),
+        ("chain", {"widths": (2, 2)}, Beam, (4, 2, 2)),
+        ("chain", {"threshold": 0.5}, Opt, (50, 90, 10)),
+        ("chain", {"depth": 7}, Chain, (7, 6, 7)),
+        ("chain", {"nodes": 2}, Chain, (2, 3, 4)),
+    ],
+    ids=str,
+)
+def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
+    made = TreeOptions(**options).kind(default)
+    assert type(made) is kind and (made.max_nodes, made.max_expanded, made.depth) == sizes
+    (tree,) = made.grow([0], Table(0, vocabulary=30).expand, [100])
+    assert tree.drafted <= made.max_nodes and max(tree.depths) <= made.depth
+
+
+def test_a_threshold_arrives():
+    eager, lazy = (TreeOptions(threshold=t, top_k=7).kind("opt").grow([0], certain(0.6), [8])[0] for t in (0, 5))
+    assert max(eager.depths) > max(lazy.depths) == 1
+
+
+def test_sampled_text_gets_a_wide_tree_unless_widths_are_given():
+    for options, wide in (({}, True), ({"widths": (2, 2)}, False)):
+        kind = TreeOptions(**options).kind("beam")
+        trees = [kind.grow([0], Table(0, vocabulary=60).expand, sampled=sampled)[0] for sampled in (False, True)]
+        sizes = [Counter(tree.depths[1:]) for tree in trees]
+        assert (sizes[0] != sizes[1]) == wide
+        assert [sum(s.values()) for s in sizes] == [sum(kind.widths), sum(kind.sampled_widths or kind.widths)]
+        assert max(sum(s.values()) for s in sizes) == kind.max_nodes
+
+
+def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
+    kind = TreeOptions().kind("chain")
+    assert kind.fit(None) is kind and kind.fit(LARGEST).max_nodes == LONGEST
+
+    def drafted(kind, sure, limit):
+        return kind.fit(LARGEST).fit(limit).grow([0], certain(sure), [30])[0].drafted
+
+    assert drafted(kind, 0.9, NodeLimit(8, 0.7)) == 4  # 0.9^4 = 0.66
+    assert drafted(kind, 0.99, NodeLimit(8, 0.7)) == 8
+    assert drafted(TreeOptions(depth=6).kind("chain"), 0.5, NodeLimit(2, 0.9)) == 6
+    for default in ("beam", "static", "dynamic"):
+        fitted = TreeOptions().kind(default).fit(NodeLimit(8, 0.7))
+        assert isinstance(fitted, Opt) and fitted.nodes == 8 and fitted.threshold == 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"tree": "bush"}, "tree must be"),
+        ({"tree": "chain", "top_k": 3}, "top_k"),
+        ({"tree": "chain", "widths": (1, 1)}, "widths"),
+        ({"tree": "chain", "threshold": 0.5}, "threshold"),
+        ({"tree": "chain", "depth": 0}, "depth must be"),
+        ({"tree": "opt", "widths": (2, 2)}, "widths"),
+        ({"widths": (2, 2), "threshold": 0.5}, "threshold"),
+        ({"tree": "dynamic", "threshold": 0.5}, "threshold"),
+        ({"threshold": -0.1}, "threshold must be"),
+        ({"threshold": float("nan")}, "threshold must be"),
+        ({"threshold": True}, "threshold must be"),
+        ({"tree": "opt", "nodes": 0}, "nodes must be"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_tree(options, word):
+    for default in ("beam", "chain", "dynamic", "opt"):
+        with pytest.raises(ValueError, match=word):
+            TreeOptions(**options).kind(default)
