@@ -1,4 +1,4 @@
-"""The prompt cache: a run reads only what an earlier one has not."""
+"""The prompt cache: a run computes only the tokens that an earlier run has not."""
 
 from __future__ import annotations
 
@@ -53,29 +53,20 @@ def test_the_common_prefix_is_as_long_as_it_can_be(a, b):
     assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
-def test_a_new_cache_holds_nothing():
-    store = opened(PromptCache(), [[1, 2, 3], [4]], 10)
-    assert store.lengths == [0, 0] and store.capacity == 10
-
-
-def test_a_second_run_starts_where_its_prompt_first_differs():
+@pytest.mark.parametrize(
+    ("earlier", "prompt", "kept"),
+    [
+        ([], [1, 2, 3], []),
+        ([[1, 2, 3, 4, 5]], [1, 2, 3, 9, 9, 9], [1, 2, 3]),
+        ([[1, 2, 3]], [1, 2, 3], [1, 2]),  # the last prompt token is computed again
+        ([[1, 2, 3, 4], [1, 2]], [1, 2, 3, 4], [1, 2]),  # a shorter prompt forgets the rest
+    ],
+)
+def test_a_run_starts_where_its_prompt_first_differs(earlier, prompt, kept):
     cache = PromptCache()
-    run(cache, [[1, 2, 3, 4, 5]])
-    store = opened(cache, [[1, 2, 3, 9, 9, 9]], 20)
-    assert held(store, 0) == [1, 2, 3]
-
-
-def test_the_last_prompt_token_is_read_again():
-    cache = PromptCache()
-    run(cache, [[1, 2, 3]])
-    assert held(opened(cache, [[1, 2, 3]], 20), 0) == [1, 2]
-
-
-def test_a_shorter_prompt_forgets_the_rest_for_good():
-    cache = PromptCache()
-    run(cache, [[1, 2, 3, 4]])
-    run(cache, [[1, 2]])
-    assert held(opened(cache, [[1, 2, 3, 4]], 20), 0) == [1, 2]
+    for text in earlier:
+        run(cache, [text])
+    assert held(opened(cache, [prompt], 20), 0) == kept
 
 
 def test_a_run_that_was_opened_and_never_ran_leaves_the_cache_usable():
@@ -129,38 +120,39 @@ def test_only_committed_rows_are_remembered():
     assert list(cache.tokens[0]) == [1, 2] and held(store, 0) == [1, 2]
 
 
-def test_a_saved_cache_serves_another_process(tmp_path):
-    cache = PromptCache()
-    run(cache, [[8], [1, 2, 3, 4]])
-    cache.save(tmp_path / "kv", "target", slot=1)
-    store = opened(PromptCache.restored(tmp_path / "kv", "target"), [[1, 2, 3, 9]], 20)
-    assert held(store, 0) == [1, 2, 3]
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a cache of a prompt, and returns the file and a cache that is restored from it."""
+
+    def save(prompt: list[int]):
+        cache = PromptCache()
+        run(cache, [[8], prompt])
+        cache.save(tmp_path / "kv", "target", slot=1)
+        return tmp_path / "kv", PromptCache.restored(tmp_path / "kv", "target")
+
+    return save
 
 
-def test_a_restored_cache_makes_room_for_all_of_the_snapshot(tmp_path):
-    cache = PromptCache()
-    run(cache, [[1, 2, 3, 4, 5, 6]])
-    cache.save(tmp_path / "kv", "target")
-    store = opened(PromptCache.restored(tmp_path / "kv", "target"), [[1, 2]], 3)
+def test_a_saved_cache_serves_another_process(saved):
+    assert held(opened(saved([1, 2, 3, 4])[1], [[1, 2, 3, 9]], 20), 0) == [1, 2, 3]
+
+
+def test_a_restored_cache_makes_room_for_all_of_the_snapshot(saved):
+    store = opened(saved([1, 2, 3, 4, 5, 6])[1], [[1, 2]], 3)
     assert store.capacity == 6 and held(store, 0) == [1]
 
 
-def test_a_restored_cache_is_read_once(tmp_path):
-    cache = PromptCache()
-    run(cache, [[1, 2, 3]])
-    cache.save(tmp_path / "kv", "target")
-    restored = PromptCache.restored(tmp_path / "kv", "target")
+def test_a_restored_cache_is_read_once(saved):
+    file, restored = saved([1, 2, 3])
     run(restored, [[5, 6, 7]])
-    (tmp_path / "kv").unlink()
+    file.unlink()
     assert held(opened(restored, [[5, 6, 7]], 20), 0) == [5, 6]
 
 
-def test_another_targets_cache_is_refused(tmp_path):
-    cache = PromptCache()
-    run(cache, [[1, 2, 3]])
-    cache.save(tmp_path / "kv", "the other")
+def test_another_targets_cache_is_refused(saved):
+    file, _ = saved([1, 2, 3])
     with pytest.raises(CheckpointError, match="another target"):
-        opened(PromptCache.restored(tmp_path / "kv", "mine"), [[1, 2]], 20)
+        opened(PromptCache.restored(file, "mine"), [[1, 2]], 20)
 
 
 def test_what_another_slot_has_is_copied_and_not_read_again():

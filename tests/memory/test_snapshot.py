@@ -50,20 +50,36 @@ def test_tokens_that_are_not_one_a_row_are_refused(tmp_path):
         snapshot.save(store(), 1, TOKENS[:4], "target", tmp_path / "kv")
 
 
-def test_another_targets_snapshot_is_refused_and_the_slot_stays_as_it_is(tmp_path):
-    snapshot.save(store(), 1, TOKENS, "the other", tmp_path / "kv")
-    loaded = store()
+def other_target(path):
+    snapshot.save(store(), 1, TOKENS, "the other", path)
+
+
+def longer_than_the_slot(path):
+    snapshot.save(store(), 1, TOKENS, "target", path)
+
+
+def something_else(path):
+    save_file({"weight": torch.zeros(3)}, path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (other_target, r"another target \(the other; this one is target\)"),
+        (longer_than_the_slot, "holds 5 tokens, the slot has room for 4"),
+        (something_else, "is not a KV snapshot"),
+        (lambda path: None, "Could not read the snapshot"),
+    ],
+    ids=["another target's", "longer than the slot", "something else", "missing"],
+)
+def test_a_file_that_does_not_fit_is_refused_and_the_slot_stays_as_it_is(write, message, tmp_path):
+    write(tmp_path / "kv")
+    loaded = store(2, 4)
+    loaded.lengths[1] = 3
     keys = loaded.keys.clone()
-    with pytest.raises(CheckpointError, match=r"another target \(the other; this one is mine\)"):
-        snapshot.load(loaded, 1, "mine", tmp_path / "kv")
-    assert loaded.lengths == [0, 5, 0] and torch.equal(loaded.keys, keys)
-
-
-def test_a_snapshot_longer_than_the_slot_is_refused(tmp_path):
-    snapshot.save(store(), 1, TOKENS, "target", tmp_path / "kv")
-    short = KVStore(KVShape(2, 3, 4, torch.float32), 1, 4)
-    with pytest.raises(CheckpointError, match="holds 5 tokens, the slot has room for 4"):
-        snapshot.load(short, 0, "target", tmp_path / "kv")
+    with pytest.raises(CheckpointError, match=message):
+        snapshot.load(loaded, 1, "target", tmp_path / "kv")
+    assert loaded.lengths == [0, 3] and torch.equal(loaded.keys, keys)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
@@ -78,39 +94,19 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     assert snapshot.token_count(path) == 0
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="Could not read the snapshot"):
-        snapshot.load(store(), 0, "target", tmp_path / "nowhere")
-    assert snapshot.token_count(tmp_path / "nowhere") == 0
-
-
-def test_a_safetensors_file_of_something_else_is_refused(tmp_path):
-    save_file({"weight": torch.zeros(3)}, tmp_path / "kv")
-    with pytest.raises(CheckpointError, match="is not a KV snapshot of longdraft"):
-        snapshot.load(store(), 0, "target", tmp_path / "kv")
-
-
-def test_a_full_disk_leaves_the_older_snapshot_and_nothing_else(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "raised"), [(OSError(28, "No space left"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_save_that_fails_leaves_the_older_snapshot_and_nothing_else(fault, raised, tmp_path, monkeypatch):
     path = tmp_path / "kv"
     snapshot.save(store(), 1, TOKENS, "target", path)
     before = path.read_bytes()
 
-    def full(tensors, filename, metadata=None):
+    def fail(tensors, filename, metadata=None):
         filename.write_bytes(b"half of it")
-        raise OSError(28, "No space left on device")
+        raise fault
 
-    monkeypatch.setattr(snapshot, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"Could not write .*\(1000 bytes\): .*No space left"):
+    monkeypatch.setattr(snapshot, "save_file", fail)
+    with pytest.raises(raised, match=r"\(1000 bytes\)" if raised is CheckpointError else None):
         snapshot.save(store(), 1, TOKENS, "target", path)
     assert [p.name for p in tmp_path.iterdir()] == ["kv"] and path.read_bytes() == before
-
-
-def test_an_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
-    def interrupted(tensors, filename, metadata=None):
-        filename.write_bytes(b"half of it")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(snapshot, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        snapshot.save(store(), 1, TOKENS, "target", tmp_path / "kv")
-    assert list(tmp_path.iterdir()) == []

@@ -35,11 +35,25 @@ def outputs(model, fused: bool, monkeypatch):
     return runner, [tree.logits, *tree.hidden.values(), *tree.queries.values(), after.logits, store.keys[:, 2, :, :12]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_as_the_models_own_code(family, monkeypatch):
-    model = tiny_model(family)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("family", "over", "fused"),
+    [
+        *((family, {}, True) for family in FAMILIES),
+        ("llama", {"attention_bias": True}, True),
+        ("llama", {"mlp_bias": True}, True),
+        ("llama", {"rope_parameters": YARN}, True),
+        ("llama", {"hidden_act": "gelu"}, False),
+        ("llama", {"head_dim": 8}, False),
+    ],
+    ids=str,
+)
+def test_the_same_as_the_models_own_code(family, over, fused, monkeypatch):
+    model = tiny_model(family, **over)
     runner, found = outputs(model, True, monkeypatch)
-    assert runner.twin.fused.stack is not None
+    assert bool(runner.twin.fused.layers) is (runner.twin.fused.stack is not None) is fused
     _, wanted = outputs(model, False, monkeypatch)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
@@ -68,31 +82,6 @@ def test_a_view_of_another_dtype(dtype, monkeypatch):
     forward(plain, [[1, 2, 3, 4, 5, 6, 7]], store, [0])
     rounded = store.keys[:1, 0, :, :7]  # the first layer's keys do not depend on what was rounded
     torch.testing.assert_close(found[0][1][:1, :, :7], rounded, rtol=1e-2, atol=0.05)
-
-
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-
-
-@pytest.mark.parametrize(
-    "over",
-    [{"attention_bias": True}, {"mlp_bias": True}, {"rope_parameters": YARN}],
-    ids=["attention bias", "mlp bias", "yarn"],
-)
-def test_variants_of_a_llama(over, monkeypatch):
-    model = tiny_model(**over)
-    runner, found = outputs(model, True, monkeypatch)
-    assert runner.twin.fused.layers
-    for a, b in zip(found, outputs(model, False, monkeypatch)[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("over", [{"hidden_act": "gelu"}, {"head_dim": 8}], ids=["activation", "head size"])
-def test_another_layer_computes_by_its_own_code(over, monkeypatch):
-    model = tiny_model(**over)
-    runner, found = outputs(model, True, monkeypatch)
-    assert not runner.twin.fused.layers
-    for a, b in zip(found, outputs(model, False, monkeypatch)[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
 
 
 def test_one_strange_layer_among_others():

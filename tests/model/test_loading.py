@@ -109,102 +109,74 @@ def test_rope_factor_is_refused_on_top_of_another_scaling(folder: Path) -> None:
         load(folder, rope_factor=2.0)
 
 
+Harm = Callable[[Path], object]
+WEIGHTS = "model.safetensors"
+
+
+def write(name: str, content: bytes) -> Harm:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(pattern: str) -> Harm:
+    return lambda folder: [file.unlink() for file in folder.glob(pattern)]
+
+
+def configured(**changes: object) -> Harm:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def without(key: str) -> Harm:
+    def drop(folder: Path) -> None:
+        kept = load_file(folder / WEIGHTS)
+        del kept[key]
+        save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return drop
+
+
 def truncate(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size - 1)
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1)
 
 
-def corrupt(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+SHARD = b'{"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}'
+REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+HARMS: dict[str, tuple[list[Harm], str]] = {
+    "truncated": ([truncate], r"model\.safetensors is truncated.*fetch that file again"),
+    "corrupt": ([write(WEIGHTS, b"\xff" * 4096)], r"model\.safetensors is truncated or corrupt.*fetch that file again"),
+    "empty weights": ([write(WEIGHTS, b"")], r"model\.safetensors is truncated or corrupt.*fetch that file again"),
+    "no weights": ([remove(WEIGHTS)], r"model\.safetensors is missing. Fetch it again"),
+    "no config": ([remove("config.json")], r"has no config\.json.*save_pretrained"),
+    "only a GGUF file": (
+        [remove("config.json"), write("weights.gguf", b"GGUF")],
+        r"has no config\.json.*Give the file itself: .*weights\.gguf",
+    ),
+    "a broken config": ([write("config.json", b'{"model_type": ')], r"config\.json.*not a valid JSON"),
+    "an unknown architecture": ([configured(model_type="no-such-model")], "no-such-model"),
+    "code of its own": (
+        [write("own.py", b"raise SystemExit('remote code ran')"), configured(**REMOTE)],
+        r"cannot be read: .*",
+    ),
+    "no tokenizer": ([remove("tokenizer*")], r"cannot be read: .*tokenizer.*Fetch the folder again"),
+    "a missing weight": (
+        [without("model.layers.1.mlp.up_proj.weight")],
+        r"model\.layers\.1\.mlp\.up_proj\.weight \(not there\).*incomplete",
+    ),
+    "no untied head": ([without("lm_head.weight")], r"lm_head\.weight \(not there\)"),
+    "a weight of another size": ([configured(vocab_size=70)], r"lm_head\.weight \(\(61, 48\), not \(70, 48\)\)"),
+    "a lost shard": (
+        [remove(WEIGHTS), write(f"{WEIGHTS}.index.json", SHARD)],
+        r"model-00001-of-00001\.safetensors is missing: fetch that file",
+    ),
+    "a broken index": ([remove(WEIGHTS), write(f"{WEIGHTS}.index.json", b"[]")], r"index\.json is not a weight index"),
+}
 
 
-def empty_weights(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def drop_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def drop_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def break_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": ')
-
-
-def unknown_architecture(folder: Path) -> None:
-    edit_config(folder, model_type="no-such-model")
-
-
-def needs_remote_code(folder: Path) -> None:
-    (folder / "own.py").write_text("raise SystemExit('remote code ran')")
-    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
-
-
-def drop_tokenizer(folder: Path) -> None:
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-
-
-def drop_keys(folder: Path) -> None:
-    kept = load_file(folder / "model.safetensors")
-    del kept["model.layers.1.mlp.up_proj.weight"]
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def drop_untied_head(folder: Path) -> None:
-    kept = load_file(folder / "model.safetensors")
-    del kept["lm_head.weight"]
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def reshape_key(folder: Path) -> None:
-    edit_config(folder, vocab_size=70)
-
-
-def lose_shard(folder: Path) -> None:
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    drop_weights(folder)
-
-
-def break_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("[]")
-    drop_weights(folder)
-
-
-def only_gguf(folder: Path) -> None:
-    drop_config(folder)
-    (folder / "weights.gguf").write_bytes(b"GGUF")
-
-
-@pytest.mark.parametrize(
-    ("harm", "says"),
-    [
-        (truncate, r"model\.safetensors is truncated.*fetch that file again"),
-        (corrupt, r"model\.safetensors is truncated or corrupt.*fetch that file again"),
-        (empty_weights, r"model\.safetensors is truncated or corrupt.*fetch that file again"),
-        (drop_weights, r"model\.safetensors is missing. Fetch it again"),
-        (drop_config, r"has no config\.json.*save_pretrained"),
-        (only_gguf, r"has no config\.json.*Give the file itself: .*weights\.gguf"),
-        (break_config, r"config\.json.*not a valid JSON"),
-        (unknown_architecture, r"no-such-model"),
-        (needs_remote_code, r"cannot be read: .*"),
-        (drop_tokenizer, r"cannot be read: .*tokenizer.*Fetch the folder again"),
-        (drop_keys, r"model\.layers\.1\.mlp\.up_proj\.weight \(not there\).*incomplete"),
-        (drop_untied_head, r"lm_head\.weight \(not there\)"),
-        (reshape_key, r"lm_head\.weight \(\(61, 48\), not \(70, 48\)\)"),
-        (lose_shard, r"model-00001-of-00001\.safetensors is missing: fetch that file"),
-        (break_index, r"index\.json is not a weight index"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize(("harms", "says"), HARMS.values(), ids=HARMS)
 def test_bad_folder_is_refused_with_file_and_remedy(
-    folder: Path, harm: Callable[[Path], None], says: str, capfd: pytest.CaptureFixture[str]
+    folder: Path, harms: list[Harm], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    harm(folder)
+    for harm in harms:
+        harm(folder)
     with pytest.raises(CheckpointError, match=says) as refused:
         load(folder, device="cpu")
     assert str(folder) in str(refused.value)
@@ -254,7 +226,7 @@ class Trap:
 
 def test_pickled_weights_load_but_pickled_code_never_runs(folder: Path, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    drop_weights(folder)
+    remove(WEIGHTS)(folder)
     torch.save(weights, folder / "pytorch_model.bin")
     loaded = load(folder, device="cpu").model.state_dict()
     torch.testing.assert_close(loaded["lm_head.weight"], weights["lm_head.weight"])
@@ -309,7 +281,7 @@ def test_loading_is_quiet_says_its_steps_and_restores_the_switches(
 
 
 def test_incomplete_checkpoint_is_reported_once(folder: Path, logged: list[str]) -> None:
-    drop_keys(folder)
+    without("model.layers.1.mlp.up_proj.weight")(folder)
     with pytest.raises(CheckpointError):
         load(folder, device="cpu")
     assert not logged

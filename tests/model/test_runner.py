@@ -1,12 +1,10 @@
-"""The hosted target: it computes what the model itself computes, and leaves the model as it was."""
+"""The hosted target computes what the model itself computes, and leaves the model as it was."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from longdraft.memory.store import KVStore
@@ -35,6 +33,14 @@ def read(runner: TargetRunner, store: KVStore, slot: int, tokens: list[int], chu
         store.commit(slot, range(len(part)))
 
 
+def hosted(model: PreTrainedModel, tokens: list[int], chunk: int = 10**6) -> tuple[TargetRunner, KVStore]:
+    """A runner, and a store whose only slot holds a text and has room for 60 tokens more."""
+    runner = TargetRunner(model)
+    store = runner.new_store(1, len(tokens) + 60)
+    read(runner, store, 0, tokens, chunk)
+    return runner, store
+
+
 @torch.inference_mode()
 def own(model: PreTrainedModel, tokens: list[int], **options: object):
     """The model's own forward over a whole text."""
@@ -54,14 +60,9 @@ def random_tree(size: int, seed: int, root: int) -> TokenTree:
 def verify(runner: TargetRunner, store: KVStore, slots: list[int], trees: list[TokenTree]) -> torch.Tensor:
     """Logits of every node of every tree, in one forward."""
     size = max(tree.size for tree in trees)
-    out = forward(
-        runner,
-        [tree.tokens + (0,) * (size - tree.size) for tree in trees],
-        store,
-        slots,
-        depths=[tree.depths + (0,) * (size - tree.size) for tree in trees],
-        mask=padded_mask(trees, size),
-    )
+    tokens = [tree.tokens + (0,) * (size - tree.size) for tree in trees]
+    depths = [tree.depths + (0,) * (size - tree.size) for tree in trees]
+    out = forward(runner, tokens, store, slots, depths=depths, mask=padded_mask(trees, size))
     assert out.logits is not None
     return out.logits
 
@@ -71,6 +72,13 @@ def assert_nodes_are_right(model: PreTrainedModel, prefix: list[int], tree: Toke
     for node in range(tree.size):
         path = [tree.tokens[i] for i in tree.path(node)]
         torch.testing.assert_close(logits[node], own_logits(model, prefix + path)[-1], **CLOSE)
+
+
+def assert_a_tree_is_right(model: PreTrainedModel, prefix: list[int], size: int = 8) -> None:
+    """A hosted forward over a random tree behind a prefix gives the model's own logits."""
+    runner, store = hosted(model, prefix, 16)
+    tree = random_tree(size, seed=len(prefix), root=5)
+    assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
 
 
 # --- a chain ---
@@ -97,10 +105,8 @@ def test_float64_agrees_to_nine_digits(family, monkeypatch):
     # Through the path that keeps the model's precision; logits come back in float32, hidden states as they are.
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")
     model = tiny_model(family, dtype=torch.float64)
-    runner = TargetRunner(model)
     tokens = text(60)
-    store = runner.new_store(1, 60)
-    read(runner, store, 0, tokens[:50], 20)
+    runner, store = hosted(model, tokens[:50], 20)
     out = forward(runner, [tokens[50:]], store, [0], taps=Taps(hidden=(0, 1)))
     expected = own(model, tokens, output_hidden_states=True)
     for layer in (0, 1):
@@ -114,13 +120,13 @@ def test_float64_agrees_to_nine_digits(family, monkeypatch):
 def test_every_attention_path_hosts_every_family(family, path, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
     model = tiny_model(family)
-    runner = TargetRunner(model)
-    prefix = text(30)
-    store = runner.new_store(1, 60)
-    read(runner, store, 0, prefix)
-    tree = random_tree(6, 1, root=3)
-    assert runner.attention_path == path
-    assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
+    assert TargetRunner(model).attention_path == path
+    assert_a_tree_is_right(model, text(30), 6)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -129,30 +135,18 @@ def test_every_attention_path_hosts_every_family(family, path, monkeypatch):
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"attention_bias": True}),
         ("llama", {"head_dim": 24, "heads": 3, "kv_heads": 3}),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                       "original_max_position_embeddings": 32}}),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
-                                       "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                       "original_max_position_embeddings": 32}}),
+        ("llama", {"rope_parameters": YARN}),
+        ("llama", {"rope_parameters": LLAMA3}),
     ],
     ids=["llama with biases", "qwen3 with biases", "odd head size", "yarn", "llama3 rope"],
-)  # fmt: skip
+)
 def test_options_of_a_family_are_hosted(family, over):
-    model = tiny_model(family, **over)
-    runner = TargetRunner(model)
-    prefix = text(40)
-    store = runner.new_store(1, 60)
-    read(runner, store, 0, prefix, 16)
-    tree = random_tree(8, 2, root=5)
-    assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
+    assert_a_tree_is_right(tiny_model(family, **over), text(40))
 
 
 def test_bfloat16_agrees_within_its_rounding():
-    model = tiny_model(dtype=torch.bfloat16)
-    runner = TargetRunner(model)
-    tokens = text(60)
-    store = runner.new_store(1, 60)
-    read(runner, store, 0, tokens[:50])
+    model, tokens = tiny_model(dtype=torch.bfloat16), text(60)
+    runner, store = hosted(model, tokens[:50])
     got = forward(runner, [tokens[50:]], store, [0]).logits[0]
     # The yardstick: how far the model itself moves when its weights and its arithmetic are rounded so.
     spread = own_logits(model, tokens)[50:] - own_logits(tiny_model(), tokens)[50:]
@@ -161,24 +155,18 @@ def test_bfloat16_agrees_within_its_rounding():
 
 @pytest.mark.parametrize("start", [0, 7])
 def test_last_gives_the_last_rows_logits_and_none_gives_none(start):
-    model = tiny_model()
-    runner = TargetRunner(model)
     tokens = text(20)
-    store = runner.new_store(1, 20)
-    read(runner, store, 0, tokens[:start])
-    every = forward(runner, [tokens[start:]], store, [0]).logits
-    last = forward(runner, [tokens[start:]], store, [0], logits="last").logits
-    assert last.shape == (1, 1, 61)
+    runner, store = hosted(tiny_model(), tokens[:start])
+    every, last, none = (
+        forward(runner, [tokens[start:]], store, [0], logits=which).logits for which in ("all", "last", "none")
+    )
+    assert last.shape == (1, 1, 61) and none is None
     torch.testing.assert_close(last[:, 0], every[:, -1], **CLOSE)
-    assert forward(runner, [tokens[start:]], store, [0], logits="none").logits is None
 
 
 def test_a_block_that_is_not_committed_leaves_no_trace():
-    model = tiny_model()
-    runner = TargetRunner(model)
-    tokens = text(30)
-    store = runner.new_store(1, 40)
-    read(runner, store, 0, tokens[:20])
+    model, tokens = tiny_model(), text(30)
+    runner, store = hosted(model, tokens[:20])
     forward(runner, [text(12, seed=9)], store, [0])
     assert store.lengths == [20]
     got = forward(runner, [tokens[20:]], store, [0]).logits[0]
@@ -218,11 +206,8 @@ def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(path, monkeypatch):
 
 
 def test_a_chain_goes_on_behind_rows_that_are_not_committed():
-    model = tiny_model()
-    runner = TargetRunner(model)
-    tokens = text(30)
-    store = runner.new_store(1, 30)
-    read(runner, store, 0, tokens[:20])
+    model, tokens = tiny_model(), text(30)
+    runner, store = hosted(model, tokens[:20])
     forward(runner, [tokens[20:24]], store, [0], logits="none")
     got = forward(runner, [tokens[24:]], store, [0], offset=4).logits[0]
     torch.testing.assert_close(got, own_logits(model, tokens)[24:], **CLOSE)
@@ -230,20 +215,11 @@ def test_a_chain_goes_on_behind_rows_that_are_not_committed():
     assert store.lengths == [30]
 
 
-def test_a_level_that_does_not_fit_the_store_is_refused():
-    runner = TargetRunner(tiny_model())
-    store = runner.new_store(1, 10)
-    read(runner, store, 0, text(6))
-    with pytest.raises(ValueError, match="5 more exceed the capacity 10"):
-        forward(runner, [[1, 2]], store, [0], offset=3)
-
-
-def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed():
-    runner = TargetRunner(tiny_model())
-    store = runner.new_store(1, 10)
-    read(runner, store, 0, text(8))
-    with pytest.raises(ValueError, match="3 more exceed the capacity 10"):
-        forward(runner, [[1, 2, 3]], store, [0])
+@pytest.mark.parametrize(("size", "offset"), [(61, 0), (2, 59)])
+def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(size, offset):
+    runner, store = hosted(tiny_model(), text(6))
+    with pytest.raises(ValueError, match="61 more exceed the capacity 66"):
+        forward(runner, [[1] * size], store, [0], offset=offset)
 
 
 # --- a tree ---
@@ -252,22 +228,13 @@ def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed():
 @pytest.mark.parametrize("prefix_length", [0, 1, 37])
 @every_family
 def test_one_forward_verifies_every_node_of_a_random_tree(family, prefix_length):
-    model = tiny_model(family)
-    runner = TargetRunner(model)
-    prefix = text(prefix_length)
-    store = runner.new_store(1, 80)
-    read(runner, store, 0, prefix)
-    tree = random_tree(14, seed=prefix_length, root=5)
-    assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
+    assert_a_tree_is_right(tiny_model(family), text(prefix_length), 14)
 
 
 @every_family
 def test_after_a_path_is_committed_the_next_trees_are_right_too(family):
-    model = tiny_model(family)
-    runner = TargetRunner(model)
-    prefix = text(20)
-    store = runner.new_store(1, 100)
-    read(runner, store, 0, prefix)
+    model, prefix = tiny_model(family), text(20)
+    runner, store = hosted(model, prefix)
     for seed in range(4):
         tree = random_tree(10, seed, root=seed)
         assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
@@ -289,9 +256,8 @@ def test_a_ragged_batch_in_shuffled_slots_equals_one_by_one(family):
         read(runner, store, slot, prefix)
     logits = verify(runner, store, slots, trees)
     for b, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-        alone = runner.new_store(1, 60)
-        read(runner, alone, 0, prefix)
-        torch.testing.assert_close(logits[b, : tree.size], verify(runner, alone, [0], [tree])[0], **CLOSE)
+        alone = verify(*hosted(model, prefix), [0], [tree])[0]
+        torch.testing.assert_close(logits[b, : tree.size], alone, **CLOSE)
         assert_nodes_are_right(model, prefix, tree, logits[b])
 
 
@@ -300,11 +266,8 @@ def test_a_ragged_batch_in_shuffled_slots_equals_one_by_one(family):
 
 @every_family
 def test_hidden_taps_are_the_models_hidden_states(family):
-    model = tiny_model(family)
-    runner = TargetRunner(model)
-    tokens = text(30)
-    store = runner.new_store(1, 30)
-    read(runner, store, 0, tokens[:20])
+    model, tokens = tiny_model(family), text(30)
+    runner, store = hosted(model, tokens[:20])
     out = forward(runner, [tokens[20:]], store, [0], taps=Taps(hidden=(0, 2, 1)))
     expected = own(model, tokens, output_hidden_states=True)
     assert sorted(out.hidden) == [0, 1, 2]
@@ -317,11 +280,8 @@ def test_hidden_taps_are_the_models_hidden_states(family):
 
 @every_family
 def test_query_taps_are_the_queries_after_rope(family):
-    model = tiny_model(family)
-    runner = TargetRunner(model)
-    tokens = text(30)
-    store = runner.new_store(1, 40)
-    read(runner, store, 0, tokens[:20])
+    model, tokens = tiny_model(family), text(30)
+    runner, store = hosted(model, tokens[:20])
     out = forward(runner, [tokens[20:]], store, [0], taps=Taps(queries=(2,)))
     assert sorted(out.queries) == [2] and out.hidden == {}
     with torch.inference_mode():
@@ -338,9 +298,8 @@ def test_query_taps_are_the_queries_after_rope(family):
 
 @every_family
 def test_the_store_holds_what_the_models_own_cache_would(family):
-    model = tiny_model(family)
+    model, tokens = tiny_model(family), text(30)
     runner = TargetRunner(model)
-    tokens = text(30)
     store = runner.new_store(2, 40)
     read(runner, store, 1, tokens, 11)
     with torch.inference_mode():

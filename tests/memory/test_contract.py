@@ -1,0 +1,220 @@
+"""The contract of KV stores: a store of any kind holds the rows of each text, as a list of rows would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.attention.block import Block
+from longdraft.errors import MemoryBudgetError
+from longdraft.memory import disk_store, sizes, snapshot
+from longdraft.memory.disk_store import DiskStore
+from longdraft.memory.host_store import HostStore, Side
+from longdraft.memory.packed_store import PackedStore
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.native.scaled import Scaled
+
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
+KINDS = ["rows", "columns", "bfloat16", "int8", "disk", "disk by columns", "host"]
+SLOTS, BLOCK, FEATURES = 3, 6, 5
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class LazySide(Side):
+    """Copies as late as possible: without a wait, the rows are not there."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = 0
+        self.began = False
+
+    def begin(self) -> None:
+        self.began = True
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        assert self.began, "a copy must wait for the computations before it"
+        assert to.is_contiguous() and source.is_contiguous() and to.shape == source.shape
+        self.queue.append((to, source))
+
+    def mark(self) -> int:
+        self.began = False
+        return len(self.queue)
+
+    def wait(self, mark: int) -> None:
+        for to, source in self.queue[self.done : mark]:
+            to.copy_(source)
+        self.done = max(self.done, mark)
+
+    def settle(self) -> None:
+        self.wait(len(self.queue))
+
+
+def make(kind: str, folder: Path, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SHAPE) -> KVStore:
+    """A store of a kind with two layers' features; its rows are noise or zeros."""
+    features = {"feature_layers": (0, 2), "feature_size": FEATURES}
+    if kind == "host":
+        return HostStore(shape, slots, capacity, "cpu", side=LazySide(), **features)
+    if kind in ("bfloat16", "int8"):
+        return PackedStore(shape, slots, capacity, getattr(torch, kind), **features)
+    columns = kind.endswith("columns")
+    if kind.startswith("disk"):
+        return DiskStore(folder, shape, slots, capacity, columns, **features)
+    return KVStore(shape, slots, capacity, "cpu", columns, **features)
+
+
+def random_rows(kind: str, *size: int) -> torch.Tensor:
+    """Keys and values (2, layers, kv_heads, *size, head_dim) that the kind of store does not round any further."""
+    x = torch.randn(2, SHAPE.layers, SHAPE.kv_heads, *size, SHAPE.head_dim)
+    return Scaled.of(x).to(x.dtype) if kind == "int8" else x.bfloat16().float()
+
+
+def check(actual: tuple[torch.Tensor, torch.Tensor], slot: int, rows: list[torch.Tensor], layer: int) -> None:
+    """Compares keys and values of one layer with the rows (2, layers, kv_heads, head_dim) of a slot."""
+    if rows:
+        expected = torch.stack(rows, dim=3)[:, layer]
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x[slot, :, : len(rows)].to(y.dtype), y, rtol=1e-6, atol=0)
+
+
+slots, share = st.integers(0, SLOTS - 1), st.floats(0, 1)
+OPERATIONS = st.one_of(
+    # The rows of a block, or of three levels of a tree, in some slots, and the path of it that is committed.
+    st.tuples(st.sampled_from([BLOCK, BLOCK // 3]), st.sets(slots, min_size=1), st.sets(st.integers(0, BLOCK - 1))),
+    st.tuples(st.just("truncate"), slots, share),
+    st.tuples(st.just("put unverified rows"), slots, st.integers(1, 3)),
+    st.tuples(st.just("copy from another slot"), slots, share),
+    st.tuples(st.just("read"), st.integers(-1, SHAPE.layers - 1), st.none()),
+)
+
+
+@every_kind
+@given(st.lists(OPERATIONS, max_size=12))
+def test_any_sequence_of_operations_leaves_the_rows_of_each_text(tmp_path_factory, kind, operations):
+    store = make(kind, tmp_path_factory.getbasetemp())
+    texts: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # (2, layers, kv_heads, head_dim) a token
+    unverified: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
+    features: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
+    for name, what, more in operations:
+        if isinstance(name, int):
+            chosen = sorted(what, reverse=True)
+            rows, hidden = random_rows(kind, len(chosen), BLOCK), torch.randn(2, len(chosen), BLOCK, FEATURES)
+            for offset in range(0, BLOCK, name):
+                level = slice(offset, offset + name)
+                block = Block.make(chosen, [store.lengths[s] for s in chosen], name, offset=offset)
+                for layer in range(SHAPE.layers):
+                    k, v = rows[:, layer, :, :, level].transpose(1, 2)
+                    store.write(layer, k, v, block)
+                    for i, slot in enumerate(chosen):  # attention reads the prefix and the tree of these slots
+                        check(
+                            store.layer(layer), slot, texts[slot] + [*rows[:, :, :, i, : level.stop].unbind(3)], layer
+                        )
+                store.write_features({0: hidden[0][:, level], 2: hidden[1][:, level]}, block)
+            for i, slot in enumerate(chosen):
+                assert store.lengths[slot] == len(texts[slot])  # nothing is committed yet
+                path = sorted(more)
+                store.commit(slot, path)
+                texts[slot] += [rows[:, :, :, i, node] for node in path]
+                features[slot] += [hidden[:, i, node].flatten() for node in path]
+                unverified[slot] = []
+        elif name == "truncate":
+            length = int(store.lengths[what] * more)
+            store.truncate(what, length)
+            texts[what], unverified[what], features[what] = texts[what][:length], [], features[what][:length]
+        elif name == "put unverified rows":
+            rows = random_rows(kind, more)
+            store.put_rows(what, store.lengths[what], *rows)
+            store.unverified[what] = more
+            unverified[what] = [*rows.unbind(3)]
+        elif name == "copy from another slot":
+            source = (what + 1) % SLOTS
+            end = int(store.lengths[source] * more)
+            start = min(end, store.lengths[what])
+            store.truncate(what, start)
+            store.copy_rows(source, what, start, end)
+            texts[what] = texts[what][:start] + texts[source][start:end]
+            features[what] = features[what][:start] + features[source][start:end]
+            unverified[what] = []
+        else:
+            for slot in range(SLOTS):
+                check(store.layer(what), slot, texts[slot] + unverified[slot], what)
+        assert store.lengths == [*map(len, texts)] and store.unverified == [*map(len, unverified)]
+    for slot, text in enumerate(texts):
+        assert store.readable(slot) == len(text) + len(unverified[slot])
+        for layer in range(SHAPE.layers):
+            check(store.layer(layer), slot, text + unverified[slot], layer)
+        for layers in store.portions:
+            for i, layer in enumerate(range(SHAPE.layers)[layers]):
+                rows = tuple(x[i][None] for x in store.stored(slot, layers))
+                check(rows, 0, text, layer)
+        if text:
+            assert torch.equal(store.features[slot, : len(text)], torch.stack(features[slot]))
+
+
+@every_kind
+def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_path):
+    stores = [make(kind, tmp_path), make("columns", tmp_path, 2, 30)]
+    for source, target in (stores, stores[::-1]):
+        rows = random_rows(kind, 7)
+        source.put_rows(1, 0, *rows, features=torch.randn(7, 2 * FEATURES))
+        source.lengths[1] = 7
+        snapshot.save(source, 1, range(7), "target", tmp_path / "kv")
+        target.truncate(0, 0)
+        assert snapshot.load(target, 0, "target", tmp_path / "kv") == [*range(7)]
+        assert target.lengths[0] == 7 and torch.equal(target.features[0, :7], source.features[1, :7])
+        for layer in range(SHAPE.layers):
+            check(target.layer(layer), 0, [*rows.unbind(3)], layer)
+
+
+@every_kind
+def test_wrong_rows_paths_and_lengths_are_refused(kind, tmp_path):
+    store = make(kind, tmp_path, slots=2, capacity=24)
+    store.put_rows(1, 0, *random_rows(kind, 20))
+    store.commit(1, range(20))
+    store.check_room([0, 1], 4)
+    with pytest.raises(ValueError, match="slot 1 holds 20 rows; 5 more exceed the capacity 24"):
+        store.check_room([0, 1], 5)
+    with pytest.raises(ValueError, match=r"rows \[22, 25\) do not lie in a slot of 24 rows"):
+        store.put_rows(1, 22, *random_rows(kind, 3))
+    for path in ([1, 1], [2, 1], [-1, 0], [0, 3, 2]):
+        with pytest.raises(ValueError, match="strictly increasing"):
+            store.commit(1, path)
+    with pytest.raises(ValueError, match="beyond the capacity 24"):
+        store.commit(1, [0, 4])
+    for length in (-1, 21):
+        with pytest.raises(ValueError, match="cannot truncate slot 1 of length 20"):
+            store.truncate(1, length)
+    store.commit(1, [3])  # the last row
+    assert store.lengths == [0, 21]
+
+
+TOTAL = SHAPE.bytes_per_token * 4096
+BESIDE = 2 * FEATURES * 4 * 4096
+SCALES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        ("rows", [TOTAL + BESIDE]),
+        ("columns", [TOTAL + BESIDE]),
+        ("bfloat16", [TOTAL // 2 + BESIDE]),
+        ("int8", [TOTAL // 4 + SCALES + BESIDE]),
+        ("disk", [TOTAL // 3 * 2 + BESIDE]),
+        ("host", [TOTAL, TOTAL // 3 * 2 + BESIDE]),
+    ],
+)
+def test_a_store_asks_for_its_bytes_and_is_refused_without_them(kind, needed, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_store, "in_memory", lambda folder: False)
+    left = []
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: left.pop(0))
+    left[:] = needed
+    assert make(kind, tmp_path, 1, 4096).capacity == 4096 and not left
+    left[:] = [*needed[:-1], needed[-1] - 1]
+    with pytest.raises(MemoryBudgetError, match=rf"A cache of 4096 tokens.* \({needed[-1]} bytes\)"):
+        make(kind, tmp_path, 1, 4096)
+    left[:] = [None] * len(needed)  # a system that does not say
+    assert make(kind, tmp_path, 1, 4096).capacity == 4096
