@@ -1,4 +1,4 @@
-"""What a trained draft is: weights in a folder, made for one target. Every kind of draft is built on these bases."""
+"""Bases of all kinds of trained drafts: weights in a folder, made for one target."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
 
 class Draft(ABC, Generic[Bound]):
-    """Trained weights of a drafter. Runs on the same target share what :meth:`bound` makes of them.
+    """Trained weights of a drafter. Runs on the same target share the result of :meth:`bound`.
 
     Attributes:
         kind: what a folder's config.json calls it, and the method that drafts with it.
-        folder: where it was read from; a hub id stands as it was given.
-        trained_length: tokens of the longest text it was trained on; None where the folder does not say.
-        made_for: what must be the same of a target, by names of its description.
+        folder: the folder it was read from, or a hub id as given.
+        trained_length: tokens of the longest text it was trained on; None if the folder does not say.
+        made_for: entries of the target's description that must be equal, by name.
     """
 
     kind: ClassVar[str]
@@ -46,7 +46,7 @@ class Draft(ABC, Generic[Bound]):
     @property
     @abstractmethod
     def parameters(self) -> int:
-        """Numbers in its own tensors; what it shares with the target does not count."""
+        """Count of parameters in its own tensors, without those shared with the target."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -55,7 +55,7 @@ class Draft(ABC, Generic[Bound]):
 
     @property
     def retrieval_layer(self) -> int | None:
-        """The target's layer by whose attention chunks are best retrieved; None where the folder names none."""
+        """The target's layer whose attention ranks chunks best; None if the folder names none."""
         return draft_folder.retrieval_layer(self.folder)
 
     @abstractmethod
@@ -68,11 +68,11 @@ class Draft(ABC, Generic[Bound]):
         """
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        """What looks wrong beside a target that :meth:`check` lets through, a sentence each: it costs acceptance."""
+        """Warnings about an accepted target, a sentence each: they cost acceptance, not correctness."""
         return []
 
     def bound(self, runner: TargetRunner) -> Bound:
-        """The draft on a target; made once a target, and given up with it.
+        """The draft on a target, made once and freed with the target.
 
         Raises:
             CheckpointError, UnsupportedModelError: as :meth:`check` does, or as :meth:`make` does.
@@ -85,15 +85,15 @@ class Draft(ABC, Generic[Bound]):
 
     @abstractmethod
     def make(self, runner: TargetRunner) -> Bound:
-        """What drafts on a target that the draft was checked against."""
+        """Makes the object that drafts on a target, after :meth:`check`."""
 
 
 class TrainedDraft(Draft[Bound]):
-    """A draft that is one module, in a folder of ours. A kind says what its module is, and what drafts with it.
+    """A draft that is one module, in a folder of ours. A subclass defines the module and what :meth:`make` returns.
 
     Args:
-        folder: where the contents were read from, for messages.
-        contents: what the folder holds.
+        folder: the folder that the contents were read from, for messages.
+        contents: config, tensors and target of the folder.
 
     Attributes:
         config: sizes and settings of the folder's config.json.
@@ -146,10 +146,10 @@ class TrainedDraft(Draft[Bound]):
 
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module that :attr:`config` describes; its weights are put in later."""
+        """The module that :attr:`config` describes, without its weights."""
 
     def needs(self) -> dict[str, Any]:
-        """What must be the same of a target even where the folder does not name one, by names of its description."""
+        """Entries of a target's description that must match even if the folder names no target."""
         return {}
 
     @property
@@ -183,7 +183,7 @@ class TrainedDraft(Draft[Bound]):
         return module
 
     def head(self, runner: TargetRunner) -> tuple[torch.Tensor | Stored, torch.Tensor | None]:
-        """The target's head (draft vocabulary, hidden), and the target id of each of its rows; None: all, in order."""
+        """The target's head (draft vocabulary, hidden), and the target id of each row; None: all tokens, in order."""
         head: torch.Tensor | Stored = runner.parts.head
         if self.ids is None:
             return head, None
@@ -191,7 +191,7 @@ class TrainedDraft(Draft[Bound]):
         return (head.rows(ids) if isinstance(head, Stored) else whole(head)[ids]), ids
 
     def _empty(self) -> nn.Module:
-        """The module without memory."""
+        """The module on the meta device, which takes no memory."""
         try:
             with torch.device("meta"):
                 return self.module()

@@ -1,4 +1,4 @@
-"""Draft folders: ``config.json`` and ``model.safetensors``, written and read, and the check of whose they are."""
+"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks the target they are for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Shape = TypeVar("Shape")
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """What a draft folder holds.
+    """Contents of a draft folder.
 
     Attributes:
         kind: the drafter that reads it, e.g. "longspec".
@@ -57,11 +57,11 @@ def trained(
     kept: torch.Tensor | None,
     target: Mapping[str, Any],
 ) -> DraftFolder:
-    """A draft that has just been trained, as its folder holds it: in bfloat16, with the table of its vocabulary.
+    """Contents of the folder of a newly trained draft: weights in bfloat16, with the table of its vocabulary.
 
     Args:
         kept: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
-        target: its description.
+        target: the target's description.
     """
     tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
     if kept is not None:
@@ -81,7 +81,7 @@ def save(folder: Path | str, draft: DraftFolder) -> None:
 
 
 def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes config.json and model.safetensors, in whatever layout; each file appears whole or not at all.
+    """Writes config.json and model.safetensors, in any layout; each file appears whole or not at all.
 
     Raises:
         CheckpointError: when they cannot be written (no space, no permission).
@@ -106,21 +106,21 @@ def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, t
 
 
 def is_draft_folder(path: Path | str) -> bool:
-    """Whether a folder with a config.json is there."""
+    """True for a folder with a config.json."""
     return (Path(path) / CONFIG).is_file()
 
 
 def kind(folder: Path | str) -> str:
-    """Which drafter reads a folder; empty where neither config.json nor the tensors say it, as for language models.
+    """The kind of a draft folder; empty if neither config.json nor the tensors tell, as for language models.
 
     Raises:
-        CheckpointError: no such folder, no or broken config.json; missing or truncated weights where they have to tell.
+        CheckpointError: no such folder, no or broken config.json; missing or truncated weights, where needed.
     """
     return "" if is_gguf(folder) else _kind(read_config(folder), folder)
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
-    """Folders that others publish are told by what was written into config.json, or by their tensors."""
+    """The kind by config.json; for published folders of others, by the names of their tensors."""
     if "drafter" in config or config.get("speculators_model_type"):
         return str(config.get("drafter") or config["speculators_model_type"])
     if "longdraft_format" in config:
@@ -132,7 +132,7 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
 
 
 def is_language_model(folder: Path | str) -> bool:
-    """Whether a folder that names no kind is a model of transformers, which drafts as it is; a GGUF file always is.
+    """True for a model of transformers, which drafts as it is, and for any GGUF file.
 
     Raises:
         CheckpointError: no such folder, no or broken config.json.
@@ -171,7 +171,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def _of_a_run(folder: Path) -> str:
-    """Where the draft lies of a training run whose folder, or whose checkpoint, was named; empty: it is of none."""
+    """Advice if the folder is a training run or one of its checkpoints: where its draft is. Otherwise empty."""
     for run in (folder, *folder.absolute().parents[:2]):
         if (run / "checkpoints").is_dir():
             found = [run / name for name in ("best", "last") if is_draft_folder(run / name)]
@@ -203,10 +203,11 @@ def shape_of(
     """A module's sizes, a dataclass of positive numbers and flags, from a config.json.
 
     Args:
-        label: of the kind of draft, for messages: "LongSpec". names: how config.json calls what ours calls otherwise.
+        label: the kind of draft in messages: "LongSpec".
+        names: our name -> the name in config.json, where they differ.
 
     Raises:
-        CheckpointError: naming what is missing, or has no value that could be right.
+        CheckpointError: names missing entries, or entries with impossible values.
     """
     given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
     known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
@@ -225,7 +226,7 @@ def shape_of(
 
 
 def filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A published configuration with the sizes that transformers fills in where they are left out."""
+    """A published configuration, completed with the sizes that transformers derives."""
     found, heads = dict(config), config.get("num_attention_heads")
     if heads and not found.get("num_key_value_heads"):
         found["num_key_value_heads"] = heads
@@ -237,10 +238,10 @@ def filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_tensors(
     tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size], folder: Path | str, kind: str
 ) -> None:
-    """Compares a draft's tensors with what its sizes ask for.
+    """Checks a draft's tensors against its sizes.
 
     Args:
-        kind: of draft, for the message: "LongSpec".
+        kind: the kind of draft in the message: "LongSpec".
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of a wrong shape.
@@ -269,7 +270,7 @@ def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder:
     """Refuses a draft that was made for another target.
 
     A target of the same shape and vocabulary with other weights (another fine-tune, another quantisation) is
-    allowed: output stays exact whatever a draft proposes. It is logged, for acceptance may suffer.
+    allowed: output stays exact whatever a draft proposes. A warning says that acceptance may suffer.
 
     Raises:
         CheckpointError: saying what differs.
@@ -293,10 +294,10 @@ def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder:
 
 
 def retrieval_layer(folder: Path) -> int | None:
-    """The target's layer by whose attention chunks are best retrieved, where a draft's folder names one.
+    """The target's layer whose attention ranks chunks best, if a draft's folder names one.
 
     Raises:
-        CheckpointError: it names something else.
+        CheckpointError: the entry is no layer number.
     """
     if not folder.is_dir():
         return None

@@ -25,7 +25,7 @@ def to_gguf(draft: EagleDraft[Any], out: Path | str, verifier: str) -> list[str]
         verifier: the target's own GGUF file, as it will be served; its tokenizer is copied.
 
     Returns:
-        What the layout cannot say of this draft, a sentence each.
+        Properties of the draft that the layout cannot express, a sentence each.
 
     Raises:
         CapabilityError: the draft has parts for which the layout has no place, or the target is no file.

@@ -21,7 +21,7 @@ Own = TypeVar("Own", bound="EagleDraft[Any]")
 
 
 class EagleDraft(TrainedDraft[Bound]):
-    """A trained draft of EAGLE's kind, in any layout. A drafter's file says what its module is.
+    """A trained draft of EAGLE's kind, in any layout. The drafter's file defines the module.
 
     Attributes:
         layout: "longdraft", "published" or "speculators".
@@ -53,8 +53,8 @@ class EagleDraft(TrainedDraft[Bound]):
         """Reads a draft folder: ours, a published one, or one of `speculators`.
 
         Args:
-            rope_theta, head_dim: instead of the folder's, which published drafts leave out or misstate.
-            rope_factor: stretch the draft's context so many times (YaRN), instead of what the folder says.
+            rope_theta, head_dim: replace the folder's values, which published drafts leave out or misstate.
+            rope_factor: stretches the draft's context this many times (YaRN), instead of the folder's setting.
 
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
@@ -70,7 +70,7 @@ class EagleDraft(TrainedDraft[Bound]):
 
     @property
     def reach(self) -> int | None:
-        """Tokens of context that its positions are good for, YaRN included; None where the folder does not say."""
+        """Longest context that its positions support, YaRN included; None if the folder does not say."""
         rope = self.rope
         if rope["rope_type"] == "yarn":
             return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
@@ -93,7 +93,7 @@ class EagleDraft(TrainedDraft[Bound]):
         return layers
 
     def usual_layers(self, count: int) -> tuple[int, ...]:
-        """The layers that such drafts read, where their folders name none, of a target of so many."""
+        """The layers that such drafts read of a target with ``count`` layers, if their folders name none."""
         return usual_layers(count)
 
     def needs(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class EagleDraft(TrainedDraft[Bound]):
         self.rotary(torch.float32, "cpu")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        """What costs acceptance, none of it correctness."""
+        """Settings that may cost acceptance, a sentence each. None affects correctness."""
         shape, target = self.shape, runner.parts.description
         found = []
         theta, own = target["rope_theta"], self.rope["rope_theta"]
@@ -150,7 +150,7 @@ class EagleDraft(TrainedDraft[Bound]):
         return found
 
     def rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
-        """Its rotary embedding; the target's may have another base, or be stretched otherwise."""
+        """Its own rotary embedding, whose base and stretching may differ from the target's."""
         return Rotary(self.shape.head_dim, self.rope, dtype, device)
 
 

@@ -1,4 +1,4 @@
-"""The layouts in which EAGLE's drafts come, read into one: ours, the published ones, and that of `speculators`.
+"""Reads the layouts of EAGLE drafts into one: ours, the published ones, and that of `speculators`.
 
 Names of a published EAGLE-3 draft are those of our module; `speculators`, EAGLE-1 and EAGLE-2 call the layer
 ``layers.0.`` instead of ``midlayer.``. All may carry the target's embedding, which is dropped. EAGLE-3's count hidden
@@ -34,7 +34,7 @@ class Eagle3Shape:
     """Sizes of the module. Head counts and sizes are its own: its keys live in its own cache.
 
     Attributes:
-        feature_size: numbers of one token's features: as a rule three times the target's hidden size.
+        feature_size: size of one token's hidden states side by side, usually three times the target's hidden size.
         vocabulary: rows of the draft's head.
         norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
         attention_bias: whether q, k and v have biases.
@@ -68,7 +68,7 @@ class EagleShape(Eagle3Shape):
 
 
 def usual_layers(layers: int) -> tuple[int, int, int]:
-    """Decoder layers whose outputs EAGLE-3 takes of a target of so many: hidden_states[2], [L // 2] and [L - 3]."""
+    """The layers whose outputs EAGLE-3 reads of a target with ``layers``: hidden_states[2], [L // 2] and [L - 3]."""
     return 1, layers // 2 - 1, layers - 4
 
 
@@ -79,11 +79,11 @@ def read(
     rope_factor: float | None = None,
     kind: str = KIND,
 ) -> tuple[DraftFolder, dict[str, Any]]:
-    """What a folder of any layout holds, as ours would; config names the ``layout`` of one that is not ours.
+    """Contents of a folder of any layout, in ours. The config names the original ``layout`` of others.
 
     Args:
-        rope_theta, head_dim, rope_factor: instead of what config.json says (or fails to say).
-        kind: of draft that it should hold; EAGLE's alone come in other layouts.
+        rope_theta, head_dim, rope_factor: replace the values of config.json (or missing ones).
+        kind: the expected kind of draft. Only EAGLE's kinds come in other layouts.
 
     Returns:
         The contents, and RoPE's parameters as transformers names them.
@@ -177,20 +177,20 @@ def _eagle3_shape(
 def _eagle_shape(
     config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path | str
 ) -> EagleShape:
-    """It reads one layer, and says what the target's head can."""
+    """Sizes of EAGLE-1 and -2: one layer is read, and the head is the target's."""
     known = {**sizes, "norm_before_residual": False, "fc_bias": "fc.bias" in tensors}
     names = draft_folder.PUBLISHED | {"feature_size": "hidden_size", "vocabulary": "vocab_size"}
     return draft_folder.shape_of(EagleShape, known, folder, "EAGLE", names)
 
 
 def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Some published configurations nest what is EAGLE's in them."""
+    """The entry ``eagle_config``, in which some published configurations nest EAGLE's settings."""
     nested = config.get("eagle_config")
     return nested if isinstance(nested, dict) else {}
 
 
 def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of RoPE from where transformers' configurations, old and new, keep them."""
+    """RoPE's parameters from a configuration of transformers, old or new."""
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = stated.get("rope_type") or stated.get("type") or "default"
     theta = stated.get("rope_theta") or config.get("rope_theta") or THETA
@@ -201,11 +201,12 @@ def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def stretched(
     rope: dict[str, Any], trained: int | None, theta: float | None, factor: float | None, folder: Path | str
 ) -> dict[str, Any]:
-    """RoPE's parameters as asked for, with the length that YaRN stretches.
+    """RoPE's parameters with the requested changes, and the length that YaRN stretches.
 
     Args:
-        rope: a draft's own parameters. trained: the length it was trained for, stretched where ``rope`` names no other.
-        theta, factor: instead of its base, and instead of any stretching of its own; None leaves them.
+        rope: the draft's own parameters.
+        trained: the length it was trained for, which is stretched unless ``rope`` names another.
+        theta, factor: replace its base and its stretching; None leaves them.
     """
     rope = rope if theta is None else rope | {"rope_theta": float(theta)}
     length = rope.get("original_max_position_embeddings") or trained
@@ -222,7 +223,7 @@ def stretched(
 
 
 def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-    """Drops names of models around the draft, the embedding and frequencies, and calls the layer as our module does."""
+    """Tensors by our module's names: without prefixes of a surrounding model, embedding and RoPE frequencies."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         parts = name.split(".")

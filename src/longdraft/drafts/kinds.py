@@ -18,15 +18,15 @@ from longdraft.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Training:
-    """How drafts of a kind are trained, for ``longdraft train``.
+    """Training of a kind of draft, for ``longdraft train``.
 
     Training is an extra that takes seconds to load, so both parts may be given as "module:name".
 
     Attributes:
         settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
         run: (settings, progress, stop) -> a report a step; see :mod:`longdraft.training.session`.
-        summary: what the command does, for its help.
-        command: its name; empty: the kind's.
+        summary: help of the command.
+        command: name of the command; empty: the kind's name.
     """
 
     settings: str | type[Any]
@@ -39,7 +39,7 @@ class Training:
         return self.settings if isinstance(self.settings, type) else pkgutil.resolve_name(self.settings)
 
     def load_run(self) -> Callable[..., Iterator[Any]]:
-        """The recipe."""
+        """The training function."""
         return pkgutil.resolve_name(self.run) if isinstance(self.run, str) else self.run
 
 
@@ -70,7 +70,7 @@ class Kind:
 
     @property
     def shipped(self) -> bool:
-        """Whether a draft of this kind comes with the package."""
+        """True if a draft of this kind comes with the package."""
         return any(draft_folder.kind(folder) == self.name for folder in shipped.folders())
 
 

@@ -34,9 +34,9 @@ class BoundLM:
 
     Attributes:
         runner: the model, hosted. It reads ids of the target; its logits are over the draft's vocabulary.
-        ids: (draft vocabulary,) target id of each draft id, on the device; None where they are the same.
+        ids: (draft vocabulary,) target id of each draft id, on the device; None if they are the same.
         trained_length: tokens of the longest text it was trained on.
-        whole: its forwards of few rows, each in one call; None where there are none.
+        whole: computes forwards of few rows in one kernel call; None without such kernels.
     """
 
     runner: TargetRunner
@@ -66,10 +66,10 @@ class SmallLMDraft(Draft[BoundLM]):
 
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
-    """One of ours: decoder layers and a final norm, between a target's embedding and rows of its head.
+    """A draft of ours: decoder layers and a final norm, between the target's embedding and rows of its head.
 
     Attributes:
-        sizes: of the decoder, as transformers names them.
+        sizes: the decoder's sizes, as transformers names them.
     """
 
     trained_length: int
@@ -108,8 +108,8 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
 class PublishedLM(SmallLMDraft):
     """A causal language model, in a folder, a GGUF file or on the hub. Its weights are read when it is bound.
 
-    Its vocabulary has to be the target's. Where both tokenizers can be found, they are compared, and heads may be
-    padded to different sizes; where the target's origin is not known, all that can be asked for is the same size.
+    Its vocabulary must be the target's. If both tokenizers are found, they are compared, and heads may be padded to
+    different sizes. If the target's origin is unknown, only the sizes are compared.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Trained drafts that come with the package, a folder each, and which of them fits a target."""
+"""Trained drafts that come with the package, a folder each, and the choice of one for a target."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def folders() -> list[Path]:
 
 
 def fitting(description: Mapping[str, Any], kind: str | None = None) -> Path | None:
-    """The shipped draft that fits a target; of several, one trained with these very weights.
+    """The shipped draft that fits a target; if several do, one trained with exactly these weights.
 
     Args:
-        description: the target's, as :func:`longdraft.target.parts.describe` gives it.
-        kind: of drafter, as the folders name it ("longspec"); None: any.
+        description: the target's, as :func:`longdraft.model.shared_parts.describe` returns it.
+        kind: the kind of draft ("longspec"); None: any.
 
     Raises:
         CheckpointError: a shipped draft's config.json is damaged.
@@ -40,7 +40,7 @@ def fitting(description: Mapping[str, Any], kind: str | None = None) -> Path | N
 
 
 def _described(folder: Path) -> tuple[str, dict[str, Any]]:
-    """A shipped draft's kind, and what it was made for."""
+    """A shipped draft's kind and its target's description."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(config["drafter"]), dict(config["target"])

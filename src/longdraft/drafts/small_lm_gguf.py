@@ -23,7 +23,7 @@ def to_gguf(draft: SmallLMDraft, out: Path | str, verifier: str) -> list[str]:
         verifier: the target's own GGUF file, as it will be served.
 
     Returns:
-        What the layout cannot say of this draft, a sentence each.
+        Properties of the draft that the layout cannot express, a sentence each.
 
     Raises:
         CapabilityError: the draft is a model of transformers; the target is no file, or scales its embedding.

@@ -39,7 +39,7 @@ def to_speculators(
         speculative_tokens: drafted tokens of a round that the folder proposes to the server.
 
     Returns:
-        What the layout cannot say of this draft, a sentence each.
+        Properties of the draft that the layout cannot express, a sentence each.
 
     Raises:
         CapabilityError: the folder does not say how large the target's vocabulary is.

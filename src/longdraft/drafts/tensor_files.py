@@ -1,4 +1,4 @@
-"""The files in which a draft's tensors lie: safetensors, or a pickle of tensors and nothing else."""
+"""Reads a draft's tensors from safetensors, or from torch files that hold tensors only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(folder: Path | str) -> dict[str, torch.Tensor]:
 
 
 def names(folder: Path | str) -> Iterable[str]:
-    """The names of a folder's tensors, those of several files too; the tensors themselves are not read.
+    """Names of a folder's tensors, over all its files. The tensors are not read.
 
     Raises:
         CheckpointError: as :func:`read`.
