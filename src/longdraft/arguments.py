@@ -1,4 +1,4 @@
-"""What a caller gave: arguments that a call does not have, and values of a wrong kind."""
+"""Checks arguments of calls: suggests what was meant by an unknown name, and refuses values of a wrong kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEVERAL = "give the prompt several times; each samples with a seed of its own"
 _GREEDY = "temperature=0 is greedy, a temperature above 0 samples"
 _PENALTY = "there is repetition_penalty here, and Request(prompt, processors=[...]) for others"
 _GENERATED = "it is a setting of what is generated, not of the method"
-# What others call it: the argument's name here, or what to do.
+# Names in other libraries -> the argument's name here, or advice.
 _ELSEWHERE = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
     "max_length": "max_new_tokens counts the new tokens alone",
@@ -50,8 +50,8 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not among the known ones, to stand behind a colon; else empty."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """A suggestion for an unknown name, to follow a colon in a message; empty if there is none."""
     names = [*known]
     elsewhere = _ELSEWHERE.get(name, "")
     if elsewhere in names:
@@ -62,11 +62,11 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
-def answering(call: Callable[P, R]) -> Callable[P, R]:
-    """The same call, which says what was meant where it is given an argument that it does not have.
+def with_suggestions(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a call: an unknown argument raises an error that suggests what was meant.
 
     Raises (when called):
-        ArgumentError: in the place of Python's TypeError.
+        ArgumentError: in place of Python's TypeError.
     """
     signature = inspect.signature(call)
     names = [name for name in signature.parameters if name != "self"]
@@ -77,7 +77,7 @@ def answering(call: Callable[P, R]) -> Callable[P, R]:
     def answered(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in names and not open_ended:
-                advice = meant(name, names) or f"it has {', '.join(names)}."
+                advice = suggestion(name, names) or f"it has {', '.join(names)}."
                 raise ArgumentError(f"{title} has no argument {name}: {advice}")
         try:
             signature.bind(*args, **kwargs)
@@ -91,28 +91,28 @@ def answering(call: Callable[P, R]) -> Callable[P, R]:
 T = TypeVar("T")
 
 
-def answering_class(kind: type[T]) -> type[T]:
-    """A class whose ``__init__`` answers likewise."""
-    setattr(kind, "__init__", answering(kind.__init__))  # noqa: B010 - mypy knows no other way
+def class_with_suggestions(kind: type[T]) -> type[T]:
+    """Decorator of a class: the same for its ``__init__``."""
+    setattr(kind, "__init__", with_suggestions(kind.__init__))  # noqa: B010 - mypy knows no other way
     return kind
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     """A whole number in a range.
 
     Raises:
-        RequestError: it is none, or lies outside.
+        RequestError: the value is no whole number, or outside the range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, got {value!r}")
     number = int(value)
     if number < least or (most is not None and number > most):
-        said = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise RequestError(f"{name} must be {said}, got {number}")
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise RequestError(f"{name} must be {limits}, got {number}")
     return number
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises RequestError for what is no finite number."""
+    """Raises RequestError unless the value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise RequestError(f"{name} must be a number, got {value!r}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft import drafters
-from longdraft.arguments import meant
+from longdraft.arguments import suggestion
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.suffixes import Earlier
@@ -195,7 +195,7 @@ class Recipe:
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether a planner can size its trees: whether anything drafts."""
+        """True if a planner can size its trees, that is, if anything drafts."""
         return self.drafting.drafter is not NoDrafter
 
     def _of(self, known: Iterable[str]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _able(options: Mapping[str, Any]) -> list[Method]:
         raise ValueError(f"No method that is chosen by itself has {' and '.join(options)} together: name the method")
     owners = [m.name for m in METHODS.values() if unknown in m.options]
     advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
-    advice = advice or meant(unknown, ["target", "tokenizer", *names]) or "no method has one."
+    advice = advice or suggestion(unknown, ["target", "tokenizer", *names]) or "no method has one."
     raise ValueError(f"There is no option {unknown}: {advice}")
 
 
@@ -383,7 +383,7 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
 
 
 def _ready(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
-    """Whether a method has the draft it needs, if it needs one."""
+    """True if a method needs no draft, or has one."""
     return not m.needs_draft or "draft" in options or _shipped(m, runner) is not None
 
 

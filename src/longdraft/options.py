@@ -18,7 +18,7 @@ from functools import cache, partial
 from numbers import Integral, Real
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from longdraft.arguments import meant
+from longdraft.arguments import suggestion
 
 F = TypeVar("F", bound=Callable[..., Any])
 Given = TypeVar("Given", bound="Options")
@@ -204,5 +204,5 @@ def parse(owner: str, given: Mapping[str, Any], *groups: type[Options]) -> tuple
     given = by_official_name(given, known)
     for name in given:
         if name not in known:
-            raise ValueError(f"{owner} has no option {name}: {meant(name, known) or f'it has {listed(known)}.'}")
+            raise ValueError(f"{owner} has no option {name}: {suggestion(name, known) or f'it has {listed(known)}.'}")
     return tuple(group(**{n: v for n, v in given.items() if n in declared(group)}) for group in groups)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longdraft import integration
-from longdraft.arguments import answering, whole
+from longdraft.arguments import whole_number, with_suggestions
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import PREFILL_CHUNK, Engine
 from longdraft.engine.request import Prompt, Request, requests_of
@@ -75,7 +75,7 @@ class Speculator:
             device cannot offload that way, or its KV cannot be rounded.
     """
 
-    @answering
+    @with_suggestions
     def __init__(
         self,
         method: str | Path | Method | None = None,
@@ -139,7 +139,7 @@ class Speculator:
 
     @property
     def method(self) -> Method:
-        """How it decodes: the method that was named, else the one chosen for its (first) target.
+        """The method that was named, else the one chosen for its (first) target.
 
         Raises:
             RequestError: no method was named, and which one it will be depends on a target that is not there yet.
@@ -161,7 +161,7 @@ class Speculator:
         return found
 
     def planner(self, progress: Progress | None = None) -> Planner | None:
-        """What plans the rounds; None with fixed trees. The first call may measure what verifications cost.
+        """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
 
         Args:
             progress: called with a line of text before anything is measured.
@@ -200,7 +200,7 @@ class Speculator:
         return next((r for r in self._runners if r.model is target and not r.outdated), None)
 
     def _keep(self, runner: TargetRunner) -> None:
-        """In the place of the model's last one."""
+        """Keeps a runner, in place of an older one of the same model."""
         with self._changing:
             runners = list(self._runners)
             place = next((i for i, r in enumerate(runners) if r.model is runner.model), len(runners))
@@ -214,7 +214,7 @@ class Speculator:
 
     @property
     def exact(self) -> bool:
-        """Whether what it emits is what its (first) target alone would."""
+        """True if its output is that of its (first) target alone."""
         return self.method.exact and not self.runner().kv_is_rounded
 
     def draft(self) -> Draft[Any] | None:
@@ -235,7 +235,7 @@ class Speculator:
         """A prompt's token ids: as given; or a text's, as the user's turn of a chat if the model has a template."""
         return self.texts.encode(prompt, chat)
 
-    @answering
+    @with_suggestions
     def generate(
         self,
         prompts: Prompts,
@@ -262,7 +262,7 @@ class Speculator:
             stop=stop, chat=chat, batch=batch, cache=cache, cancelled=cancelled,
         ).results()  # fmt: skip
 
-    @answering
+    @with_suggestions
     def stream(
         self,
         prompts: Prompts,
@@ -320,7 +320,7 @@ class Speculator:
         named = chosen.method
         return Generation(engine, self.texts, named.name, named.exact, requests, cancelled)
 
-    @answering
+    @with_suggestions
     def session(
         self,
         batch: int | None = None,
@@ -342,7 +342,7 @@ class Speculator:
         Raises:
             RequestError: ``batch`` or ``piece`` below 1.
         """
-        chosen, engine = self._engine(batch, cache, None, context, whole("piece", piece, 1))
+        chosen, engine = self._engine(batch, cache, None, context, whole_number("piece", piece, 1))
         return Session(engine, self.texts, chosen.method.name, chosen.method.exact)
 
     def _engine(
@@ -356,7 +356,7 @@ class Speculator:
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
-        slots = batch_for(runner.device.type) if batch is None else whole("batch", batch, 1)
+        slots = batch_for(runner.device.type) if batch is None else whole_number("batch", batch, 1)
         chosen = self._recipe(runner)
         return chosen, Engine(
             runner,
@@ -365,7 +365,7 @@ class Speculator:
             cache,
             self._planner(runner),
             slots=slots if most is None else min(slots, most),
-            capacity=whole("context", context, 0),
+            capacity=whole_number("context", context, 0),
             chunk=piece,
         )
 

@@ -33,7 +33,7 @@ class Cancel:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that a signal stopped, as shells have it."""
+        """Exit code of a process that a signal stopped, by the convention of shells."""
         return EXIT_CODE if self._asked is None else 128 + self._asked
 
     def __enter__(self) -> Cancel:

@@ -70,7 +70,7 @@ def chat(
 
 @dataclass(frozen=True)
 class Settings:
-    """What /set changes, and /seed."""
+    """Settings that /set and /seed change."""
 
     sampling: Sampling
     max_tokens: int

@@ -1,4 +1,4 @@
-"""Where output goes: what was asked for to stdout, everything that is said about it to stderr."""
+"""Output: results go to stdout, everything said about them to stderr."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _console(stderr: bool) -> Console:
 
 
 def colours(console: Console) -> bool:
-    """Whether colour shows: a terminal that has it, and no NO_COLOR."""
+    """True for a terminal with colours, unless NO_COLOR is set."""
     able = console.is_terminal and console.color_system is not None and not console.legacy_windows
     return able and not console.no_color
 

@@ -19,7 +19,7 @@ from longdraft.model.shared_parts import architecture
 
 
 class Layout(str, Enum):
-    """What ``export`` writes."""
+    """Layouts that ``export`` writes."""
 
     speculators = "speculators"
     custom_generate = "custom-generate"

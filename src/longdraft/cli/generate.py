@@ -30,7 +30,7 @@ from longdraft.speculator import Speculator
 
 @dataclass(frozen=True)
 class Run:
-    """What every run of one command shares."""
+    """Arguments that all runs of one command share."""
 
     loaded: LoadedModel
     prompt: list[int]

@@ -28,14 +28,14 @@ N = TypeVar("N", int, float)
 
 
 class WeightsKind(str, Enum):
-    """What ``load`` takes as ``weights``."""
+    """Values of ``weights`` of ``load``."""
 
     stored = "stored"
     float32 = "float32"
 
 
 class ArithmeticKind(str, Enum):
-    """What ``load`` takes as ``arithmetic``."""
+    """Values of ``arithmetic`` of ``load``."""
 
     int8 = "int8"
     float32 = "float32"
@@ -49,7 +49,7 @@ _debug = False
 
 
 def debugging() -> bool:
-    """Whether ``--debug`` was given."""
+    """True if ``--debug`` was given."""
     return _debug
 
 
@@ -62,7 +62,7 @@ def set_debug(value: bool) -> None:
 
 
 def reset_debug() -> None:
-    """As at the start of a process."""
+    """Turns debugging off, as at the start of a process."""
     global _debug
     _debug = False
 
@@ -148,7 +148,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Output(Group):
-    """What is said beside the result for people."""
+    """Output beside the text for people."""
 
     as_json: Json = False
     debug: Debug = False
@@ -192,7 +192,7 @@ class ModelOptions(Group):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the model is for a GPU; where no device is asked for, whether this machine has one."""
+        """True if the model goes to a GPU: the one asked for, or by default any this machine has."""
         return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
 
     def load(self, progress: Progress) -> LoadedModel:
@@ -212,7 +212,7 @@ class ModelOptions(Group):
 
 @dataclass(frozen=True)
 class SamplingOptions(Group):
-    """How tokens are chosen."""
+    """Sampling."""
 
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")] = 0.0
     top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")] = None

@@ -1,4 +1,4 @@
-"""Which panel of ``--help`` an option stands in: said once, for all verbs. What is not named here comes first."""
+"""The panel of ``--help`` that an option is shown in, for all verbs. Options not named here come first."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from longdraft.errors import PromptError, reason_of
 
 
 def is_pdf(data: bytes) -> bool:
-    """Whether bytes are a PDF's; some begin with a few of other kinds."""
+    """True for the bytes of a PDF, some of which begin with a few other bytes."""
     return b"%PDF-" in data[:1024]
 
 

@@ -1,4 +1,4 @@
-"""How far something is, on stderr: a bar on a terminal, elsewhere a line now and then."""
+"""Shows progress on stderr: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bar:
         self._bar.update(self._task, completed=done, total=total, description=what, figures=figures, refresh=True)
 
     def due(self) -> bool:
-        """Whether a line is due where there is no terminal."""
+        """True if a line is due, without a terminal."""
         if self.silent or self.shown or time.monotonic() - self._said < EVERY:
             return False
         self._said = time.monotonic()
@@ -86,7 +86,7 @@ class Bar:
 
 
 def left(seconds: float, done: float, total: float) -> timedelta:
-    """What is left where so much took so many seconds."""
+    """The remaining time in words, from the work done and the seconds it took."""
     return timedelta(seconds=round(seconds / done * (total - done)))
 
 

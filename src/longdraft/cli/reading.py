@@ -1,4 +1,4 @@
-"""What the user wants read: files, standard input, and the instruction that follows them."""
+"""Reads the prompt: files, standard input, and the instruction that follows them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longdraft.arguments import meant
+from longdraft.arguments import suggestion
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.schedule import Schedule
 from longdraft.errors import UnknownMethodError
@@ -124,7 +124,7 @@ class Method:
         found = by_official_name(options, known)
         for name, value in found.items():
             if name not in known:
-                advice = meant(name, known) or f"its options are {listed(known)}."
+                advice = suggestion(name, known) or f"its options are {listed(known)}."
                 raise ValueError(f"Method {self.name} has no option {name}: {advice}")
             known[name].check(value)
         return found
@@ -153,7 +153,7 @@ def method_named(name: str) -> Method:
     try:
         return METHODS[name]
     except (KeyError, TypeError):
-        advice = meant(name, METHODS) if isinstance(name, str) else ""
+        advice = suggestion(name, METHODS) if isinstance(name, str) else ""
         raise UnknownMethodError(
             f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(METHODS)}. "
             "See `longdraft methods`."

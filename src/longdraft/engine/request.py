@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
 
-from longdraft.arguments import answering_class, whole
+from longdraft.arguments import class_with_suggestions, whole_number
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import PromptError, RequestError
 
@@ -24,7 +24,7 @@ _CHAT = (
 )
 
 
-@answering_class
+@class_with_suggestions
 @dataclass(frozen=True)
 class Request:
     """A prompt with the settings of its continuation.
@@ -78,9 +78,9 @@ class Request:
         return replace(
             self,
             prompt=prompt_of(self.prompt),
-            max_new_tokens=whole("max_new_tokens", self.max_new_tokens, 1),
+            max_new_tokens=whole_number("max_new_tokens", self.max_new_tokens, 1),
             sampling=self._sampling(),
-            seed=None if self.seed is None else whole("seed", self.seed, *_SEEDS),
+            seed=None if self.seed is None else whole_number("seed", self.seed, *_SEEDS),
             eos_token_ids=_ids("eos_token_ids", self.eos_token_ids),
             stop=stops_of(self.stop),
             predicted=_ids("predicted", self.predicted) or [],
@@ -128,7 +128,7 @@ def requests_of(prompts: object, settings: Request) -> list[Request]:
         if not isinstance(prompt, Request):
             seed = settings.seed
             if seed is not None:
-                seed = whole("seed", seed, *_SEEDS) + i
+                seed = whole_number("seed", seed, *_SEEDS) + i
             request = replace(settings, prompt=prompt, seed=seed)
         try:
             requests.append(request.checked())
@@ -198,7 +198,7 @@ def _is_ids(values: list[Any]) -> bool:
 def _ids(name: str, value: object) -> list[int] | None:
     if value is None:
         return None
-    return [whole(name, token, 0) for token in ([value] if _is_id(value) else _listed(name, value))]
+    return [whole_number(name, token, 0) for token in ([value] if _is_id(value) else _listed(name, value))]
 
 
 def _listed(name: str, value: object) -> list[Any]:

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longdraft.arguments import answering_class, check_number, whole
+from longdraft.arguments import check_number, class_with_suggestions, whole_number
 from longdraft.engine import processors as row_processors
 from longdraft.engine.draws import Draws, OwnDraws
 from longdraft.errors import values_checked
@@ -43,7 +43,7 @@ class RecentPenalty(LogitsProcessor):
         return penalised
 
 
-@answering_class
+@class_with_suggestions
 @dataclass(frozen=True)
 class Sampling:
     """Settings that process the target's distribution.
@@ -84,11 +84,11 @@ class Sampling:
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
         if self.top_k is not None:
-            whole("top_k", self.top_k, 0)
+            whole_number("top_k", self.top_k, 0)
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must lie above 0, got {self.repetition_penalty}")
         if self.repetition_window is not None:
-            whole("repetition_window", self.repetition_window, 1)
+            whole_number("repetition_window", self.repetition_window, 1)
             if self.repetition_penalty is None:
                 raise ValueError("repetition_window says where repetition_penalty counts: give that too")
         self.processors()  # refuses bad values now rather than after the prefill

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longdraft import native
-from longdraft.arguments import answering
+from longdraft.arguments import with_suggestions
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
 from longdraft.model import stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
@@ -22,7 +22,7 @@ from longdraft.model.gguf_files import Arithmetic, Weights, no_int8, read_gguf
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@answering
+@with_suggestions
 def load(
     model: str | os.PathLike[str] | None = None,
     *,
