@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longdraft import integration
-from longdraft.arguments import whole_number, with_suggestions
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import PREFILL_CHUNK, Engine
 from longdraft.engine.request import Prompt, Request, requests_of
@@ -23,13 +22,15 @@ from longdraft.engine.texts import Texts
 from longdraft.errors import RequestError, values_checked
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import Method, Recipe, recipe, resolve
+from longdraft.methods import Method
 from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
+from longdraft.options import whole_number, with_suggestions
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import checked, planned, planner_for
+from longdraft.recipes import Recipe, recipe, resolve
 from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:

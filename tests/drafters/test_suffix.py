@@ -13,7 +13,7 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.engine.sequence import Sequence
-from longdraft.methods import recipe
+from longdraft.recipes import recipe
 from longdraft.trees.builders import chain
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree

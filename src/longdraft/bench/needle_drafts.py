@@ -29,10 +29,11 @@ from longdraft.engine.sequence import FinishReason
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.errors import ContextError
 from longdraft.memory.prompt_cache import PromptCache, common_prefix
-from longdraft.methods import Recipe, method_named, recipe, resolve
+from longdraft.methods import method_named
 from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
+from longdraft.recipes import Recipe, recipe, resolve
 from longdraft.trees.level import Growth, Level, Scored
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree

@@ -26,9 +26,10 @@ from longdraft.engine.sequence import Sequence as Text
 from longdraft.engine.stopping import eos_rule
 from longdraft.errors import CapabilityError, ContextError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import Recipe, method_named, recipe, resolve
+from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
+from longdraft.recipes import Recipe, recipe, resolve
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 

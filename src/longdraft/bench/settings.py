@@ -14,8 +14,9 @@ from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
-from longdraft.methods import METHODS, method_of, resolve
+from longdraft.methods import METHODS, method_of
 from longdraft.planning import plans
+from longdraft.recipes import resolve
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"

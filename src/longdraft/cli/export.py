@@ -14,8 +14,9 @@ from longdraft.drafts.speculators import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.errors import CapabilityError
 from longdraft.folders import is_gguf
 from longdraft.integration import model_folder
-from longdraft.methods import method_of, resolve
+from longdraft.methods import method_of
 from longdraft.model.shared_parts import architecture
+from longdraft.recipes import resolve
 
 
 class Layout(str, Enum):

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longdraft.arguments import suggestion
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.schedule import Schedule
 from longdraft.errors import UnknownMethodError
 from longdraft.model.runner import TargetRunner
-from longdraft.options import Option, Options, by_official_name, declared, listed, option, options_of
+from longdraft.options import Option, Options, by_official_name, declared, listed, option, options_of, suggestion
 
 
 @dataclass(frozen=True)

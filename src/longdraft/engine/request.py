@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, cast
 
-from longdraft.arguments import class_with_suggestions, whole_number
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import PromptError, RequestError
+from longdraft.options import class_with_suggestions, whole_number
 
 Prompt = str | list[int]
 

@@ -20,10 +20,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longdraft.arguments import check_number, class_with_suggestions, whole_number
 from longdraft.engine import processors as row_processors
 from longdraft.engine.draws import Draws, OwnDraws
 from longdraft.errors import values_checked
+from longdraft.options import check_number, class_with_suggestions, whole_number
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from longdraft import native
-from longdraft.arguments import with_suggestions
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
 from longdraft.model import stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf_files import Arithmetic, Weights, no_int8, read_gguf
+from longdraft.options import with_suggestions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
