@@ -84,7 +84,6 @@ class TrueCache:
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
 
     def whole(self, slot: int) -> bool:
-        """True if all of the text is there."""
         return self._copied.whole(slot)
 
     def in_use(self, slot: int) -> bool:
@@ -146,11 +145,11 @@ class TrueCache:
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
         """Chooses the chunks of all layers at once, (layers, Hkv or 1, c); None if layers have to choose singly."""
-        between, layers = self.view.between(end), range(self._first, self.full.shape.layers)
-        count = min(self.view.chunks, len(between))
-        if queries is None or count in (0, len(between)):
-            latest = torch.arange(between.stop - count, between.stop, device=self.full.device)
-            return latest.expand(len(layers), 1, -1)
+        layers = range(self._first, self.full.shape.layers)
+        latest = self.view.unscored(end, queries is not None)
+        if latest is not None:
+            return torch.arange(latest.start, latest.stop, device=self.full.device).expand(len(layers), 1, -1)
+        assert queries is not None
         scorer, reduction = self.view.scorer, self.view.reduction
         supported = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
         if self._chooses is None or self.view.shared or not supported:
@@ -160,7 +159,9 @@ class TrueCache:
         stacked = torch.stack([queries[layer] for layer in layers])
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
         text = self.full.keys[self._first :], slot, end
-        return self._chooses.choose(scorer, reduction == "max", text, self.view.chunk, kept, stacked, between, count)
+        return self._chooses.choose(
+            scorer, reduction == "max", text, self.view.chunk, kept, stacked, self.view.between(end), self.view.chunks
+        )
 
     def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
         """Copies the rows layer by layer; returns their number."""
