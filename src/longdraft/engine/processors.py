@@ -129,8 +129,8 @@ def _repetition(processor: Any, row: int, rows: int) -> None:
     if isinstance(ignored, torch.Tensor):
         if ignored.shape[0] != rows:
             raise CapabilityError(
-                f"The prompt_ignore_length of a {type(processor).__name__} is for {ignored.shape[0]} rows, but the batch "
-                f"has {rows}. Give it one number a row."
+                f"The prompt_ignore_length of a {type(processor).__name__} is for {ignored.shape[0]} rows, but the "
+                f"batch has {rows}. Give it one number a row."
             )
         processor.prompt_ignore_length = ignored[row : row + 1]
 
