@@ -32,15 +32,6 @@ def test_greedy_gives_the_tokens_of_transformers(family, method):
         assert got == greedy_by_transformers(model, prompt, 40)
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_prompt_lookup_is_exact_as_a_chain_and_as_a_tree(branches):
-    model = tiny_model(vocab=11)  # few tokens: n-grams recur with different continuations
-    spec = Speculator("prompt-lookup", target=model, branches=branches, min_n=1)
-    result = spec.generate([[1, 2, 3, 1, 2]], max_new_tokens=80)[0]
-    assert result.token_ids == greedy_by_transformers(model, [1, 2, 3, 1, 2], 80)
-    assert result.accepted > 0 and result.rounds < 79
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=20, repetition_penalty=1.2)])
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
 def test_a_ragged_batch_equals_its_prompts_one_by_one(sampling, method):
@@ -56,20 +47,6 @@ def test_a_ragged_batch_of_trees_equals_its_prompts_one_by_one():
     prompts = [[t % 11 for t in p] for p in PROMPTS]
     together = spec.generate(prompts, max_new_tokens=30)
     assert [r.token_ids for r in together] == [spec.generate([p], max_new_tokens=30)[0].token_ids for p in prompts]
-
-
-def test_a_seed_gives_the_same_text_again_whatever_the_method():
-    model = tiny_model()
-    draw = {
-        (method, seed): Speculator(method, target=model)
-        .generate([REPEATING], max_new_tokens=50, sampling=Sampling(1.0), seed=seed)[0]
-        .token_ids
-        for method in ("ar", "prompt-lookup")
-        for seed in (1, 2)
-    }
-    assert draw["ar", 1] == draw["prompt-lookup", 1]
-    assert draw["ar", 2] == draw["prompt-lookup", 2]
-    assert draw["ar", 1] != draw["ar", 2]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16])

@@ -69,8 +69,11 @@ def test_a_long_list_of_mixed_lengths_keeps_the_batch_full(spec):
 def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
     kinds = st.tuples(st.integers(1, 40), st.integers(1, 20), st.booleans(), st.integers(0, 5))
     wanted = data.draw(st.lists(kinds, min_size=1, max_size=8))
-    session = spec.session(data.draw(st.integers(1, 3)), cache=PromptCache() if data.draw(st.booleans()) else None)
-    session._engine.chunk = data.draw(st.sampled_from([4, 16, 1024]))
+    session = spec.session(
+        data.draw(st.integers(1, 3)),
+        cache=PromptCache() if data.draw(st.booleans()) else None,
+        piece=data.draw(st.sampled_from([4, 16, 1024])),
+    )
     waiting, numbers, aborted = [], {}, set()
     for i, (length, new, sampled, seed) in enumerate(wanted):
         prompt = texts(1, seed, 2)[0] * 3 + texts(1, i, 60)[0][:length]  # some begin alike
@@ -115,8 +118,7 @@ def test_each_request_has_settings_of_its_own(spec):
 
 
 def test_a_prompt_is_read_in_pieces_between_the_rounds_of_others(spec):
-    session = spec.session(2, context=400)
-    session._engine.chunk = 32
+    session = spec.session(2, context=400, piece=32)
     first = session.add(Request([1, 2, 3], max_new_tokens=40))
     session.step()
     second = session.add(Request(texts(1, 5, 3)[0] + [4] * 300, max_new_tokens=4))

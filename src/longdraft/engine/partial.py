@@ -166,15 +166,15 @@ class SpecPV(Schedule):
         longer = [tree.prepended(self.waiting(s)) for s, tree in zip(sequences, trees, strict=True)]
         out = self.forward(longer, sequences, taps)
         assert out.logits is not None
-        found = []
+        verified = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
             if taps is self._all_queries:
                 self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
             walked = self._walked(tree, longer[b])
             start = longer[b].size - walked.size
             queries = self.queries(out, b, start)
-            found.append(Verified(s, tree, walked, s, out.logits[b][start:], queries=queries))
-        return found
+            verified.append(Verified(s, tree, walked, s, out.logits[b][start:], queries=queries))
+        return verified
 
     def _verify_partial(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         slots = [s.slot for s in sequences]

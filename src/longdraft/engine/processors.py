@@ -82,11 +82,11 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
         raise CapabilityError(f"longdraft calls logits processors with one row, which {name} does not take: {why}.")
     if rows == 1:
         return processor
-    own = _copy(processor)
+    copied = _copy(processor)
     for kind, cut in _CUTS.items():
-        if isinstance(own, getattr(known, kind, ())):
-            cut(own, row, rows)
-    return own
+        if isinstance(copied, getattr(known, kind, ())):
+            cut(copied, row, rows)
+    return copied
 
 
 def _copy(processor: Any) -> Any:
@@ -102,37 +102,37 @@ def _copy(processor: Any) -> Any:
         ) from error
 
 
-def _shared(held: Any) -> list[Any]:
+def _shared(processor: Any) -> list[Any]:
     """Parts of a processor that all rows share: models, tokenizers, a fixed table, the user's function of a prefix."""
-    parts = vars(held) if hasattr(held, "__dict__") else {}
-    found = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
-    if isinstance(held, known.SynthIDTextWatermarkLogitsProcessor):
-        found.append(held.sampling_table)
-    if isinstance(held, known.PrefixConstrainedLogitsProcessor):
-        found.append(held._prefix_allowed_tokens_fn)
-    return found
+    parts = vars(processor) if hasattr(processor, "__dict__") else {}
+    shared = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
+    if isinstance(processor, known.SynthIDTextWatermarkLogitsProcessor):
+        shared.append(processor.sampling_table)
+    if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
+        shared.append(processor._prefix_allowed_tokens_fn)
+    return shared
 
 
 # --- processors built for the batch, cut down to one row ---
 
 
 def _rows_of(tensor: torch.Tensor, row: int, rows: int, what: str) -> torch.Tensor:
-    """The row's own part (1, ...) of a tensor with one for each prompt, where a prompt may have several rows."""
+    """The row's processor part (1, ...) of a tensor with one for each prompt, where a prompt may have several rows."""
     if tensor.shape[0] == 0 or rows % tensor.shape[0]:
         raise CapabilityError(f"{what} is for {tensor.shape[0]} rows, but the batch has {rows}. Give it one a row.")
     index = row * tensor.shape[0] // rows
     return tensor[index : index + 1]
 
 
-def _repetition(own: Any, row: int, rows: int) -> None:
-    ignored = own.prompt_ignore_length
+def _repetition(processor: Any, row: int, rows: int) -> None:
+    ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
         if ignored.shape[0] != rows:
             raise CapabilityError(
-                f"The prompt_ignore_length of a {type(own).__name__} is for {ignored.shape[0]} rows, but the batch has "
-                f"{rows}. Give it one number a row."
+                f"The prompt_ignore_length of a {type(processor).__name__} is for {ignored.shape[0]} rows, but the "
+                f"batch has {rows}. Give it one number a row."
             )
-        own.prompt_ignore_length = ignored[row : row + 1]
+        processor.prompt_ignore_length = ignored[row : row + 1]
 
 
 @cache
@@ -143,9 +143,9 @@ def _repeats_prompts() -> bool:
     return bool(scores[0] == scores[1])
 
 
-def _encoder_repetition(own: Any, row: int, rows: int) -> None:
-    prompts = own.encoder_input_ids
-    own.encoder_input_ids = _rows_of(prompts, row, rows, "encoder_repetition_penalty")
+def _encoder_repetition(processor: Any, row: int, rows: int) -> None:
+    prompts = processor.encoder_input_ids
+    processor.encoder_input_ids = _rows_of(prompts, row, rows, "encoder_repetition_penalty")
     if prompts.shape[0] != rows and not _repeats_prompts():
         raise CapabilityError(
             "This version of transformers applies encoder_repetition_penalty to some rows alone where a prompt has "
@@ -153,17 +153,21 @@ def _encoder_repetition(own: Any, row: int, rows: int) -> None:
         )
 
 
-def _encoder_ngrams(own: Any, row: int, rows: int) -> None:
-    if rows % own.batch_size:
-        raise CapabilityError(f"encoder_no_repeat_ngram_size is for {own.batch_size} rows, but the batch has {rows}.")
-    own.generated_ngrams = [own.generated_ngrams[row * own.batch_size // rows]]
-    own.batch_size = 1
+def _encoder_ngrams(processor: Any, row: int, rows: int) -> None:
+    if rows % processor.batch_size:
+        raise CapabilityError(
+            f"encoder_no_repeat_ngram_size is for {processor.batch_size} rows, but the batch has {rows}."
+        )
+    processor.generated_ngrams = [processor.generated_ngrams[row * processor.batch_size // rows]]
+    processor.batch_size = 1
 
 
-def _prefix(own: Any, row: int, rows: int) -> None:
+def _prefix(processor: Any, row: int, rows: int) -> None:
     # Since transformers 5.24, rows of one prompt have one number.
-    own._prefix_allowed_tokens_fn = partial(_allowed, own._prefix_allowed_tokens_fn, row // own._num_beams)
-    own._num_beams = 1
+    processor._prefix_allowed_tokens_fn = partial(
+        _allowed, processor._prefix_allowed_tokens_fn, row // processor._num_beams
+    )
+    processor._num_beams = 1
 
 
 def _allowed(function: Callable[[int, torch.Tensor], list[int]], row: int, _: int, text: torch.Tensor) -> list[int]:
@@ -171,11 +175,11 @@ def _allowed(function: Callable[[int, torch.Tensor], list[int]], row: int, _: in
     return function(row, text)
 
 
-def _guidance(own: Any, row: int, rows: int) -> None:
-    context = own.unconditional_context
+def _guidance(processor: Any, row: int, rows: int) -> None:
+    context = processor.unconditional_context
     if not context["first_pass"]:
         raise CapabilityError(
-            f"A {type(own).__name__} that has been used before has a cache of another text: make a new one."
+            f"A {type(processor).__name__} that has been used before has a cache of another text: make a new one."
         )
     for key in ("input_ids", "attention_mask"):
         if context[key] is not None:
@@ -187,10 +191,10 @@ def _guidance(own: Any, row: int, rows: int) -> None:
             context[key] = context[key][row : row + 1]
 
 
-def _synthid(own: Any, row: int, rows: int) -> None:
-    if own.state is not None:
+def _synthid(processor: Any, row: int, rows: int) -> None:
+    if processor.state is not None:
         raise CapabilityError(
-            f"A {type(own).__name__} that has been used before has the state of another batch: make a new one."
+            f"A {type(processor).__name__} that has been used before has the state of another batch: make a new one."
         )
 
 

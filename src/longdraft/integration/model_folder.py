@@ -87,7 +87,7 @@ def generating(make: Callable[..., Any], method: str, draft: str | None = None, 
         draft: name of the draft's folder in the model folder.
         options: of the method.
     """
-    own = object()
+    folder = object()  # stands for this folder among the speculators of a model
 
     def generate(*inputs: Any, model: PreTrainedModel, **settings: Any) -> Any:
         plain = type(model).generate
@@ -96,7 +96,7 @@ def generating(make: Callable[..., Any], method: str, draft: str | None = None, 
         settings.pop("trust_remote_code", None)
         drafts = {} if draft is None else {"draft": str(_draft(model, draft, _named_folder()))}
         made = vars(model).setdefault("_longdraft_made", _Made())
-        key = (own, drafts.get("draft"))
+        key = (folder, drafts.get("draft"))
         speculator = made.get(key)
         if speculator is None:
             made[key] = speculator = make(method, target=model, **drafts, **options)
@@ -108,8 +108,8 @@ def generating(make: Callable[..., Any], method: str, draft: str | None = None, 
 def _named_folder() -> str | None:
     """The folder or hub id of ``generate(custom_generate="...")``, which transformers does not hand on."""
     caller = sys._getframe(2)
-    own = inspect.unwrap(GenerationMixin.generate).__code__
-    named = caller.f_locals.get("custom_generate") if caller.f_code is own else None
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    named = caller.f_locals.get("custom_generate") if caller.f_code is generate else None
     return named if isinstance(named, str) else None
 
 
@@ -121,16 +121,16 @@ def _draft(model: PreTrainedModel, place: str, named: str | None) -> Path:
     """
     origin = named or str(model.name_or_path)
     folder = Path(origin).expanduser()
-    found = folder / place if folder.is_dir() else None
-    if found is None and origin:
+    draft = folder / place if folder.is_dir() else None
+    if draft is None and origin:
         revision = None if named else getattr(model.config, "_commit_hash", None)
-        found = _fetched(origin, [f"{place}/*"], revision) / place
-    if found is None or not found.is_dir():
+        draft = _fetched(origin, [f"{place}/*"], revision) / place
+    if draft is None or not draft.is_dir():
         raise CheckpointError(
-            f"There is no draft in {found or place}: load the model from the folder that longdraft export wrote, or "
+            f"There is no draft in {draft or place}: load the model from the folder that longdraft export wrote, or "
             "name that folder, generate(custom_generate=folder, trust_remote_code=True)."
         )
-    return found
+    return draft
 
 
 def _target(name: str) -> Path:

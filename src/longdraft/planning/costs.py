@@ -137,8 +137,8 @@ class Costs:
     def _expected(self, rows: int, lengths: Sequence[int]) -> float:
         # Weights are read once for the rows of all sequences, a sequence's text for its own rows alone.
         shared = self.table.at(rows * len(lengths), 0)
-        own = sum(self.table.at(rows, n) - self.table.at(rows, 0) for n in lengths)
-        return max(shared + own, 1e-9)
+        texts = sum(self.table.at(rows, n) - self.table.at(rows, 0) for n in lengths)
+        return max(shared + texts, 1e-9)
 
     def _column(self, rows: int) -> int:
         return bisect_right(self.table.rows, rows)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.opt import Opt
+from longdraft.trees.opt import FittedAsOpt
 
 # LongSpec, section 4.1.
 WIDTHS = (4, 16, 16, 16, 16)
@@ -21,7 +19,7 @@ SAMPLED_WIDTHS = (32, 24, 8, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beam(TreeKind):
+class Beam(FittedAsOpt):
     """A beam tree.
 
     Attributes:
@@ -57,6 +55,3 @@ class Beam(TreeKind):
     def limited(self, depth: int) -> Beam:
         sampled = self.sampled_widths and self.sampled_widths[:depth]
         return replace(self, widths=self.widths[:depth], sampled_widths=sampled)
-
-    def _fit(self, limit: NodeLimit) -> Opt:
-        return Opt.instead_of(self, limit)

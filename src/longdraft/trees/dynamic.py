@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.opt import Opt
+from longdraft.trees.opt import FittedAsOpt
 
 # The papers' 60 nodes count the root, which ``nodes`` does not.
 DEPTH, TOP_K, NODES = 7, 10, 59
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dynamic(TreeKind):
+class Dynamic(FittedAsOpt):
     """A dynamic tree.
 
     Attributes:
@@ -55,6 +53,3 @@ class Dynamic(TreeKind):
 
     def limited(self, depth: int) -> Dynamic:
         return replace(self, depth=min(self.depth, depth))
-
-    def _fit(self, limit: NodeLimit) -> Opt:
-        return Opt.instead_of(self, limit)

@@ -42,11 +42,6 @@ class Opt(TreeKind):
     threshold: float = THRESHOLD
     top_k: int = TOP_K
 
-    @classmethod
-    def instead_of(cls, tree: TreeKind, limit: NodeLimit) -> Opt:
-        """Returns the OPT-Tree that a planner grows in place of another tree: no deeper, with no more nodes."""
-        return cls(depth=tree.depth, nodes=min(tree.max_nodes, NODES))._fit(limit)
-
     @property
     def candidates(self) -> int:
         return self.nodes * self.depth
@@ -89,3 +84,10 @@ class Opt(TreeKind):
 
     def _fit(self, limit: NodeLimit) -> Opt:
         return replace(self, nodes=max(1, min(self.nodes, limit.nodes)), threshold=limit.price)
+
+
+class FittedAsOpt(TreeKind):
+    """A kind in whose place a planner grows an OPT-Tree, no deeper and with no more nodes."""
+
+    def _fit(self, limit: NodeLimit) -> Opt:
+        return Opt(depth=self.depth, nodes=min(self.max_nodes, NODES))._fit(limit)

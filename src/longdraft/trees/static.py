@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
-from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.opt import Opt
+from longdraft.trees.opt import FittedAsOpt
 
 # TokenSwift's widths, without its first level, which is the target's own token.
 WIDTHS = (3, 3, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Static(TreeKind):
+class Static(FittedAsOpt):
     """A tree of a fixed shape.
 
     Attributes:
@@ -48,6 +46,3 @@ class Static(TreeKind):
 
     def limited(self, depth: int) -> Static:
         return replace(self, widths=self.widths[:depth])
-
-    def _fit(self, limit: NodeLimit) -> Opt:
-        return Opt.instead_of(self, limit)

@@ -84,7 +84,6 @@ class TrueCache:
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
 
     def whole(self, slot: int) -> bool:
-        """True if all of the text is there."""
         return self._copied.whole(slot)
 
     def in_use(self, slot: int) -> bool:
@@ -105,9 +104,9 @@ class TrueCache:
         if not self._copied.appends(slot, end, due):
             self.choose(slot, queries)
             return True
-        own, rows = self._copied.append(slot, end)
+        places, rows = self._copied.append(slot, end)
         if rows.start < rows.stop and self._copies is not None:
-            self._copies.copy_rows(*self._text_and_copies(), slot, range(rows.start, rows.stop), own.start)
+            self._copies.copy_rows(*self._text_and_copies(), slot, range(rows.start, rows.stop), places.start)
         elif rows.start < rows.stop:
             # Not by `layer`: a store off the device would fetch whole layers for these few rows.
             layers = slice(self._first, self.full.shape.layers)
@@ -115,8 +114,8 @@ class TrueCache:
                 to = portion if not self._first else slice(None)
                 new = self.full.stored(slot, portion, self.full.capacity)
                 for source, target in zip(new, (self.store.keys, self.store.values), strict=True):
-                    target[to, slot, :, own] = source[:, :, rows].to(self.full.shape.dtype)
-        self.store.lengths[slot] = own.stop
+                    target[to, slot, :, places] = source[:, :, rows].to(self.full.shape.dtype)
+        self.store.lengths[slot] = places.stop
         return False
 
     def choose(self, slot: int, queries: Queries | None = None) -> None:
@@ -141,16 +140,16 @@ class TrueCache:
         self._copied.fill(slot, size, start, end)
 
     def _text_and_copies(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[KeptRows, KeptRows]]:
-        own = slice(self._first, None)
-        return (self.full.keys[own], self.full.values[own]), (self.store.keys, self.store.values)
+        layers = slice(self._first, None)
+        return (self.full.keys[layers], self.full.values[layers]), (self.store.keys, self.store.values)
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
         """Chooses the chunks of all layers at once, (layers, Hkv or 1, c); None if layers have to choose singly."""
-        between, layers = self.view.between(end), range(self._first, self.full.shape.layers)
-        count = min(self.view.chunks, len(between))
-        if queries is None or count in (0, len(between)):
-            latest = torch.arange(between.stop - count, between.stop, device=self.full.device)
-            return latest.expand(len(layers), 1, -1)
+        layers = range(self._first, self.full.shape.layers)
+        latest = self.view.unscored(end, queries is not None)
+        if latest is not None:
+            return torch.arange(latest.start, latest.stop, device=self.full.device).expand(len(layers), 1, -1)
+        assert queries is not None
         scorer, reduction = self.view.scorer, self.view.reduction
         supported = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
         if self._chooses is None or self.view.shared or not supported:
@@ -160,7 +159,9 @@ class TrueCache:
         stacked = torch.stack([queries[layer] for layer in layers])
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
         text = self.full.keys[self._first :], slot, end
-        return self._chooses.choose(scorer, reduction == "max", text, self.view.chunk, kept, stacked, between, count)
+        return self._chooses.choose(
+            scorer, reduction == "max", text, self.view.chunk, kept, stacked, self.view.between(end), self.view.chunks
+        )
 
     def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
         """Copies the rows layer by layer; returns their number."""
@@ -172,8 +173,8 @@ class TrueCache:
             if chosen is not None:
                 rows = self.view.rows_of(chosen[layer - self._first].to(full[0].device), end)
             else:
-                own = None if kept is None else {kind: x[layer] for kind, x in kept.items()}
-                rows = self.view.rows(full[0].to(dtype), None if queries is None else queries[layer], own)
+                summaries = None if kept is None else {kind: x[layer] for kind, x in kept.items()}
+                rows = self.view.rows(full[0].to(dtype), None if queries is None else queries[layer], summaries)
             for source, target in zip(full, self.store.layer(layer - self._first), strict=True):
                 target[slot, :, : rows.shape[1]] = gather(source, rows).to(dtype)
             size = rows.shape[1]
@@ -197,9 +198,9 @@ class TrueCache:
         """
         start = self.store.lengths[slot]
         self.store.commit(slot, path)
-        own = slice(start, start + len(path))
-        features = None if self.store.features is None else self.store.features[slot, own]
-        keys, values = (x[:, slot, :, own].to(self.full.shape.dtype) for x in (self.store.keys, self.store.values))
+        rows = slice(start, start + len(path))
+        features = None if self.store.features is None else self.store.features[slot, rows]
+        keys, values = (x[:, slot, :, rows].to(self.full.shape.dtype) for x in (self.store.keys, self.store.values))
         self.full.put_rows(slot, self.full.readable(slot), keys, values, features)
         self.full.unverified[slot] += len(path)
 

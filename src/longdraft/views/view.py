@@ -120,6 +120,13 @@ class View:
         """The chunks between sink and window."""
         return range(self.sink // self.chunk, self.window_start(length) // self.chunk)
 
+    def unscored(self, length: int, has_queries: bool) -> range | None:
+        """Returns the chunks that are chosen without scores, the latest ones; None if scores have to choose."""
+        between = self.between(length)
+        count = min(self.chunks, len(between))
+        scored = has_queries and 0 < count < len(between)
+        return None if scored else between[len(between) - count :]
+
     def choose(
         self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
@@ -133,16 +140,17 @@ class View:
         Returns:
             (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) if they are shared. c depends on n alone.
         """
+        latest = self.unscored(keys.shape[1], queries is not None)
+        if latest is not None:
+            chunks = torch.arange(latest.start, latest.stop, device=keys.device)
+            return chunks.expand(1 if self.shared else len(keys), -1)
+        assert queries is not None
         between = self.between(keys.shape[1])
-        count = min(self.chunks, len(between))
-        if queries is None or count in (0, len(between)):
-            latest = torch.arange(between.stop - count, between.stop, device=keys.device)
-            return latest.expand(1 if self.shared else len(keys), -1)
         candidates = Candidates(keys, between.start, between.stop, self.chunk, kept)
         scores = score(self.scorer, self.reduction, queries, candidates)
         if self.shared:
             scores = scores.mean(0, keepdim=True)
-        return scores.topk(count, dim=-1).indices.sort(-1).values + between.start
+        return scores.topk(self.chunks, dim=-1).indices.sort(-1).values + between.start
 
     def rows_of(self, chunks: torch.Tensor, length: int) -> torch.Tensor:
         """Returns the rows (H, m) int64 of chosen chunks (H, c), with sink and window: sorted, none twice."""

@@ -1,0 +1,301 @@
+"""Schedules on tiny models: what holds of all of them, and SpecPV's partial verification with its corrections."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft.drafters.autoregressive import NoDrafter
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
+from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.draws import OwnDraws
+from longdraft.engine.loop import Engine
+from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.schedule import Schedule
+from longdraft.engine.sequence import Sequence
+from longdraft.engine.stopping import eos_rule
+from longdraft.model.runner import Taps, TargetRunner
+from longdraft.trees.tree import TokenTree
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
+from tests.drafts import random_draft, random_eagle3
+from tests.events import begun, decoded
+from tests.forwards import forward
+from tests.tiny import tiny_model
+
+SMALL = {"sink": 4, "window": 4, "chunk": 4, "margin": 6}
+PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
+
+
+def sizes(budget: int = 8, **over) -> View:
+    return partial_view(budget, **SMALL | over)
+
+
+class Eagerly:
+    """Goes over to the partial cache at once, though the text would fit it."""
+
+    def mode(self, sequence):
+        slot = sequence.slot
+        if not self.partial.in_use(slot):
+            return "refresh"
+        return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
+
+    def _commit_full(self, sequence, path, rows):
+        slot = sequence.slot
+        self.store.commit(slot, path)
+        queries = self._queries.pop(slot)
+        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
+
+
+class Eager(Eagerly, SpecPV):
+    pass
+
+
+class EagerExact(Eagerly, ExactSpecPV):
+    pass
+
+
+# The schedules, and SpecPV's with a partial cache that holds all of a text.
+SCHEDULES = {
+    "full": Schedule,
+    "specpv": lambda: SpecPV(sizes()),
+    "exact": lambda: ExactSpecPV(sizes()),
+    "eager": lambda: Eager(sizes(200)),
+    "eager exact": lambda: EagerExact(sizes(200)),
+}
+MODES = {name: {"full"} if name == "full" else {"refresh", "partial"} for name in SCHEDULES}
+
+
+def run(model, schedule, drafter=None, prompts=PROMPTS, n=28, sampling=None, eos=()):
+    """Decodes with a schedule: the sequences, which count their rounds, the steps and the engine."""
+    sampling = sampling or Sampling()
+    sequences = []
+    for i, prompt in enumerate(prompts):
+        sampler = Sampler(sampling.greedy, sampling.processors(), OwnDraws(torch.Generator().manual_seed(i)))
+        sequences.append(Sequence(i, list(prompt), n, sampler=sampler, rules=[eos_rule(frozenset(eos))]))
+    engine = Engine(TargetRunner(model), drafter or NoDrafter(), schedule)
+    return sequences, decoded(engine, sequences), engine
+
+
+def outputs(sequences) -> list[list[int]]:
+    return [s.output for s in sequences]
+
+
+def drafter(kind: str, model, folder) -> Drafter:
+    if kind == "longspec":
+        return LongSpecDrafter(LongSpecDraft.load(random_draft(folder, model)), widths=(3, 4, 2))
+    return SuffixDrafter() if kind == "ngram" else NoDrafter()
+
+
+def model_of(family: str = "llama", **shape):
+    return tiny_model(family, **{"vocab": 11, "dtype": torch.float64} | shape)
+
+
+# --- all schedules ---
+
+
+@pytest.mark.parametrize("name", ["full", "exact", "eager exact"])
+@pytest.mark.parametrize(("family", "kind"), [("mistral", "longspec"), ("llama", "ngram"), ("qwen3", "none")])
+def test_an_exact_schedule_gives_the_tokens_of_plain_decoding(tmp_path, name, family, kind):
+    model = model_of(family)
+    for n, eos in ((28, ()), (28, (0,)), (28, (3,)), (28, (7,)), (28, (10,)), (1, ()), (2, ()), (3, ()), (7, ())):
+        want, _, _ = run(model, Schedule(), n=n, eos=eos)
+        got, steps, _ = run(model, SCHEDULES[name](), drafter(kind, model, tmp_path), n=n, eos=eos)
+        assert outputs(got) == outputs(want)
+        # An end that was only guessed does not end the text.
+        assert [s.finish_reason for s in got] == [s.finish_reason for s in want]
+        assert n < 28 or eos or {step.mode for step in steps} >= MODES[name]
+        # Tokens are emitted by full passes alone.
+        assert all(not step.token_ids for step in steps if step.mode == "partial")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_after_a_run_the_cache_holds_exact_rows_alone(name):
+    model = model_of()
+    got, _, engine = run(model, SCHEDULES[name](), SuffixDrafter(), PROMPTS[:1], 13)
+    store = engine.cache.store
+    n = store.lengths[0]
+    assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1
+    exact = computed(model, got[0].tokens[:n])
+    torch.testing.assert_close(store.keys[:, :1, :, :n], exact.keys, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(store.values[:, :1, :, :n], exact.values, atol=1e-4, rtol=1e-3)
+
+
+def computed(model, tokens, *layers):
+    """A store with the rows of a text, as one forward computes them."""
+    runner = TargetRunner(model)
+    store = runner.new_store(1, len(tokens), *layers)
+    forward(runner, [tokens], store, [0], logits="none")
+    return store
+
+
+class Listening(Drafter):
+    """Drafts the text to come on one branch, and compares the queries that events bring with a plain forward's."""
+
+    max_nodes = 4
+
+    def __init__(self, answers) -> None:
+        self.answers, self.heard = answers, 0
+
+    def query_layers(self, runner):
+        return (1, runner.kv_shape.layers - 1)
+
+    def bind(self, runner, store):
+        self.runner, self.store = runner, store
+
+    def propose(self, sequences, limit=None):
+        trees = []
+        for s in sequences:
+            right = self.answers[s.index][len(s.output) : len(s.output) + 1 + s.index]
+            parents = (-1, 0, *([0] if right else []), *range(2, 1 + len(right)))
+            trees.append(TokenTree((s.output[-1], (s.output[-1] + 1) % 11, *right), parents))
+        return trees
+
+    def observe(self, event):
+        sequence, queries = event.sequence, {layer: q[:, -1] for layer, q in event.queries.items()}
+        if self.store.unverified[sequence.slot]:
+            return  # the queries of a partial verification can be compared with nothing
+        text = sequence.tokens[: self.store.readable(sequence.slot)]
+        assert len(text) == len(sequence.tokens) - 1
+        plain = self.runner.new_store(1, len(text))
+        out = forward(self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
+        assert set(queries) == set(out.queries)
+        for layer, query in queries.items():
+            torch.testing.assert_close(query, out.queries[layer][0, :, -1], atol=1e-4, rtol=1e-3)
+        self.heard += 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_drafters_get_the_queries_of_the_deepest_accepted_node(name):
+    """In every mode: also where a chain stands before the tree, and where guesses are refuted."""
+    model = model_of()
+    want, _, _ = run(model, Schedule())
+    listening = Listening(outputs(want))
+    got, steps, _ = run(model, SCHEDULES[name](), listening)
+    assert outputs(got) == outputs(want) or name == "specpv"
+    assert {s.mode for s in steps} >= MODES[name]
+    assert listening.heard > 10 and sum(s.accepted for s in steps) > 10
+    assert name != "exact" or sum(s.taken_back for s in got) > 0
+
+
+# --- partial verification ---
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram"])
+def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind):
+    model = model_of()
+    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, SpecPV(sizes(200)), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want) and {s.mode for s in steps} == {"prefill", "full"}
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_partial_verification_on_a_cache_that_holds_everything_is_full_verification(tmp_path, kind, transposed):
+    """Catches a rejected node whose KV survives, a gap before the window and a gather from a wrong offset."""
+    model = model_of(dtype=torch.float32 if transposed else torch.float64)
+    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    got, steps, _ = run(model, Eager(sizes(200)), drafter(kind, model, tmp_path))
+    assert outputs(got) == outputs(want)
+    assert sum(s.mode == "partial" for s in steps) > 20
+
+
+def test_specpv_emits_from_partial_rounds_and_is_approximate():
+    model = model_of()
+    want, _, _ = run(model, Schedule())
+    got, steps, _ = run(model, SpecPV(sizes()))
+    assert any(s.token_ids for s in steps if s.mode == "partial")
+    assert outputs(got) != outputs(want)  # random models attend everywhere
+    assert outputs(got)[2][:8] == outputs(want)[2][:8]  # a short text is verified in full
+
+
+def test_refreshes_come_when_more_than_the_margin_waits():
+    _, steps, _ = run(model_of(), SpecPV(sizes(margin=6)), prompts=PROMPTS[:1])
+    modes = [s.mode for s in steps if s.mode != "prefill"]
+    assert modes[:9] == ["refresh", *["partial"] * 7, "refresh"]
+
+
+def test_guesses_use_the_random_numbers_to_come():
+    """With a partial cache that holds everything, every guess is what is sampled at T = 1."""
+    got, _, _ = run(model_of(), EagerExact(sizes(200)), n=60, sampling=Sampling(1.0))
+    assert all(s.partial_rounds > 40 and s.taken_back == 0 for s in got)
+    # After the first, shorter wait, a full pass comes after eight guesses and adds a token of its own.
+    assert all(s.rounds - s.partial_rounds < 11 for s in got)
+
+
+def test_fewer_guesses_wait_after_a_wrong_one():
+    """Without retrieval guesses are bad on a model that attends everywhere: few wait, where the margin is 20."""
+    got, _, _ = run(model_of(), ExactSpecPV(sizes(scorer="streaming", margin=20)), prompts=PROMPTS[:1], n=60)
+    full = got[0].rounds - got[0].partial_rounds
+    assert got[0].taken_back > 0 and got[0].partial_rounds < 6 * full
+
+
+class Checked(Eagle3Drafter):
+    """After every refresh, drafts what a drafter would that has read everything anew."""
+
+    checked, fresh = 0, False
+
+    def observe(self, event):
+        super().observe(event)
+        self.fresh = self.fresh or event.replaced is not None
+
+    def propose(self, sequences, limit=None):
+        found = super().propose(sequences, limit)
+        if self.fresh:
+            twin = Eagle3Drafter(self.draft, widths=(2, 3))
+            twin.bind(self._runner, self._store)
+            for s in sequences:
+                twin.observe(begun(s))
+            again = twin.propose(sequences)
+            assert [t.tokens for t in again] == [t.tokens for t in found]
+            for own, other in zip(found, again, strict=True):
+                assert own.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+            self.checked += 1
+            self.fresh = False
+        return found
+
+
+@pytest.mark.parametrize("schedule", [SpecPV, ExactSpecPV])
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, window):
+    model = model_of(layers=6)
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
+    eagle = Checked(draft, widths=(2, 3))
+    got, _, engine = run(model, schedule(sizes()), eagle, PROMPTS[:1])
+    assert eagle.checked >= 2
+    store, n = engine.cache.store, engine.cache.store.lengths[0]
+    exact = computed(model, got[0].tokens[:n], store.feature_layers)
+    torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
+    if schedule is ExactSpecPV:
+        want, _, _ = run(model, Schedule(), prompts=PROMPTS[:1])
+        assert outputs(got) == outputs(want)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"budget": 4}, "budget must be at least sink"),
+        ({"budget": 30}, "budget must be a multiple of block"),
+        ({"sink": 3}, "sink must be a multiple of block"),
+        ({"window": 0}, "window must be a whole number of at least 1"),
+        ({"window": 6}, "window must be a multiple of block"),
+        ({"margin": 0}, "margin must be"),
+        ({"chunk": 0}, "block must be"),
+        ({"budget": -4}, "budget must be"),
+        ({"scorer": "best"}, "selector must be"),
+        ({"reduction": "sum"}, "reduction must be one of mean"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_view(options, word):
+    with pytest.raises(ValueError, match=word):
+        sizes(**options)
+
+
+@pytest.mark.parametrize("scorer", list(SCORERS))
+def test_what_a_view_of_each_scorer_holds(scorer):
+    view = sizes(12, scorer=scorer)
+    assert (view.budget, view.room) == (8 if scorer == "streaming" else 20, 6)
