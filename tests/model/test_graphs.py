@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import NumericalError
 from longdraft.memory.host_store import HostStore
-from longdraft.memory.store import KVStore
 from longdraft.model import graphs
-from longdraft.model.graphs import BUCKETS, CudaRecorder, Graphs, unavailable
+from longdraft.model.graphs import BUCKETS, Graphs, unavailable
 from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
@@ -48,10 +48,14 @@ def text(n: int, seed: int) -> list[int]:
     return torch.randint(61, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tree_of(size: int, seed: int, chain: bool) -> TokenTree:
+def tree_of(size: int, seed: int, chain: bool = False) -> TokenTree:
     g = torch.Generator().manual_seed(seed)
     parents = [-1] + [i - 1 if chain else int(torch.randint(i, (), generator=g)) for i in range(1, size)]
     return TokenTree(tuple(text(size, seed)), tuple(parents))
+
+
+def trees_of(*sizes: int, seed: int, chain: bool = False) -> list[TokenTree]:
+    return [tree_of(size, seed + i, chain) for i, size in enumerate(sizes)]
 
 
 class Target:
@@ -109,9 +113,6 @@ def at_once(monkeypatch):
     monkeypatch.setattr(graphs, "USES", 0)
 
 
-# --- what a replay gives ---
-
-
 @settings(max_examples=15)
 @given(
     lengths=st.tuples(*[st.integers(0, 40)] * 3),
@@ -130,8 +131,7 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
         target = Target(features=(0, 1))
         target.read(*lengths)
         for number, (slots, batch, sizes) in enumerate(rounds):
-            trees = [tree_of(size, seed + 7 * number + i, chain) for i, size in enumerate(sizes[:batch])]
-            target.check(list(slots)[:batch], trees, taps)
+            target.check(list(slots)[:batch], trees_of(*sizes[:batch], seed=seed + 7 * number, chain=chain), taps)
         # Every forward was a replay, and no size was recorded twice.
         kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
         assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
@@ -141,32 +141,29 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
 def test_every_size_is_padded_to_a_recorded_one(at_once, size):
     target = Target(slots=1)
     target.read(20)
-    target.check([0], [tree_of(size, 1, chain=False)])
+    target.check([0], [tree_of(size, 1)])
     assert target.recorder.replays == 1
 
 
-def test_the_triton_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is not in use")
-    from longdraft.attention import triton_backend
+@pytest.mark.parametrize("path", ["triton", "hybrid"])
+def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch, path):
+    if path == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter is not in use")
+        from longdraft.attention import triton_backend
 
-    monkeypatch.setattr(triton_backend, "_processors", lambda device: 8)  # so that there are splits
-    monkeypatch.setattr(triton_backend, "MIN_KEYS_PER_SPLIT", 16)
-    target = Target(triton_backend.attend, layers=1)
-    target.read(50, 0, 7)
-    for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
-        target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
-    assert (target.recorder.captures, target.recorder.replays) == (1, 2)
-
-
-def test_the_hybrid_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
-    with torch_kernels.registered():
-        target = Target(hybrid.attend)
+        monkeypatch.setattr(triton_backend, "_processors", lambda device: 8)  # so that there are splits
+        monkeypatch.setattr(triton_backend, "MIN_KEYS_PER_SPLIT", 16)
+        attend = triton_backend.attend
+    else:
+        monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
+        attend = hybrid.attend
+    with torch_kernels.registered() if path == "hybrid" else nullcontext():
+        target = Target(attend, layers=1)
         target.read(50, 0, 7)
         for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
-            target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
+            target.check(slots, trees_of(*sizes, seed=5), Taps((0,), (0,)))
         assert (target.recorder.captures, target.recorder.replays) == (1, 2)
 
 
@@ -178,14 +175,14 @@ def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(at_once, name):
     target = Target(importlib.import_module(f"longdraft.attention.{name}").attend)
     target.read(30)
     with pytest.raises((AssertionError, IndexError, RuntimeError, NumericalError)):
-        target.check([0], [tree_of(5, 1, chain=False)])
+        target.check([0], [tree_of(5, 1)])
         assert target.recorder.replays  # no fallback
 
 
 def test_padded_rows_do_not_reach_the_result(at_once):
     target = Target(slots=2)
     target.read(20, 11)
-    trees = [tree_of(5, 3, chain=False), tree_of(4, 4, chain=False)]
+    trees = trees_of(5, 4, seed=3)
     first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
     (recorded,) = target.runner.graphs._known[target.stores[0]].values()
     with torch.inference_mode():
@@ -201,9 +198,9 @@ def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
     target = Target(slots=3)
     target.read(20, 11, 30)
     store = target.stores[0]
-    target.forward([2, 0], [tree_of(5, 3, chain=False)] * 2)  # recorded with other slots
+    target.forward([2, 0], [tree_of(5, 3)] * 2)  # recorded with other slots
     before = store.keys.clone(), store.values.clone()
-    target.forward([1, 0], [tree_of(6, 4, chain=False)] * 2)
+    target.forward([1, 0], [tree_of(6, 4)] * 2)
     for old, new in zip(before, (store.keys, store.values), strict=True):
         same = (old == new) | (old.isnan() & new.isnan())
         for slot, n in ((0, 20), (1, 11)):
@@ -214,16 +211,16 @@ def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
 def test_results_are_the_callers_own(at_once):
     target = Target()
     target.read(20)
-    one = target.forward([0], [tree_of(4, 1, chain=False)], Taps((0,), (0,)))[0]
+    one = target.forward([0], [tree_of(4, 1)], Taps((0,), (0,)))[0]
     kept = one.logits.clone(), one.hidden[0].clone(), one.queries[0].clone()
-    target.forward([0], [tree_of(4, 2, chain=False)], Taps((0,), (0,)))
+    target.forward([0], [tree_of(4, 2)], Taps((0,), (0,)))
     assert all(torch.equal(a, b) for a, b in zip(kept, (one.logits, one.hidden[0], one.queries[0]), strict=True))
 
 
 def test_bases_move_positions_as_without(at_once):
     target = Target()
     target.read(20, 9)
-    target.check([0, 1], [tree_of(4, 1, chain=False), tree_of(2, 2, chain=False)], bases=[31, 12])
+    target.check([0, 1], trees_of(4, 2, seed=1), bases=[31, 12])
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup", "longspec", "specpv-exact"])
@@ -243,15 +240,12 @@ def test_whole_texts_come_out_the_same(method, tmp_path):
     assert recorder.replays > 2
 
 
-# --- what is recorded, and when ---
-
-
 def test_a_size_is_recorded_once_it_has_come_up_often_enough():
     target = Target()
     target.read(20)
     seen = []
     for seed in range(5):
-        target.check([0], [tree_of(4, seed, chain=False)])
+        target.check([0], [tree_of(4, seed)])
         seen.append((target.recorder.captures, target.recorder.replays))
     assert seen == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
 
@@ -259,11 +253,11 @@ def test_a_size_is_recorded_once_it_has_come_up_often_enough():
 def test_another_batch_other_rows_or_other_taps_are_another_recording(at_once):
     target = Target()
     target.read(10, 12)
-    tree = tree_of(4, 1, chain=False)
+    tree = tree_of(4, 1)
     for slots, taps in (([0], Taps()), ([0, 1], Taps()), ([0], Taps((0,))), ([0], Taps((), (0,))), ([1], Taps())):
         target.forward(slots, [tree] * len(slots), taps)
     assert target.recorder.captures == 4
-    target.forward([0], [tree_of(5, 1, chain=False)])
+    target.forward([0], [tree_of(5, 1)])
     assert target.recorder.captures == 5
 
 
@@ -303,11 +297,8 @@ def test_the_recordings_of_a_store_are_bounded(at_once, monkeypatch):
     target = Target()
     target.read(5)
     for size in (1, 2, 1, 4, 1, 2):  # 2 has to go for 4
-        target.check([0], [tree_of(size, size, chain=False)])
+        target.check([0], [tree_of(size, size)])
     assert target.recorder.captures == 4
-
-
-# --- what is computed without ---
 
 
 def test_a_padded_block_that_has_no_room_is_computed_without(at_once):
@@ -326,11 +317,12 @@ def test_stores_leave_room_for_padding():
     assert target.stores[1].capacity == 30
 
 
-@pytest.mark.parametrize("logits", ["last", "none"])
-def test_prefills_are_computed_without(at_once, logits):
+def test_prefills_and_stores_outside_the_device_are_computed_without(at_once):
     target = Target()
-    forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
+    for logits in ("last", "none"):
+        forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
+    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu"), [0])
     assert target.recorder.captures == 0
 
 
@@ -347,14 +339,6 @@ def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_l
     assert target.recorder.captures == 3
 
 
-def test_stores_that_lie_elsewhere_are_computed_without(at_once):
-    target = Target()
-    store = HostStore(target.runner.kv_shape, 1, 64, "cpu")
-    assert isinstance(store, KVStore)
-    forward(target.runner, [[1, 2]], store, [0])
-    assert target.recorder.captures == 0
-
-
 def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog):
     class Failing(StandIn):
         def capture(self, compute):
@@ -367,14 +351,10 @@ def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog
     target.read(10)
     with caplog.at_level(logging.WARNING, logger="longdraft"):
         for seed in range(3):
-            target.check([0], [tree_of(4, seed, chain=False)])
+            target.check([0], [tree_of(4, seed)])
     assert target.recorder.captures == 1
-    assert [r.getMessage() for r in caplog.records] == [
-        "CUDA graphs are off for this model (operation not permitted when stream is capturing): it runs without."
-    ]
-
-
-# --- where there are graphs ---
+    (record,) = caplog.records
+    assert "CUDA graphs are off" in record.getMessage() and "and more" not in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -393,20 +373,17 @@ def test_where_there_are_graphs(device, path, reason):
     assert found is None if reason is None else reason in found
 
 
-def test_the_switch(monkeypatch, caplog):
-    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
-    assert "LONGDRAFT_GRAPHS=0" in unavailable(CUDA, "triton")
+def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="longdraft"):
-        assert Graphs.on(CUDA, "triton").padding == 0
-        assert Graphs.on(CPU, "cpu").padding == 0
-    assert [r.getMessage() for r in caplog.records] == ["CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off"]
-
-
-def test_a_gpu_records_on_a_recorder_of_its_own(caplog):
-    with caplog.at_level(logging.INFO, logger="longdraft"):
-        found = Graphs.on(CUDA, "triton")
-    assert isinstance(found._recorder, CudaRecorder) and found.padding == 31
-    assert [r.getMessage() for r in caplog.records] == ["CUDA graphs: verifications are recorded"]
+        graphs_on = Graphs.on(CUDA, "triton")
+        monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
+        graphs_off = Graphs.on(CUDA, "triton")
+        assert not Graphs.on(CPU, "cpu").recording
+    assert graphs_on.recording and graphs_on.padding == 31 and not graphs_off.recording and graphs_off.padding == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "CUDA graphs: verifications are recorded",
+        "CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off",
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -419,6 +396,5 @@ def test_graphs_on_a_gpu(at_once, monkeypatch):
     target.stores = [r.new_store(3, 160, (0, 1)) for r in (target.runner, target.plain)]
     target.read(50, 0, 7)
     for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
-        trees = [tree_of(n, 5 * seed + i, chain=False) for i, n in enumerate(sizes)]
-        target.check(slots, trees, Taps((1,), (0,)))
+        target.check(slots, trees_of(*sizes, seed=5 * seed), Taps((1,), (0,)))
     assert len(target.runner.graphs._known[target.stores[0]]) == 2
