@@ -61,12 +61,14 @@ def trees_of(*sizes: int, seed: int, chain: bool = False) -> list[TokenTree]:
 class Target:
     """A runner with a store, and a twin without graphs on a store of its own."""
 
-    def __init__(self, attend=static_attend, slots: int = 3, capacity: int = 160, features=(), layers=2) -> None:
+    def __init__(
+        self, attend=static_attend, slots=3, capacity=160, features=(), layers=2, recorder=StandIn, uses=0, most=99
+    ) -> None:
         self.runner = TargetRunner(tiny_model(layers=layers))
-        self.recorder = StandIn()
+        self.recorder = recorder()
         if attend is not None:
             self.runner._attend = attend
-            self.runner.graphs = Graphs(self.recorder)
+            self.runner.graphs = Graphs(self.recorder, uses, most)
         self.plain = TargetRunner(self.runner.model)
         self.stores = [r.new_store(slots, capacity, features) for r in (self.runner, self.plain)]
 
@@ -107,12 +109,6 @@ class Target:
                 torch.testing.assert_close(*(s.features[slot, :n] for s in self.stores), **CLOSE)
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    """Sizes are recorded when they are first met."""
-    monkeypatch.setattr(graphs, "USES", 0)
-
-
 @settings(max_examples=15)
 @given(
     lengths=st.tuples(*[st.integers(0, 40)] * 3),
@@ -126,19 +122,17 @@ def at_once(monkeypatch):
     seed=st.integers(0, 1000),
 )
 def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain, taps, seed):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "USES", 0)
-        target = Target(features=(0, 1))
-        target.read(*lengths)
-        for number, (slots, batch, sizes) in enumerate(rounds):
-            target.check(list(slots)[:batch], trees_of(*sizes[:batch], seed=seed + 7 * number, chain=chain), taps)
-        # Every forward was a replay, and no size was recorded twice.
-        kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
-        assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
+    target = Target(features=(0, 1))
+    target.read(*lengths)
+    for number, (slots, batch, sizes) in enumerate(rounds):
+        target.check(list(slots)[:batch], trees_of(*sizes[:batch], seed=seed + 7 * number, chain=chain), taps)
+    # Every forward was a replay, and no size was recorded twice.
+    kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
+    assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
 @pytest.mark.parametrize("size", [*BUCKETS, 3, 5, 33, 65, 70])
-def test_every_size_is_padded_to_a_recorded_one(at_once, size):
+def test_every_size_is_padded_to_a_recorded_one(size):
     target = Target(slots=1)
     target.read(20)
     target.check([0], [tree_of(size, 1)])
@@ -146,7 +140,7 @@ def test_every_size_is_padded_to_a_recorded_one(at_once, size):
 
 
 @pytest.mark.parametrize("path", ["triton", "hybrid"])
-def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch, path):
+def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch, path):
     if path == "triton":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
@@ -168,7 +162,7 @@ def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypat
 
 
 @pytest.mark.parametrize("name", ["sdpa", "cpu", "reference"])
-def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(at_once, name):
+def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(name):
     """So the tests above would fail for one that did: the host's numbers in a recorded block are useless."""
     import importlib
 
@@ -179,7 +173,7 @@ def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(at_once, name):
         assert target.recorder.replays  # no fallback
 
 
-def test_padded_rows_do_not_reach_the_result(at_once):
+def test_padded_rows_do_not_reach_the_result():
     target = Target(slots=2)
     target.read(20, 11)
     trees = trees_of(5, 4, seed=3)
@@ -194,7 +188,7 @@ def test_padded_rows_do_not_reach_the_result(at_once):
     assert torch.equal(first.hidden[0], again.hidden[0]) and torch.equal(first.queries[1], again.queries[1])
 
 
-def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
+def test_a_replay_writes_behind_the_prefix_of_its_slots_alone():
     target = Target(slots=3)
     target.read(20, 11, 30)
     store = target.stores[0]
@@ -208,7 +202,7 @@ def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
         assert same.all()
 
 
-def test_results_are_the_callers_own(at_once):
+def test_results_are_the_callers_own():
     target = Target()
     target.read(20)
     one = target.forward([0], [tree_of(4, 1)], Taps((0,), (0,)))[0]
@@ -217,7 +211,7 @@ def test_results_are_the_callers_own(at_once):
     assert all(torch.equal(a, b) for a, b in zip(kept, (one.logits, one.hidden[0], one.queries[0]), strict=True))
 
 
-def test_bases_move_positions_as_without(at_once):
+def test_bases_move_positions_as_without():
     target = Target()
     target.read(20, 9)
     target.check([0, 1], trees_of(4, 2, seed=1), bases=[31, 12])
@@ -241,7 +235,7 @@ def test_whole_texts_come_out_the_same(method, tmp_path):
 
 
 def test_a_size_is_recorded_once_it_has_come_up_often_enough():
-    target = Target()
+    target = Target(uses=graphs.USES)
     target.read(20)
     seen = []
     for seed in range(5):
@@ -250,7 +244,7 @@ def test_a_size_is_recorded_once_it_has_come_up_often_enough():
     assert seen == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
 
 
-def test_another_batch_other_rows_or_other_taps_are_another_recording(at_once):
+def test_another_batch_other_rows_or_other_taps_are_another_recording():
     target = Target()
     target.read(10, 12)
     tree = tree_of(4, 1)
@@ -261,16 +255,14 @@ def test_another_batch_other_rows_or_other_taps_are_another_recording(at_once):
     assert target.recorder.captures == 5
 
 
-def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_along(at_once):
+def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_along():
     class Forgetful(StandIn):
         def capture(self, compute):
             self.captures += 1
             out = compute()
             return lambda: out  # as a graph does: it knows addresses, and holds no store
 
-    target = Target()
-    target.recorder = Forgetful()
-    target.runner.graphs = Graphs(target.recorder)
+    target = Target(recorder=Forgetful)
     other = target.runner.new_store(1, 100)
     for store in (target.stores[0], other, target.stores[0]):
         forward(target.runner, [[1, 2]], store, [0])
@@ -280,7 +272,7 @@ def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_
     assert len(target.runner.graphs._known) == 1
 
 
-def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
+def test_tensors_that_lie_elsewhere_are_another_recording():
     target = Target()
     forward(target.runner, [[1, 2]], target.stores[0], [0])
     target.stores[0].keys = target.stores[0].keys.clone()
@@ -292,16 +284,15 @@ def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
     assert target.recorder.captures == 3
 
 
-def test_the_recordings_of_a_store_are_bounded(at_once, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 2)
-    target = Target()
+def test_the_recordings_of_a_store_are_bounded():
+    target = Target(most=2)
     target.read(5)
     for size in (1, 2, 1, 4, 1, 2):  # 2 has to go for 4
         target.check([0], [tree_of(size, size)])
     assert target.recorder.captures == 4
 
 
-def test_a_padded_block_that_has_no_room_is_computed_without(at_once):
+def test_a_padded_block_that_has_no_room_is_computed_without():
     target = Target(capacity=30)
     for store in target.stores:
         store.capacity = 30
@@ -317,7 +308,7 @@ def test_stores_leave_room_for_padding():
     assert target.stores[1].capacity == 30
 
 
-def test_prefills_and_stores_outside_the_device_are_computed_without(at_once):
+def test_prefills_and_stores_outside_the_device_are_computed_without():
     target = Target()
     for logits in ("last", "none"):
         forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
@@ -326,7 +317,7 @@ def test_prefills_and_stores_outside_the_device_are_computed_without(at_once):
     assert target.recorder.captures == 0
 
 
-def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not(at_once):
+def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not():
     target = Target(slots=2)
     target.read(10, 3)
     for slot in (0, 1):
@@ -339,15 +330,13 @@ def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_l
     assert target.recorder.captures == 3
 
 
-def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog):
+def test_a_failure_is_said_once_and_the_forward_computed_without(caplog):
     class Failing(StandIn):
         def capture(self, compute):
             self.captures += 1
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    target = Target()
-    target.recorder = Failing()
-    target.runner.graphs = Graphs(target.recorder)
+    target = Target(recorder=Failing)
     target.read(10)
     with caplog.at_level(logging.WARNING, logger="longdraft"):
         for seed in range(3):
@@ -387,7 +376,7 @@ def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_on_a_gpu(at_once, monkeypatch):
+def test_graphs_on_a_gpu(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "triton")
     target = Target(None)
     target.runner = TargetRunner(target.runner.model.cuda())
