@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.model import graphs
 from longdraft.model.graphs import Graphs
 from tests.exact_methods import EXACT, Specs
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
@@ -62,7 +61,6 @@ def rounds(spec: Speculator, found: Card, **settings: Any) -> tuple[list[list[in
 
 @pytest.fixture
 def there(monkeypatch):
-    monkeypatch.setattr(graphs, "USES", 0)
     with card(monkeypatch) as found:
         yield found
 
@@ -79,7 +77,7 @@ def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
     recorder = StandIn(there)
-    spec.runner().graphs = Graphs(recorder)
+    spec.runner().graphs = Graphs(recorder, uses=0)
     outputs, waits = rounds(spec, there)
     assert outputs == [list(r.token_ids) for r in expected]
     most = {place: max(found.get(place, 0) for found in waits) for place in {p for found in waits for p in found}}
@@ -126,7 +124,7 @@ def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, ther
     found = []
     for recorder in (None, StandIn(there)):
         spec = Speculator(method, target=specs.model, plan="fixed", **options)
-        spec.runner().graphs = Graphs(recorder)
+        spec.runner().graphs = Graphs(recorder, uses=0)
         steps = spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[4])
         found.append([(step.sequence, step.drafted, step.accepted, step.token_ids) for step in steps])
     assert found[0] == found[1] and recorder.replays > len(found[0])

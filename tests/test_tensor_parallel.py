@@ -42,9 +42,7 @@ def shared(folder: Path) -> list[Found]:
 
 
 @slow
-def test_tokens_and_drafts_are_those_of_one_process(
-    folder: Path, shared: list[Found], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_and_drafts_are_those_of_one_process(folder, shared, monkeypatch):
     # Our kernels round a draft's weights, and step aside where the target is shared out.
     monkeypatch.setattr("longdraft.drafters.shared.whole_level.kernels", lambda: None)
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
@@ -62,20 +60,20 @@ def test_tokens_and_drafts_are_those_of_one_process(
 
 @slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families(folder: Path, shared: list[Found], name: str) -> None:
+def test_families(folder, shared, name):
     spec = speculator(AutoModelForCausalLM.from_pretrained(folder / name), folder, METHODS["ar"])
     own = [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
     assert [[row[0] for row in found[name]] for found in shared] == [own, own]
 
 
 @slow
-def test_each_process_keeps_its_own_heads(shared: list[Found]) -> None:
+def test_each_process_keeps_its_own_heads(shared):
     assert [found["kv heads"] for found in shared] == [1, 1]
 
 
 @slow
 @pytest.mark.parametrize("name", ["unseeded", "unseeded, custom_generate"])
-def test_without_a_seed_all_take_the_first_ones(shared: list[Found], name: str) -> None:
+def test_without_a_seed_all_take_the_first_ones(shared, name):
     assert shared[0][name] == shared[1][name]
 
 
@@ -89,17 +87,17 @@ def test_without_a_seed_all_take_the_first_ones(shared: list[Found], name: str) 
         ("other requests", "no longer decode the same"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_all(shared: list[Found], name: str, said: str) -> None:
+def test_what_cannot_be_shared_is_refused_by_all(shared, name, said):
     for found in shared:
         assert found["refused"][name].startswith("CapabilityError: ")
         assert said in found["refused"][name]
 
 
-def test_a_model_of_one_process_has_no_share() -> None:
+def test_a_model_of_one_process_has_no_share():
     assert share_of(tiny_model()) is None
 
 
-def test_heads_are_shared_out_only_where_the_plan_does() -> None:
+def test_heads_are_shared_out_only_where_the_plan_does():
     whole = KVShape(3, 4, 16, torch.float32)
     heads, none = (Share(1, 2, None, torch.device("cpu"), heads) for heads in (True, False))
     assert heads.of_heads(whole).kv_heads == 2
@@ -108,7 +106,7 @@ def test_heads_are_shared_out_only_where_the_plan_does() -> None:
         Share(0, 3, None, torch.device("cpu"), True).of_heads(whole)
 
 
-def test_other_ways_to_share_out_are_refused(tmp_path: Path) -> None:
+def test_other_ways_to_share_out_are_refused(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 

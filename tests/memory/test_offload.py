@@ -75,9 +75,12 @@ def test_only_what_is_missing_travels():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)])
-@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "longspec"])
-def test_a_ragged_batch_has_the_same_tokens(tmp_path, offloaded, method, sampling):
-    model = tiny_model(vocab=11, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("method", "layers"),
+    [("ar", 3), ("prompt-lookup", 3), ("longspec", 3), ("prompt-lookup", 1), ("longspec", 1), ("longspec", 2)],
+)
+def test_a_ragged_batch_has_the_same_tokens(tmp_path, offloaded, method, layers, sampling):
+    model = tiny_model(vocab=11, layers=layers, dtype=torch.float64)
     options = {"branches": 3, "min_n": 1} if method == "prompt-lookup" else {}
     options = {"draft": random_draft(tmp_path / "draft", model)} if method == "longspec" else options
     spec = Speculator(method, target=model, **options)
@@ -86,17 +89,6 @@ def test_a_ragged_batch_has_the_same_tokens(tmp_path, offloaded, method, samplin
     offloaded()
     got = spec.generate(PROMPTS, **settings)
     assert [(r.token_ids, r.accepted) for r in got] == [(r.token_ids, r.accepted) for r in expected]
-
-
-@pytest.mark.parametrize("method", ["prompt-lookup", "longspec"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_targets_of_few_layers(tmp_path, offloaded, layers, method):
-    model = tiny_model(vocab=11, layers=layers, dtype=torch.float64)
-    options = {"draft": random_draft(tmp_path / "draft", model)} if method == "longspec" else {}
-    spec = Speculator(method, target=model, **options)
-    expected = [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=30)]
-    offloaded()
-    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=30)] == expected
 
 
 def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):
@@ -128,16 +120,16 @@ def test_what_can_be_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "said"),
+    ("option", "device", "message"),
     [
         ("host", "cpu", "on cpu: offload to disk"),
         ("disk", "cuda:0", "on cuda:0: offload to host"),
         ("host", "mps", "on mps: leave the option out"),
     ],
 )
-def test_a_device_that_cannot_is_refused(asked, device, said):
-    with pytest.raises(CapabilityError, match=said):
-        offload.check(offload.parse(asked), torch.device(device))
+def test_a_device_that_cannot_is_refused(option, device, message):
+    with pytest.raises(CapabilityError, match=message):
+        offload.check(offload.parse(option), torch.device(device))
 
 
 def test_a_small_store_can_stay_on_the_device(tmp_path):
@@ -212,23 +204,20 @@ def resident(folder: Path) -> int:
 
 
 def most_resident(folder: Path, columns: bool, n: int) -> tuple[int, int]:
-    """Bytes of a layer, and of the file at most, while five chunks of ``n`` tokens are written and read."""
+    """Bytes of the file, and of its pages in memory at most, while five chunks of ``n`` tokens are written and read."""
     most, x = 0, torch.ones(1, 4, n, 64)
     store = DiskStore(folder, KVShape(20, 4, 64, torch.float32), 1, 5 * n, transposed_keys=columns)
-    for chunk in range(5):
+    for _ in range(5):
         block = Block.make([0], store.lengths, n)
         for layer in range(20):
-            store.write(layer, x * layer, x * chunk, block)
-            k, v = store.layer(layer)
-            total = float(k[0, :, : store.lengths[0] + n].sum() + v[0, :, : store.lengths[0] + n].sum())
-            rows = 4 * 64 * n
-            assert total == rows * (layer * (chunk + 1) + chunk * (chunk + 1) / 2), (layer, chunk, total)
+            store.write(layer, x, x, block)
+            assert sum(float(rows[0, :, : store.lengths[0] + n].min()) for rows in store.layer(layer)) == 2
             most = max(most, resident(folder))
         store.commit(0, range(n))
     store.truncate(0, 4 * n)
     store.commit(0, [1, 5, 7])
     store.put_rows(0, 4 * n + 9, torch.ones(20, 4, 3, 64), torch.ones(20, 4, 3, 64))
-    return store._layer_bytes, max(most, resident(folder))
+    return store.bytes_for(store.shape, 1, 5 * n), max(most, resident(folder))
 
 
 @LINUX
@@ -237,8 +226,8 @@ def most_resident(folder: Path, columns: bool, n: int) -> tuple[int, int]:
 def test_two_layers_at_most_are_resident(tmp_path, layout, chunk):
     if disk_store.in_memory(tmp_path):
         pytest.skip("the temporary folder lies in memory")
-    layer, most = most_resident(tmp_path, layout == "columns", chunk)
-    assert layer * 20 == 204_800 * chunk and 0 < most <= 2 * layer
+    total, most = most_resident(tmp_path, layout == "columns", chunk)
+    assert 0 < most <= 2 * total / 20
     assert list(tmp_path.iterdir()) == []
 
 

@@ -36,22 +36,20 @@ def with_first_token(chat: bool) -> PreTrainedTokenizerFast:
         ("hello", None, "be brief.", "<system>be brief.<eos><user>hello<eos><assistant>"),
     ],
 )
-def test_user_turn_is_document_blank_line_instruction(
-    instruction: str, document: str | None, system: str | None, text: str
-) -> None:
+def test_user_turn_is_document_blank_line_instruction(instruction, document, system, text):
     tokenizer = tiny_tokenizer(chat=True)
     ids = chat_prompt(tokenizer, instruction, document, system)
     assert isinstance(ids, list) and {type(token) for token in ids} == {int}
     assert tokenizer.decode(ids) == text
 
 
-def test_document_is_not_altered() -> None:
+def test_document_is_not_altered():
     tokenizer = tiny_tokenizer(chat=True)
     document = "  indented\n\n\nthree lines down \n"
     assert document in tokenizer.decode(chat_prompt(tokenizer, "go.", document))
 
 
-def test_special_tokens_are_added_once_with_a_template_and_without() -> None:
+def test_special_tokens_are_added_once_with_a_template_and_without():
     for chat in (True, False):
         tokenizer = with_first_token(chat)
         first = tokenizer.convert_tokens_to_ids("<unk>")
@@ -59,13 +57,13 @@ def test_special_tokens_are_added_once_with_a_template_and_without() -> None:
         assert ids[0] == first and ids.count(first) == 1
 
 
-def test_without_a_template_the_parts_are_plain_text() -> None:
+def test_without_a_template_the_parts_are_plain_text():
     tokenizer = tiny_tokenizer()
     ids = chat_prompt(tokenizer, "sum it up.", "a report.", "be brief.")
     assert ids == tokenizer("be brief.\n\na report.\n\nsum it up.")["input_ids"]
 
 
-def test_another_turn_goes_on_where_an_answer_ends() -> None:
+def test_another_turn_goes_on_where_an_answer_ends():
     for chat in (True, False):
         tokenizer = with_first_token(chat)
         whole = tokenizer.decode(
@@ -81,13 +79,13 @@ def test_another_turn_goes_on_where_an_answer_ends() -> None:
     "template",
     ["<user>{{ messages[-1]['content'] }}", "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}hello"],
 )
-def test_a_template_without_a_place_for_another_turn(template: str) -> None:
+def test_a_template_without_a_place_for_another_turn(template):
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.chat_template = template
     assert chat_prompt(tokenizer, "hello") and follow_up(tokenizer, "so?") == []
 
 
-def test_encode_is_the_tokenizers_own_reading() -> None:
+def test_encode_is_the_tokenizers_own_reading():
     tokenizer = with_first_token(chat=True)
     ids = encode(tokenizer, " abc ")
     assert type(ids) is list
@@ -96,7 +94,7 @@ def test_encode_is_the_tokenizers_own_reading() -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize(("instruction", "document"), [("", None), (" \n\t", ""), ("", "  ")])
-def test_empty_prompt_is_refused(chat: bool, instruction: str, document: str | None) -> None:
+def test_empty_prompt_is_refused(chat, instruction, document):
     with pytest.raises(PromptError, match=r"empty.*give"):
         chat_prompt(tiny_tokenizer(chat=chat), instruction, document, system="be brief.")
     with pytest.raises(PromptError, match="empty"):
@@ -104,20 +102,20 @@ def test_empty_prompt_is_refused(chat: bool, instruction: str, document: str | N
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_text_that_is_not_unicode_is_refused(chat: bool) -> None:
+def test_text_that_is_not_unicode_is_refused(chat):
     broken = b"caf\xe9".decode("utf-8", errors="surrogateescape")
     with pytest.raises(PromptError, match=r"character 3.*UTF-8"):
         chat_prompt(tiny_tokenizer(chat=chat), broken)
 
 
-def test_text_without_any_token_is_refused() -> None:
+def test_text_without_any_token_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[^a-z]"), "")
     with pytest.raises(PromptError, match=r"no tokens.*another model"):
         encode(tokenizer, "ÄÖÜ")
 
 
-def test_template_that_knows_no_system_role_is_reported() -> None:
+def test_template_that_knows_no_system_role_is_reported():
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -129,9 +127,7 @@ def test_template_that_knows_no_system_role_is_reported() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_long_prompt_draws_no_warning_from_transformers(
-    chat: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompt_draws_no_warning_from_transformers(chat, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # so that caplog sees it
     tokenizer = tiny_tokenizer(chat=chat)
     tokenizer.model_max_length = 4

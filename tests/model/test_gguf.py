@@ -71,12 +71,7 @@ def test_stored_weights_decode_as_unpacked_ones_do(kind, tmp_path):
     assert torch.allclose(own.model(ids()).logits, unpacked.model(ids()).logits, rtol=1e-4, atol=1e-4)
     asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(own.model.generate(ids(), **asked), unpacked.model.generate(ids(), **asked))
-    prompt = ids()[0].tolist()
-    texts = []
-    for loaded in (own, unpacked):
-        spec = longdraft.Speculator("prompt-lookup", target=loaded.model, tokenizer=loaded.tokenizer)
-        texts.append(spec.generate([prompt], max_new_tokens=24)[0].token_ids)
-    assert texts[0] == texts[1]
+    assert decoded(own) == decoded(unpacked)
 
 
 def test_moved_cast_copied_and_not_saved(small, tmp_path):
@@ -97,16 +92,21 @@ def test_moved_cast_copied_and_not_saved(small, tmp_path):
 def test_a_file_that_is_written_to_is_noticed_and_one_that_is_replaced_is_not(small, tmp_path):
     file = shutil.copy(small, tmp_path / "a.gguf")
     loaded = load(file, device="cpu")
-    spec = longdraft.Speculator("ar", target=loaded.model, tokenizer=loaded.tokenizer)
-    before = spec.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids
+    before = decoded(loaded, "ar")
     shutil.copy(small, tmp_path / "b.gguf").replace(file)
-    assert spec.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids == before
+    assert decoded(loaded, "ar") == before
     loaded = load(file, device="cpu")
-    spec = longdraft.Speculator("ar", target=loaded.model, tokenizer=loaded.tokenizer)
-    with file.open("ab") as opened:
-        opened.write(b"more")
+    spec = longdraft.Speculator("ar", target=loaded.model)
+    spec.runner()
+    with file.open("ab") as end:
+        end.write(b"more")
     with pytest.raises(CheckpointError, match=r"a\.gguf was written to.*load the model again"):
         spec.generate([[5, 6, 7]], max_new_tokens=4)
+
+
+def decoded(loaded, method: str = "prompt-lookup", prompt: list[int] | None = None, n: int = 24) -> list[int]:
+    spec = longdraft.Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer)
+    return spec.generate([prompt or ids()[0].tolist()], max_new_tokens=n)[0].token_ids
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -214,18 +214,16 @@ def test_missing_reader_names_the_extra(lacking, dtype, package, monkeypatch):
 def test_models_made_by_several_threads_at_once_leave_modules_as_they_were(small):
     register = torch.nn.Module.register_parameter
     with ThreadPoolExecutor(4) as pool:
-        models = [
-            m.result().model for m in [pool.submit(load, small, device="cpu", weights="float32") for _ in range(8)]
-        ]
+        models = [loaded.model for loaded in pool.map(lambda _: load(small, device="cpu", weights="float32"), range(8))]
     assert torch.nn.Module.register_parameter is register
     assert all(not p.is_meta for model in models for p in model.parameters())
 
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("LONGDRAFT_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for name in ("LONGDRAFT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "longdraft"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "longdraft"
@@ -255,20 +253,25 @@ def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(kind, tmp_pa
     assert told.exact and told.arithmetic == "int8"
 
 
-def test_halves_are_computed_in_float32_and_int8_is_refused_with_why(small, tmp_path, monkeypatch):
-    write_gguf(tmp_path / "a.gguf", kind="F16")
-    assert TargetRunner(load(tmp_path / "a.gguf", device="cpu").model).arithmetic == "float32"
-    with pytest.raises(CapabilityError, match=r"a\.gguf cannot be computed in int8 .*none of its weights"):
-        load(tmp_path / "a.gguf", device="cpu", arithmetic="int8")
-    with pytest.raises(CapabilityError, match="its weights were to be unpacked"):
-        load(small, device="cpu", weights="float32", arithmetic="int8")
-    with pytest.raises(CapabilityError, match=r"arithmetic is for float32 on a CPU, not torch\.bfloat16"):
-        load(small, device="cpu", dtype="bfloat16", arithmetic="int8")
-    with pytest.raises(CapabilityError, match="arithmetic is int8 or float32, got 'int4'"):
-        load(small, device="cpu", arithmetic="int4")
-    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
-    with pytest.raises(CapabilityError, match=r"no kernels for it here \(LONGDRAFT_NATIVE=0\)"):
-        load(small, device="cpu", arithmetic="int8")
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("F16", {}, r"a\.gguf cannot be computed in int8 .*none of its weights"),
+        ("Q8_0", {"weights": "float32"}, "its weights were to be unpacked"),
+        ("Q8_0", {"dtype": "bfloat16"}, r"arithmetic is for float32 on a CPU, not torch\.bfloat16"),
+        ("Q8_0", {"arithmetic": "int4"}, "arithmetic is int8 or float32, got 'int4'"),
+        ("Q8_0", {"weights": "float16"}, "weights are stored or float32, got 'float16'"),
+        ("no kernels", {}, r"no kernels for it here \(LONGDRAFT_NATIVE=0\)"),
+    ],
+)
+def test_int8_is_refused_with_why(kind, options, why, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "a.gguf", kind="F16" if kind == "F16" else "Q8_0")
+    if kind == "no kernels":
+        monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    with pytest.raises(CapabilityError, match=why):
+        load(tmp_path / "a.gguf", device="cpu", **({"arithmetic": "int8"} | options))
+    if kind == "F16":
+        assert TargetRunner(load(tmp_path / "a.gguf", device="cpu").model).arithmetic == "float32"
 
 
 def test_what_was_made_of_the_metadata_is_kept(tmp_path, monkeypatch):

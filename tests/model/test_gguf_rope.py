@@ -49,6 +49,18 @@ def llama3_factors() -> list[float]:
     return found
 
 
+def decoded(model, tokenizer) -> list[int]:
+    """Tokens that plain decoding and drafts agree on."""
+    plain, drafted = (
+        longdraft.Speculator(method, target=model, tokenizer=tokenizer)
+        .generate([TEXT[0].tolist()], max_new_tokens=24)[0]
+        .token_ids
+        for method in ("ar", "prompt-lookup")
+    )
+    assert plain == drafted
+    return plain
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", SCALED)
 @torch.no_grad()
@@ -70,12 +82,8 @@ def test_they_are_those_of_the_same_models_configuration(kind, family, tmp_path)
         torch.testing.assert_close(rotary_module(model).inv_freq, rotary_module(written).inv_freq)
         torch.testing.assert_close(model(TEXT).logits, expected, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(copy.deepcopy(model)(TEXT).logits, expected, rtol=1e-3, atol=1e-3)
-    texts = []
-    for method in ("ar", "prompt-lookup"):
-        spec = longdraft.Speculator(method, target=model, tokenizer=tokenizer)
-        texts.append(spec.generate([TEXT[0].tolist()], max_new_tokens=24)[0].token_ids)
-    asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    assert texts[0] == texts[1] == written.generate(TEXT, eos_token_id=2, **asked)[0, TEXT.shape[1] :].tolist()
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    assert decoded(model, tokenizer) == written.generate(TEXT, **options)[0, TEXT.shape[1] :].tolist()
     half = load(file, device="cpu", dtype="bfloat16").model  # unpacked by transformers
     assert half.config.rope_parameters == found and half.name_or_path == str(file)
 
@@ -90,11 +98,7 @@ def test_factors_that_are_nobodys_are_taken_as_they_are(tmp_path):
         model, tokenizer = load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32")
         assert model.config.max_position_embeddings == 512
         torch.testing.assert_close(model(TEXT).logits, written(TEXT).logits, rtol=1e-3, atol=1e-3)
-        texts = []
-        for method in ("ar", "prompt-lookup"):
-            spec = longdraft.Speculator(method, target=model, tokenizer=tokenizer)
-            texts.append(spec.generate([TEXT[0].tolist()], max_new_tokens=24)[0].token_ids)
-        assert texts[0] == texts[1]
+        assert decoded(model, tokenizer)
 
 
 @pytest.mark.parametrize(("own", "more"), [({}, 1.0), ({"scaling.attn_factor": 1.25}, 1.25)])

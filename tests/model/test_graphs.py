@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import NumericalError
 from longdraft.memory.host_store import HostStore
-from longdraft.memory.store import KVStore
 from longdraft.model import graphs
-from longdraft.model.graphs import BUCKETS, CudaRecorder, Graphs, unavailable
+from longdraft.model.graphs import BUCKETS, Graphs, unavailable
 from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
@@ -48,21 +48,27 @@ def text(n: int, seed: int) -> list[int]:
     return torch.randint(61, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tree_of(size: int, seed: int, chain: bool) -> TokenTree:
+def tree_of(size: int, seed: int, chain: bool = False) -> TokenTree:
     g = torch.Generator().manual_seed(seed)
     parents = [-1] + [i - 1 if chain else int(torch.randint(i, (), generator=g)) for i in range(1, size)]
     return TokenTree(tuple(text(size, seed)), tuple(parents))
 
 
+def trees_of(*sizes: int, seed: int, chain: bool = False) -> list[TokenTree]:
+    return [tree_of(size, seed + i, chain) for i, size in enumerate(sizes)]
+
+
 class Target:
     """A runner with a store, and a twin without graphs on a store of its own."""
 
-    def __init__(self, attend=static_attend, slots: int = 3, capacity: int = 160, features=(), layers=2) -> None:
+    def __init__(
+        self, attend=static_attend, slots=3, capacity=160, features=(), layers=2, recorder=StandIn, uses=0, most=99
+    ) -> None:
         self.runner = TargetRunner(tiny_model(layers=layers))
-        self.recorder = StandIn()
+        self.recorder = recorder()
         if attend is not None:
             self.runner._attend = attend
-            self.runner.graphs = Graphs(self.recorder)
+            self.runner.graphs = Graphs(self.recorder, uses, most)
         self.plain = TargetRunner(self.runner.model)
         self.stores = [r.new_store(slots, capacity, features) for r in (self.runner, self.plain)]
 
@@ -103,15 +109,6 @@ class Target:
                 torch.testing.assert_close(*(s.features[slot, :n] for s in self.stores), **CLOSE)
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    """Sizes are recorded when they are first met."""
-    monkeypatch.setattr(graphs, "USES", 0)
-
-
-# --- what a replay gives ---
-
-
 @settings(max_examples=15)
 @given(
     lengths=st.tuples(*[st.integers(0, 40)] * 3),
@@ -125,67 +122,61 @@ def at_once(monkeypatch):
     seed=st.integers(0, 1000),
 )
 def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain, taps, seed):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "USES", 0)
-        target = Target(features=(0, 1))
-        target.read(*lengths)
-        for number, (slots, batch, sizes) in enumerate(rounds):
-            trees = [tree_of(size, seed + 7 * number + i, chain) for i, size in enumerate(sizes[:batch])]
-            target.check(list(slots)[:batch], trees, taps)
-        # Every forward was a replay, and no size was recorded twice.
-        kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
-        assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
+    target = Target(features=(0, 1))
+    target.read(*lengths)
+    for number, (slots, batch, sizes) in enumerate(rounds):
+        target.check(list(slots)[:batch], trees_of(*sizes[:batch], seed=seed + 7 * number, chain=chain), taps)
+    # Every forward was a replay, and no size was recorded twice.
+    kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
+    assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
 @pytest.mark.parametrize("size", [*BUCKETS, 3, 5, 33, 65, 70])
-def test_every_size_is_padded_to_a_recorded_one(at_once, size):
+def test_every_size_is_padded_to_a_recorded_one(size):
     target = Target(slots=1)
     target.read(20)
-    target.check([0], [tree_of(size, 1, chain=False)])
+    target.check([0], [tree_of(size, 1)])
     assert target.recorder.replays == 1
 
 
-def test_the_triton_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is not in use")
-    from longdraft.attention import triton_backend
+@pytest.mark.parametrize("path", ["triton", "hybrid"])
+def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch, path):
+    if path == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter is not in use")
+        from longdraft.attention import triton_backend
 
-    monkeypatch.setattr(triton_backend, "_processors", lambda device: 8)  # so that there are splits
-    monkeypatch.setattr(triton_backend, "MIN_KEYS_PER_SPLIT", 16)
-    target = Target(triton_backend.attend, layers=1)
-    target.read(50, 0, 7)
-    for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
-        target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
-    assert (target.recorder.captures, target.recorder.replays) == (1, 2)
-
-
-def test_the_hybrid_path_reads_nothing_of_the_hosts_numbers(at_once, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
-    with torch_kernels.registered():
-        target = Target(hybrid.attend)
+        monkeypatch.setattr(triton_backend, "_processors", lambda device: 8)  # so that there are splits
+        monkeypatch.setattr(triton_backend, "MIN_KEYS_PER_SPLIT", 16)
+        attend = triton_backend.attend
+    else:
+        monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
+        attend = hybrid.attend
+    with torch_kernels.registered() if path == "hybrid" else nullcontext():
+        target = Target(attend, layers=1)
         target.read(50, 0, 7)
         for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
-            target.check(slots, [tree_of(n, 5 + i, chain=False) for i, n in enumerate(sizes)], Taps((0,), (0,)))
+            target.check(slots, trees_of(*sizes, seed=5), Taps((0,), (0,)))
         assert (target.recorder.captures, target.recorder.replays) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "cpu", "reference"])
-def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(at_once, name):
+def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(name):
     """So the tests above would fail for one that did: the host's numbers in a recorded block are useless."""
     import importlib
 
     target = Target(importlib.import_module(f"longdraft.attention.{name}").attend)
     target.read(30)
     with pytest.raises((AssertionError, IndexError, RuntimeError, NumericalError)):
-        target.check([0], [tree_of(5, 1, chain=False)])
+        target.check([0], [tree_of(5, 1)])
         assert target.recorder.replays  # no fallback
 
 
-def test_padded_rows_do_not_reach_the_result(at_once):
+def test_padded_rows_do_not_reach_the_result():
     target = Target(slots=2)
     target.read(20, 11)
-    trees = [tree_of(5, 3, chain=False), tree_of(4, 4, chain=False)]
+    trees = trees_of(5, 4, seed=3)
     first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
     (recorded,) = target.runner.graphs._known[target.stores[0]].values()
     with torch.inference_mode():
@@ -197,13 +188,13 @@ def test_padded_rows_do_not_reach_the_result(at_once):
     assert torch.equal(first.hidden[0], again.hidden[0]) and torch.equal(first.queries[1], again.queries[1])
 
 
-def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
+def test_a_replay_writes_behind_the_prefix_of_its_slots_alone():
     target = Target(slots=3)
     target.read(20, 11, 30)
     store = target.stores[0]
-    target.forward([2, 0], [tree_of(5, 3, chain=False)] * 2)  # recorded with other slots
+    target.forward([2, 0], [tree_of(5, 3)] * 2)  # recorded with other slots
     before = store.keys.clone(), store.values.clone()
-    target.forward([1, 0], [tree_of(6, 4, chain=False)] * 2)
+    target.forward([1, 0], [tree_of(6, 4)] * 2)
     for old, new in zip(before, (store.keys, store.values), strict=True):
         same = (old == new) | (old.isnan() & new.isnan())
         for slot, n in ((0, 20), (1, 11)):
@@ -211,19 +202,19 @@ def test_a_replay_writes_behind_the_prefix_of_its_slots_alone(at_once):
         assert same.all()
 
 
-def test_results_are_the_callers_own(at_once):
+def test_results_are_the_callers_own():
     target = Target()
     target.read(20)
-    one = target.forward([0], [tree_of(4, 1, chain=False)], Taps((0,), (0,)))[0]
+    one = target.forward([0], [tree_of(4, 1)], Taps((0,), (0,)))[0]
     kept = one.logits.clone(), one.hidden[0].clone(), one.queries[0].clone()
-    target.forward([0], [tree_of(4, 2, chain=False)], Taps((0,), (0,)))
+    target.forward([0], [tree_of(4, 2)], Taps((0,), (0,)))
     assert all(torch.equal(a, b) for a, b in zip(kept, (one.logits, one.hidden[0], one.queries[0]), strict=True))
 
 
-def test_bases_move_positions_as_without(at_once):
+def test_bases_move_positions_as_without():
     target = Target()
     target.read(20, 9)
-    target.check([0, 1], [tree_of(4, 1, chain=False), tree_of(2, 2, chain=False)], bases=[31, 12])
+    target.check([0, 1], trees_of(4, 2, seed=1), bases=[31, 12])
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup", "longspec", "specpv-exact"])
@@ -243,40 +234,35 @@ def test_whole_texts_come_out_the_same(method, tmp_path):
     assert recorder.replays > 2
 
 
-# --- what is recorded, and when ---
-
-
 def test_a_size_is_recorded_once_it_has_come_up_often_enough():
-    target = Target()
+    target = Target(uses=graphs.USES)
     target.read(20)
     seen = []
     for seed in range(5):
-        target.check([0], [tree_of(4, seed, chain=False)])
+        target.check([0], [tree_of(4, seed)])
         seen.append((target.recorder.captures, target.recorder.replays))
     assert seen == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
 
 
-def test_another_batch_other_rows_or_other_taps_are_another_recording(at_once):
+def test_another_batch_other_rows_or_other_taps_are_another_recording():
     target = Target()
     target.read(10, 12)
-    tree = tree_of(4, 1, chain=False)
+    tree = tree_of(4, 1)
     for slots, taps in (([0], Taps()), ([0, 1], Taps()), ([0], Taps((0,))), ([0], Taps((), (0,))), ([1], Taps())):
         target.forward(slots, [tree] * len(slots), taps)
     assert target.recorder.captures == 4
-    target.forward([0], [tree_of(5, 1, chain=False)])
+    target.forward([0], [tree_of(5, 1)])
     assert target.recorder.captures == 5
 
 
-def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_along(at_once):
+def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_along():
     class Forgetful(StandIn):
         def capture(self, compute):
             self.captures += 1
             out = compute()
             return lambda: out  # as a graph does: it knows addresses, and holds no store
 
-    target = Target()
-    target.recorder = Forgetful()
-    target.runner.graphs = Graphs(target.recorder)
+    target = Target(recorder=Forgetful)
     other = target.runner.new_store(1, 100)
     for store in (target.stores[0], other, target.stores[0]):
         forward(target.runner, [[1, 2]], store, [0])
@@ -286,7 +272,7 @@ def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_
     assert len(target.runner.graphs._known) == 1
 
 
-def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
+def test_tensors_that_lie_elsewhere_are_another_recording():
     target = Target()
     forward(target.runner, [[1, 2]], target.stores[0], [0])
     target.stores[0].keys = target.stores[0].keys.clone()
@@ -298,19 +284,15 @@ def test_tensors_that_lie_elsewhere_are_another_recording(at_once):
     assert target.recorder.captures == 3
 
 
-def test_the_recordings_of_a_store_are_bounded(at_once, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 2)
-    target = Target()
+def test_the_recordings_of_a_store_are_bounded():
+    target = Target(most=2)
     target.read(5)
     for size in (1, 2, 1, 4, 1, 2):  # 2 has to go for 4
-        target.check([0], [tree_of(size, size, chain=False)])
+        target.check([0], [tree_of(size, size)])
     assert target.recorder.captures == 4
 
 
-# --- what is computed without ---
-
-
-def test_a_padded_block_that_has_no_room_is_computed_without(at_once):
+def test_a_padded_block_that_has_no_room_is_computed_without():
     target = Target(capacity=30)
     for store in target.stores:
         store.capacity = 30
@@ -326,15 +308,16 @@ def test_stores_leave_room_for_padding():
     assert target.stores[1].capacity == 30
 
 
-@pytest.mark.parametrize("logits", ["last", "none"])
-def test_prefills_are_computed_without(at_once, logits):
+def test_prefills_and_stores_outside_the_device_are_computed_without():
     target = Target()
-    forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
+    for logits in ("last", "none"):
+        forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
+    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu"), [0])
     assert target.recorder.captures == 0
 
 
-def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not(at_once):
+def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not():
     target = Target(slots=2)
     target.read(10, 3)
     for slot in (0, 1):
@@ -347,34 +330,20 @@ def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_l
     assert target.recorder.captures == 3
 
 
-def test_stores_that_lie_elsewhere_are_computed_without(at_once):
-    target = Target()
-    store = HostStore(target.runner.kv_shape, 1, 64, "cpu")
-    assert isinstance(store, KVStore)
-    forward(target.runner, [[1, 2]], store, [0])
-    assert target.recorder.captures == 0
-
-
-def test_a_failure_is_said_once_and_the_forward_computed_without(at_once, caplog):
+def test_a_failure_is_said_once_and_the_forward_computed_without(caplog):
     class Failing(StandIn):
         def capture(self, compute):
             self.captures += 1
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    target = Target()
-    target.recorder = Failing()
-    target.runner.graphs = Graphs(target.recorder)
+    target = Target(recorder=Failing)
     target.read(10)
     with caplog.at_level(logging.WARNING, logger="longdraft"):
         for seed in range(3):
-            target.check([0], [tree_of(4, seed, chain=False)])
+            target.check([0], [tree_of(4, seed)])
     assert target.recorder.captures == 1
-    assert [r.getMessage() for r in caplog.records] == [
-        "CUDA graphs are off for this model (operation not permitted when stream is capturing): it runs without."
-    ]
-
-
-# --- where there are graphs ---
+    (record,) = caplog.records
+    assert "CUDA graphs are off" in record.getMessage() and "and more" not in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -393,24 +362,21 @@ def test_where_there_are_graphs(device, path, reason):
     assert found is None if reason is None else reason in found
 
 
-def test_the_switch(monkeypatch, caplog):
-    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
-    assert "LONGDRAFT_GRAPHS=0" in unavailable(CUDA, "triton")
+def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="longdraft"):
-        assert Graphs.on(CUDA, "triton").padding == 0
-        assert Graphs.on(CPU, "cpu").padding == 0
-    assert [r.getMessage() for r in caplog.records] == ["CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off"]
-
-
-def test_a_gpu_records_on_a_recorder_of_its_own(caplog):
-    with caplog.at_level(logging.INFO, logger="longdraft"):
-        found = Graphs.on(CUDA, "triton")
-    assert isinstance(found._recorder, CudaRecorder) and found.padding == 31
-    assert [r.getMessage() for r in caplog.records] == ["CUDA graphs: verifications are recorded"]
+        graphs_on = Graphs.on(CUDA, "triton")
+        monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
+        graphs_off = Graphs.on(CUDA, "triton")
+        assert not Graphs.on(CPU, "cpu").recording
+    assert graphs_on.recording and graphs_on.padding == 31 and not graphs_off.recording and graphs_off.padding == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "CUDA graphs: verifications are recorded",
+        "CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off",
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_on_a_gpu(at_once, monkeypatch):
+def test_graphs_on_a_gpu(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "triton")
     target = Target(None)
     target.runner = TargetRunner(target.runner.model.cuda())
@@ -419,6 +385,5 @@ def test_graphs_on_a_gpu(at_once, monkeypatch):
     target.stores = [r.new_store(3, 160, (0, 1)) for r in (target.runner, target.plain)]
     target.read(50, 0, 7)
     for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
-        trees = [tree_of(n, 5 * seed + i, chain=False) for i, n in enumerate(sizes)]
-        target.check(slots, trees, Taps((1,), (0,)))
+        target.check(slots, trees_of(*sizes, seed=5 * seed), Taps((1,), (0,)))
     assert len(target.runner.graphs._known[target.stores[0]]) == 2

@@ -168,25 +168,25 @@ def test_a_model_outside_the_attention_interface_is_refused(monkeypatch):
         TargetRunner(model)
 
 
-def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed(monkeypatch):
+def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed():
     model = tiny_model()
     runner = TargetRunner(model)
     mixer = model.model.layers[1].self_attn
-    monkeypatch.setattr(mixer, "forward", lambda hidden_states, **_: (hidden_states.cumsum(1), None))
+    mixer.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
     with pytest.raises(UnsupportedModelError, match="sent 2 of its 3 layers"):
         forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
 
 
 @pytest.mark.parametrize("option", ["sliding_window", "softcap", "s_aux", "position_bias", None])
-def test_attention_that_drops_our_argument_or_has_an_option_that_is_not_hosted_is_noticed(monkeypatch, option):
+def test_attention_that_drops_our_argument_or_has_an_option_that_is_not_hosted_is_noticed(option):
     model = tiny_model()
     runner = TargetRunner(model)
     attention = model.model.layers[1].self_attn
     own = attention.forward
     if option is None:
-        monkeypatch.setattr(attention, "forward", lambda longdraft_hosted=None, **kept: own(**kept))
+        attention.forward = lambda longdraft_hosted=None, **kept: own(**kept)
     else:
-        monkeypatch.setattr(attention, "forward", lambda **given: own(**given, **{option: 4}))
+        attention.forward = lambda **given: own(**given, **{option: 4})
     message = f"LlamaAttention uses {option}" if option else "does not hand keyword arguments on"
     with pytest.raises(UnsupportedModelError, match=message):
         forward(runner, [[1, 2]], runner.new_store(1, 8), [0])

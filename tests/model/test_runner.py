@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from longdraft.memory.store import KVStore
-from longdraft.model import hosting
 from longdraft.model.runner import Taps, TargetRunner
 from longdraft.trees.builders import union
 from longdraft.trees.masks import padded_mask
@@ -79,9 +78,6 @@ def assert_a_tree_is_right(model: PreTrainedModel, prefix: list[int], size: int 
     runner, store = hosted(model, prefix, 16)
     tree = random_tree(size, seed=len(prefix), root=5)
     assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
-
-
-# --- a chain ---
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
@@ -222,9 +218,6 @@ def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(si
         forward(runner, [[1] * size], store, [0], offset=offset)
 
 
-# --- a tree ---
-
-
 @pytest.mark.parametrize("prefix_length", [0, 1, 37])
 @every_family
 def test_one_forward_verifies_every_node_of_a_random_tree(family, prefix_length):
@@ -259,9 +252,6 @@ def test_a_ragged_batch_in_shuffled_slots_equals_one_by_one(family):
         alone = verify(*hosted(model, prefix), [0], [tree])[0]
         torch.testing.assert_close(logits[b, : tree.size], alone, **CLOSE)
         assert_nodes_are_right(model, prefix, tree, logits[b])
-
-
-# --- taps ---
 
 
 @every_family
@@ -315,9 +305,6 @@ def test_taps_work_without_logits():
     assert out.logits is None and out.hidden[1].shape == (1, 3, 48) and out.queries[0].shape == (1, 6, 3, 16)
 
 
-# --- what a target says about itself ---
-
-
 def test_the_runner_knows_its_models_shape():
     runner = TargetRunner(tiny_model(context=300))
     shape = runner.kv_shape
@@ -342,47 +329,6 @@ def test_the_fingerprint_names_the_weights_and_the_configuration():
         tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
     ]
     assert len({known, *(TargetRunner(m).fingerprint for m in others)}) == 5
-
-
-# --- the model is left as it was ---
-
-
-def hooks(model: PreTrainedModel) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-@every_family
-def test_the_models_own_generate_is_the_same_before_and_after(family):
-    model = tiny_model(family)
-    ids = torch.tensor([text(20)])
-    before = model.generate(ids, max_new_tokens=20, do_sample=False)
-    implementation, registered = model.config._attn_implementation, hooks(model)
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    runner = TargetRunner(model)
-    forward(runner, [text(10)], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
-    assert model.config._attn_implementation == implementation and hooks(model) == registered
-    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), before)
-
-
-@pytest.mark.parametrize("logits", ["all", "none"])
-def test_the_model_is_as_it_was_during_a_forward_and_after_an_exception(monkeypatch, logits):
-    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")  # fused layers do not come through here
-    model = tiny_model()
-    runner = TargetRunner(model)
-    store = runner.new_store(1, 20)
-    implementation, registered = model.config._attn_implementation, hooks(model)
-
-    def fail(*args):
-        assert model.config._attn_implementation == implementation != hosting.IMPLEMENTATION
-        assert hooks(model) == registered
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "_attend", fail)
-    with pytest.raises(KeyboardInterrupt):
-        forward(runner, [[1, 2]], store, [0], logits=logits, taps=Taps((0,)))
-    assert model.config._attn_implementation == implementation and hooks(model) == registered
-    assert store.lengths == [0]
 
 
 def test_two_targets_do_not_disturb_each_other():

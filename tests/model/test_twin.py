@@ -53,9 +53,6 @@ def hosted(runner: TargetRunner) -> torch.Tensor:
     return torch.cat([first[0], forward(runner, [TEXT[-3:]], store, [0]).logits[0]])
 
 
-# --- what it is ---
-
-
 def test_a_twin_has_modules_of_its_own_on_the_models_weights():
     model = tiny_model().train()
     twin = TargetRunner(model).twin.model
@@ -117,26 +114,19 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was(part, error):
     torch.testing.assert_close(hosted(TargetRunner(model)), logits(model), **CLOSE)
 
 
-# --- what the user puts into the model works in the twin ---
-
-
-class Recorder:
-    """Somebody's object whose method is a hook."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Size] = []
-
-    def hook(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        self.seen.append(output.shape)
-
-
 def test_hooks_are_the_users_own():
-    model, recorder, lists = tiny_model(), Recorder(), {"seen": []}
-    model.model.layers[0].mlp.register_forward_hook(recorder.hook)
-    model.lm_head.register_forward_pre_hook(functools.partial(lambda to, m, x: to["seen"].append(x), lists))
+    outputs, inputs = [], []
+
+    class Recorder:
+        def hook(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            outputs.append(output.shape)
+
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(Recorder().hook)
+    model.lm_head.register_forward_pre_hook(functools.partial(lambda to, m, x: to.append(x), inputs))
     runner = TargetRunner(model)
     forward(runner, [[1, 2]], runner.new_store(1, 4), [0])
-    assert recorder.seen == [(1, 2, 48)] and len(lists["seen"]) == 1
+    assert outputs == [(1, 2, 48)] and len(inputs) == 1
 
 
 def test_a_hook_that_changes_what_a_layer_returns_counts_and_is_tapped():
@@ -190,27 +180,21 @@ def test_lists_of_modules_lead_into_the_twin_and_other_objects_are_shared():
     assert twin.shortcut == {"layers": [twin.model.layers[0]], "of": twin.config} and twin.notes is notes
 
 
-def test_a_model_with_a_scripted_module_is_refused():
-    model = tiny_model()
-    model.model.layers[0].mlp.act_fn = torch.jit.script(nn.SiLU())
-    with pytest.raises(UnsupportedModelError, match="scripted"):
-        TargetRunner(model)
+class Odd(nn.SiLU):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "training" and "training" in vars(self) and not value:
+            raise TypeError("no evaluation here")
+        super().__setattr__(name, value)
 
 
-def test_a_model_that_cannot_be_copied_is_refused():
-    class Odd(nn.SiLU):
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "training" and "training" in vars(self) and not value:
-                raise TypeError("no evaluation here")
-            super().__setattr__(name, value)
-
+@pytest.mark.parametrize(
+    ("module", "message"), [(lambda: torch.jit.script(nn.SiLU()), "scripted"), (Odd, "no evaluation here")]
+)
+def test_a_model_that_cannot_be_copied_is_refused(module, message):
     model = tiny_model().train()
-    model.model.layers[0].mlp.act_fn = Odd()
-    with pytest.raises(UnsupportedModelError, match="no evaluation here"):
+    model.model.layers[0].mlp.act_fn = module()
+    with pytest.raises(UnsupportedModelError, match=message):
         TargetRunner(model)
-
-
-# --- what changes between runs is seen ---
 
 
 class Adapted(nn.Module):
@@ -357,9 +341,6 @@ def test_a_new_embedding_and_head_are_seen():
     assert spec.runner().vocab_size == 80
     assert spec.generate([70, 71, 79], max_new_tokens=4)[0].new_tokens == 4
     torch.testing.assert_close(hosted(spec.runner()), logits(model), **CLOSE)
-
-
-# --- and nothing is kept ---
 
 
 @pytest.mark.parametrize("circular", [False, True])

@@ -30,9 +30,9 @@ logger = logging.getLogger("longdraft")
 SWITCH = "LONGDRAFT_GRAPHS"
 # Numbers of rows that trees are padded to. LongSpec's tree has 69; larger blocks keep the device busy anyway.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96)
-# A size is recorded after this number of uses in a store, as recording takes two forwards.
+# A size is recorded after this number of uses, as recording takes two forwards.
 USES = 2
-# Largest number of recordings of one store, or of a draft's window. Each keeps its outputs, mostly logits.
+# Largest number of recordings of one store: each keeps its outputs, mostly logits.
 MOST = 16
 
 # Logits (B, T, V), hidden states by layer (B, T, hidden) and queries by layer (B, Hq, T, d) of a block.
@@ -101,10 +101,12 @@ class Graphs:
 
     Args:
         recorder: records them; with None nothing is recorded.
+        uses: number of uses after which a size is recorded.
+        most: largest number of recordings of one store, or of a draft's window.
     """
 
-    def __init__(self, recorder: Recorder | None) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder | None, uses: int = USES, most: int = MOST) -> None:
+        self._recorder, self._uses, self._most = recorder, uses, most
         # Store or window, whose tensors the recordings use -> size -> its recording, or number of uses so far.
         self._known: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
 
@@ -178,7 +180,7 @@ class Graphs:
             return None
         sizes = self._known.setdefault(holder, {})
         recording = sizes.pop(key, 0)  # and put back at the end, so that the least recently used comes first
-        if isinstance(recording, int) and recording < USES:
+        if isinstance(recording, int) and recording < self._uses:
             sizes[key] = recording + 1
             return None
         if isinstance(recording, int):
@@ -191,7 +193,7 @@ class Graphs:
                 return None
         sizes[key] = recording
         recorded = [k for k, x in sizes.items() if not isinstance(x, int)]
-        for old in recorded[: max(0, len(recorded) - MOST)]:
+        for old in recorded[: max(0, len(recorded) - self._most)]:
             del sizes[old]
         return recording
 
