@@ -14,9 +14,9 @@ pytest.importorskip("fastapi")
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
 from longdraft.serve.cluster import connected, require
-from longdraft.serve.relay import Asked, Lost, Relay, answer, beginning
+from longdraft.serve.relay import Forwarded, Lost, Relay, answer, beginning
 from longdraft.serve.replicas import Fleet, fleet
-from longdraft.serve.worker import Full
+from longdraft.serve.worker import QueueFull
 from tests.serve.conftest import make_service
 
 
@@ -76,7 +76,7 @@ class Replicas:
     ],
 )
 def test_requests_that_begin_alike_have_one_key(first, second, same):
-    keys = {Asked.of(scope(), json.dumps(each).encode()).key for each in (first, second)}
+    keys = {Forwarded.of(scope(), json.dumps(each).encode()).key for each in (first, second)}
     assert "" not in keys and (len(keys) == 1) == same
 
 
@@ -99,7 +99,7 @@ def test_a_request_that_has_begun_ends_with_an_error():
 def test_when_no_replica_is_left_it_says_so():
     relay = Relay(Replicas(lost=99), pause=0)
     assert through(relay)[0] == 503 and relay.ongoing == 0
-    assert through(Relay(Replicas(error=Full(3, 1.0))))[0] == 429
+    assert through(Relay(Replicas(error=QueueFull(3, 1.0))))[0] == 429
     assert through(Relay(Replicas(error=RuntimeError("x"))))[0] == 500
 
 
@@ -120,7 +120,7 @@ def test_the_application_answers_and_a_client_that_leaves_ends_its_request():
 
     async def left():
         stream = json.dumps(told | {"max_tokens": 500, "stream": True}).encode()
-        messages = answer(app, Asked.of(scope(), stream))
+        messages = answer(app, Forwarded.of(scope(), stream))
         async for message in messages:
             if message["type"] == "http.response.body":
                 break

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 from longdraft import PromptCache, Request, Speculator
 from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError, NumericalError
-from longdraft.serve.worker import Again, Draining, Full, Ticket, Worker
+from longdraft.serve.worker import Restarted, Draining, QueueFull, Ticket, Worker
 from tests.serve.conftest import MODEL, TOKENIZER
 
 SPECS = {m: Speculator(m, MODEL, TOKENIZER, plan="fixed") for m in ("prompt-lookup", "ar")}
@@ -45,7 +45,7 @@ class Listener:
             told = self.told.get(timeout=seconds)
             if isinstance(told, Step):
                 tokens += told.token_ids
-            elif isinstance(told, Again):
+            elif isinstance(told, Restarted):
                 tokens = []
             else:
                 return tokens, told
@@ -137,7 +137,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_again():
     made = worker(slots=1, size=2)
     try:
         running = [Listener(lambda: request(1, 300, False)) for _ in range(8)]
-        with pytest.raises(Full) as full:
+        with pytest.raises(QueueFull) as full:
             for listener in running:
                 made.submit(listener.ticket)
         assert full.value.seconds >= 1
