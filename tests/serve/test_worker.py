@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 from longdraft import PromptCache, Request, Speculator
 from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError, NumericalError
-from longdraft.serve.worker import Restarted, Draining, QueueFull, Ticket, Worker
+from longdraft.serve.worker import Draining, QueueFull, Restarted, Ticket, Worker
 from tests.serve.conftest import MODEL, TOKENIZER
 
 SPECS = {m: Speculator(m, MODEL, TOKENIZER, plan="fixed") for m in ("prompt-lookup", "ar")}

@@ -202,9 +202,7 @@ class Endpoints:
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def _deltas(
-        self, choices: list[Choice], request: Request | None = None
-    ) -> AsyncIterator[tuple[int, Delta]]:
+    async def _deltas(self, choices: list[Choice], request: Request | None = None) -> AsyncIterator[tuple[int, Delta]]:
         """Yields the deltas of all choices as they come, each with the index of its choice.
 
         Args:

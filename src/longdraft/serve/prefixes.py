@@ -1,4 +1,4 @@
-"""Prompts that survive a restart: slots are written to disk while the server is idle, and read when a prompt needs them.
+"""Prompts that survive a restart: slots are written to disk while the server is idle, and read when needed.
 
 A file is a snapshot (:mod:`longdraft.memory.snapshot`). It is written under another name and then renamed, so a process
 that is killed leaves no half-written file. The tokens of each file are read at the start, its keys and values when a
@@ -79,7 +79,7 @@ class DiskPrefixes(PromptCache):
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
-        """Reads rows from a file first if it holds more of the prompt than any slot; then as :meth:`PromptCache.begin`."""
+        """As :meth:`PromptCache.begin`, but first reads rows from a file if it has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
         known = max(common_prefix(tokens, text) for tokens in self.tokens) // piece * piece
@@ -116,7 +116,7 @@ class DiskPrefixes(PromptCache):
     # --- files ---
 
     def _nearest(self, text: array[int]) -> tuple[Path | None, int]:
-        """The file that shares the longest prefix with a text and has the needed hidden states, and that prefix's length."""
+        """The file with the needed hidden states that shares the longest prefix with a text; how many tokens."""
         assert self.store is not None
         needed, best, longest = self.store.feature_layers, None, 0
         for path, file in self._files.items():

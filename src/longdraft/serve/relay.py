@@ -100,8 +100,8 @@ class Relay:
             await JSONResponse(state, status)(scope, receive, send)
             return
         if scope["path"] == "/metrics":
-            error = ApiError(404, "Each replica counts its own requests: Ray's metrics have those of all.")
-            await _response(error)(scope, receive, send)
+            unserved = ApiError(404, "Each replica counts its own requests: Ray's metrics have those of all.")
+            await _response(unserved)(scope, receive, send)
             return
         if self.draining:
             await _response(api_error(Draining("The server is shutting down.")))(scope, receive, send)

@@ -58,7 +58,7 @@ class Message(Strict):
 
 
 class StreamOptions(Strict):
-    """``continuous_usage_stats``: token counts in each chunk (as in vLLM). ``include_trace``: what each round drafted."""
+    """``continuous_usage_stats``: token counts in each chunk. ``include_trace``: what each round drafted."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -97,9 +97,7 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
         return False
     turn = [{"role": "user", "content": "-"}]
     try:
-        plain, with_tools = (
-            tokenizer.apply_chat_template(turn, tokenize=False, tools=each) for each in (None, tools)
-        )
+        plain, with_tools = (tokenizer.apply_chat_template(turn, tokenize=False, tools=each) for each in (None, tools))
     except Exception:  # a mistake in the template
         return False
     return bool(plain != with_tools)
