@@ -14,9 +14,8 @@ from longdraft import Speculator
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.plugins.sglang.drafting import Drafting
+from longdraft.plugins.sglang.drafting import Drafting, rows
 from longdraft.plugins.sglang.plugin import config
-from longdraft.plugins.sglang.pool import rows
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -131,7 +130,7 @@ def test_trees_are_those_of_our_engine(draft, ours, paged, overlap, away):
             compared += tree.drafted
     assert compared > 100
     drafting.forget()
-    assert sorted(drafting._free) == [0, 1, 2] and not drafting._followed
+    assert sorted(drafting.free_slots) == [0, 1, 2]
 
 
 def test_requests_without_a_slot_get_their_root_alone(draft, ours):

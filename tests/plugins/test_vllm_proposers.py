@@ -16,10 +16,8 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.model.runner import Taps, TargetRunner
 from longdraft.plugins.vllm import LongSpec, Lookup, SpecExtend
-from longdraft.plugins.vllm.layer import Layer
-from longdraft.plugins.vllm.mended import spread
-from longdraft.plugins.vllm.pages import packed, side_by_side
-from longdraft.plugins.vllm.queries import StepQueries
+from longdraft.plugins.vllm.layer import Layer, StepQueries, packed, side_by_side
+from longdraft.plugins.vllm.sampling import spread
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -139,7 +137,7 @@ def follow(proposer, expected, seed, away=0.0, index=LAYERS - 1):
             assert found[name][: len(drafted)] == drafted
     assert compared
     engine.step({}, {})
-    assert sorted(proposer._free) == list(range(proposer.slots)) and not proposer._followed
+    assert sorted(proposer.free_slots) == list(range(proposer.slots))
 
 
 def test_lookups_are_those_of_our_engine():

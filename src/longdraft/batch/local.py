@@ -76,7 +76,7 @@ class Local:
             return None
 
     def drive(self, feed: Callable[[], None]) -> None:
-        """Decodes in this thread (the main one is fastest) while ``feed`` runs in another. Raises what ``feed`` raises."""
+        """Decodes in this thread (the main one is fastest) while ``feed`` runs in another. Raises its errors."""
         errors: list[BaseException] = []
 
         def feed_and_close() -> None:
