@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -22,36 +22,39 @@ TOKENIZER = tiny_tokenizer(chat=True)
 MADE = {"input": "a", "seed": 0}
 
 
+def found(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def row(content: object, number: int = 3, **defaults: object) -> Row:
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
     return Row(Line(number, number + 1, text), Defaults(**defaults))  # type: ignore[arg-type]
 
 
-def test_what_a_row_says_goes_before_the_command():
-    made = row({"prompt": "hi", "max_tokens": 4, "temperature": 0.5}, max_tokens=9, seed=10).request(TOKENIZER)
-    assert (made.max_new_tokens, made.seed, made.sampling.temperature) == (4, 13, 0.5)
-    made = row({"prompt": "hi", "seed": 1, "stop": "x"}, max_tokens=9).request(TOKENIZER)
-    assert (made.max_new_tokens, made.seed, made.sampling.greedy, made.stop) == (9, 1, True, ("x",))
+def test_a_rows_own_settings_override_the_commands():
+    request = row({"prompt": "hi", "max_tokens": 4, "temperature": 0.5}, max_tokens=9, seed=10).request(TOKENIZER)
+    assert (request.max_new_tokens, request.seed, request.sampling.temperature) == (4, 13, 0.5)
+    request = row({"prompt": "hi", "seed": 1, "stop": "x"}, max_tokens=9).request(TOKENIZER)
+    assert (request.max_new_tokens, request.seed, request.sampling.greedy, request.stop) == (9, 1, True, ("x",))
 
 
 def test_messages_go_through_the_chat_template():
-    turns = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    made = row({"messages": turns}).request(TOKENIZER)
-    assert TOKENIZER.decode(made.prompt) == "<user>a<eos><assistant>"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert TOKENIZER.decode(row({"messages": messages}).request(TOKENIZER).prompt) == "<user>a<eos><assistant>"
 
 
 def test_rows_of_openais_batch_files():
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0, "top_p": 1, "n": 1}
-    made = row({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
-    assert made.request(TOKENIZER).sampling.greedy
-    failed = made.failed(ValueError("because"))
+    chat = row({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    assert chat.request(TOKENIZER).sampling.greedy
+    failed = chat.failed(ValueError("because"))
     assert failed["custom_id"] == "c" and failed["error"]["message"] == "because" and failed["response"] is None
     text = row({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}).request(TOKENIZER)
     assert not text.chat
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (b"\xff", "UTF-8"),
         (b"{", "not JSON"),
@@ -71,10 +74,9 @@ def test_rows_of_openais_batch_files():
         ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "embeddings"),
     ],
 )
-def test_bad_rows_say_why(content, said):
-    made = row(content)
-    with pytest.raises(LongdraftError, match=said):
-        made.request(TOKENIZER)
+def test_bad_rows_say_why(content, problem):
+    with pytest.raises(LongdraftError, match=problem):
+        row(content).request(TOKENIZER)
 
 
 def test_lines_skip_blanks_and_rows(tmp_path):
@@ -82,7 +84,7 @@ def test_lines_skip_blanks_and_rows(tmp_path):
     path.write_bytes(b"\n{}\n \n[]\r\n1")
     assert [(line.number, line.place, line.content) for line in lines(path, 1)] == [(1, 4, b"[]\r\n"), (2, 5, b"1")]
     assert measured(path)[0] == 3
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError):
         measured(tmp_path / "no")
 
 
@@ -96,7 +98,7 @@ def test_a_torn_line_is_cut_off_and_the_file_goes_on(tmp_path):
     with Output(path, MADE) as file:
         assert (file.found, file.errors) == (2, 1)
         file.write({"a": 2}, False)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": "ä"}, {"error": "x"}, {"a": 2}]
+    assert found(path) == [{"a": "ä"}, {"error": "x"}, {"a": 2}]
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
@@ -116,33 +118,24 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     assert path.read_text() == '{}\nnonsense\n{"a": 1}\n'
 
 
-class FullDisk:
-    """A file that takes three bytes of a row, and then no more."""
-
-    def __init__(self, file):
-        self._file, self._left = file, [3]
-
-    def write(self, data):
-        if not self._left:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self._file.write(data[: self._left.pop()])
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-
 def test_a_full_disk_leaves_whole_rows(tmp_path):
+    """It is full by the system's limit for files."""
+    resource = pytest.importorskip("resource")
     path = tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Output(path, MADE) as file:
         file.write({"a": 1}, False)
-        file._file = FullDisk(file._file)
-        with pytest.raises(CheckpointError, match=r"No space left.*1 rows are whole.*same command"):
-            file.write({"a": 2}, False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))
+        try:
+            with pytest.raises(CheckpointError, match="1 rows are whole"):
+                file.write({"a": 2}, False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == '{"a": 1}\n'
 
 
 class Backwards:
-    """Answers what it has in hand the last first; fails where it is told to."""
+    """A decoder that answers the last row first, and some with an unexpected error."""
 
     def __init__(self, unexpected: frozenset[int] = frozenset(), ahead: int = 4) -> None:
         self.ahead, self._unexpected = ahead, unexpected
@@ -167,7 +160,7 @@ def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
     decoder = Backwards()
     with Output(tmp_path / "out", MADE) as file:
         assert run(numbered(10), file, decoder).rows == 10
-    assert [json.loads(line)["row"] for line in (tmp_path / "out").read_text().splitlines()] == [*range(10)]
+    assert [each["row"] for each in found(tmp_path / "out")] == [*range(10)]
     assert decoder.most <= 4
 
 
@@ -179,39 +172,32 @@ def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tm
         with pytest.raises(CapabilityError, match="8 rows after row 7"):
             run(numbered(30, 5), file, Backwards(frozenset(range(7, 30))))
         assert (file.rows, file.errors) == (7, 2)
-    assert len(path.read_text().splitlines()) == 7
+    assert len(found(path)) == 7
+
+
+def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda: False) -> list[dict]:
+    """Decodes the prompts that the file of answers lacks; all of its rows."""
+    source, path = folder / "in", folder / "out"
+    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
+    with Output(path, MADE) as file:
+        decoder = Local(spec, Defaults(), slots=2)
+        decoder.drive(lambda: run(lines(source, file.rows), file, decoder, cancelled=cancelled))
+    return found(path)
 
 
 def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
     spec = Speculator("prompt-lookup", tiny_model(), TOKENIZER, plan="fixed")
-    prompts = ["why?", "who is who is who?", "", "a" * 600, "what?"]
-    source = tmp_path / "in"
-    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 6}) + "\n" for p in prompts))
-    path = tmp_path / "out"
-
-    def go(cancelled=lambda: False):
-        with Output(path, MADE) as file:
-            decoder = Local(spec, Defaults(), slots=2)
-            decoder.drive(lambda: run(lines(source, file.rows), file, decoder, cancelled=cancelled))
-            return file.rows
-
-    assert go(lambda: path.stat().st_size > 0) < 5 and go() == 5
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r.get("text") for r in found] == [
-        None if bad else spec.generate(p, max_new_tokens=6)[0].text
-        for p, bad in zip(prompts, (False, False, True, True, False), strict=True)
-    ]
-    assert "empty" in found[2]["error"] and "context" in found[3]["error"]
+    prompts = ["why?", "who is who is who?", "what?", "", "a" * 600]
+    assert len(decode(spec, prompts, tmp_path, lambda: (tmp_path / "out").stat().st_size > 0)) < 5
+    rows = decode(spec, prompts, tmp_path)
+    assert [each["text"] for each in rows[:3]] == [spec.generate(p, max_new_tokens=8)[0].text for p in prompts[:3]]
+    assert "empty" in rows[3]["error"] and "context" in rows[4]["error"] and len(rows) == 5
 
 
 @pytest.mark.parametrize("method", EXACT)
 def test_every_method_decodes_a_file(specs: Specs, tmp_path, method):
     spec = Speculator(method, specs.model, TOKENIZER, plan="fixed", **specs.options(method))
-    source, prompts = tmp_path / "in", ["why?", "who is who is who?", "what?"]
-    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
-    with Output(tmp_path / "out", MADE) as file:
-        decoder = Local(spec, Defaults(), slots=2)
-        decoder.drive(lambda: run(lines(source, 0), file, decoder))
     plain = Speculator("ar", specs.model, TOKENIZER)
-    found = [json.loads(line)["text"] for line in (tmp_path / "out").read_text().splitlines()]
-    assert found == [plain.generate(p, max_new_tokens=8)[0].text for p in prompts]
+    prompts = ["why?", "who is who is who?", "what?"]
+    texts = [each["text"] for each in decode(spec, prompts, tmp_path)]
+    assert texts == [plain.generate(p, max_new_tokens=8)[0].text for p in prompts]

@@ -1,4 +1,4 @@
-"""``longdraft serve`` as a process: it says where it listens, answers, drains and ends."""
+"""``longdraft serve`` as a process: it prints its address, answers, drains and ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
 
 import pytest
+
+from tests.serve.over_http import http
 
 pytest.importorskip("fastapi")
 
@@ -25,17 +26,13 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"})
     try:
         assert run.stderr is not None
-        said = ""
-        while not (found := re.search(r"(http://127\.0\.0\.1:\d+)/v1", said)) and (line := run.stderr.readline()):
-            said += line
-        assert found, said
-        body = json.dumps(
-            {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 5, "temperature": 0}
-        ).encode()
-        headers = {"content-type": "application/json", "authorization": "Bearer secret"}
-        asked = urllib.request.Request(f"{found[1]}/v1/chat/completions", body, headers)
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert json.loads(answer.read())["usage"]["completion_tokens"] == 5
+        printed = ""
+        while not (address := re.search(r"(http://127\.0\.0\.1:\d+)/v1", printed)) and (line := run.stderr.readline()):
+            printed += line
+        assert address, printed
+        body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 5, "temperature": 0}
+        status, answer = http(f"{address[1]}/v1/chat/completions", body, authorization="Bearer secret")
+        assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 5
         run.send_signal(signal.SIGTERM)
         assert run.wait(30) == 0 and "All requests have ended" in run.stderr.read()
     finally:
@@ -43,7 +40,7 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         (("--method", "nonsense"), "nonsense"),
         (("--context", "100000"), "the model's context holds"),
@@ -51,6 +48,6 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
         (("--slots", "0"), "--slots"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_once(shell, model_folder, arguments, said):
+def test_options_that_cannot_be_served_are_refused_at_once(shell, model_folder, arguments, problem):
     ended = shell("serve", "--model", model_folder, *arguments)
-    assert ended.code == 2 and said in ended.err.replace("\n", " ")
+    assert ended.code == 2 and problem in ended.err.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""What the suites inside other engines decode: eight prompts with the embedded model."""
+"""The embedded model and eight prompts, for tests inside other engines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def folder(loaded, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def prompts(loaded):
-    """Eight, of several lengths; the last two begin alike."""
+    """Eight prompts of several lengths; the last two begin alike."""
     text = loaded.tokenizer(longdraft.Speculator.__doc__ + longdraft.Speculator.stream.__doc__)["input_ids"]
     text = (text * 4)[:900]
     return [text[i * 7 : i * 7 + n] for i, n in enumerate((20, 60, 130, 250, 400, 90))] + [text[:300], text[:340]]
 
 
-def accepted_here(loaded, method, prompts, new, **options):
-    """Mean accepted length of our own engine's rounds, the bonus counted."""
+def assert_accepted_as_here(accepted, loaded, method, prompts, new, **options):
+    """Compares an engine's mean accepted length, with the bonus token, to that of our own engine."""
     spec = longdraft.Speculator(method, loaded.model, plan="fixed", **options)
-    found = [spec.generate(prompt, max_new_tokens=new, eos_token_ids=[])[0] for prompt in prompts]
-    return 1 + sum(r.accepted for r in found) / sum(r.rounds for r in found)
+    results = [spec.generate(prompt, max_new_tokens=new, eos_token_ids=[])[0] for prompt in prompts]
+    expected = 1 + sum(r.accepted for r in results) / sum(r.rounds for r in results)
+    print(f"{method}: accepted length {accepted:.3f}, {expected:.3f} here")
+    assert accepted == pytest.approx(expected, rel=0.1)

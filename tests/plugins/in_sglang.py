@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import pytest
 
-from tests.plugins.embedded import accepted_here, folder, loaded, prompts
+from tests.plugins.embedded import assert_accepted_as_here, folder, loaded, prompts
 from tests.plugins.sglang_on_cpu import engine
 
 from sglang.srt.arg_groups.overrides import resolved_view  # isort: skip  # after what stands in for its kernels
@@ -47,9 +47,9 @@ def running(folder, **settings):
 
 
 def generated(made, prompts, **sampling):
-    settings = sampling.pop("return_logprob", False)
+    return_logprob = sampling.pop("return_logprob", False)
     sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True} | sampling
-    return made.generate(input_ids=prompts, sampling_params=sampling, return_logprob=settings)
+    return made.generate(input_ids=prompts, sampling_params=sampling, return_logprob=return_logprob)
 
 
 def tokens(found):
@@ -69,9 +69,9 @@ def others(made, prompts):
 
 
 def accepted(found):
-    """Of a round, the bonus counted."""
-    told = [one["meta_info"] for one in found]
-    return 1 + sum(t["spec_num_correct_drafts"] for t in told) / sum(t["spec_verify_ct"] for t in told)
+    """Mean accepted length of a round, with the bonus token."""
+    counts = [one["meta_info"] for one in found]
+    return 1 + sum(c["spec_num_correct_drafts"] for c in counts) / sum(c["spec_verify_ct"] for c in counts)
 
 
 def test_sglangs_own_ngrams(folder, prompts, plain):
@@ -86,9 +86,8 @@ def test_longspec_with_and_without_the_radix_cache(loaded, folder, prompts, plai
         generated(made, prompts)
         found = generated(made, prompts)
     assert tokens(found) == plain[0] and all(bool(one["meta_info"]["cached_tokens"]) == caching for one in found)
-    expected = accepted_here(loaded, "longspec", prompts, NEW, draft=DRAFT, tree="beam", nodes=NODES - 1)
-    print(f"longspec: {accepted(found):.3f} in SGLang, {expected:.3f} here")
-    assert accepted(found) == pytest.approx(expected, rel=0.1)
+    options = {"draft": DRAFT, "tree": "beam", "nodes": NODES - 1}
+    assert_accepted_as_here(accepted(found), loaded, "longspec", prompts, NEW, **options)
 
 
 def test_longspec_where_requests_are_retracted(folder, prompts, plain):

@@ -14,9 +14,8 @@ from longdraft import Speculator
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.plugins.sglang.drafting import Drafting
+from longdraft.plugins.sglang.drafting import Drafting, rows
 from longdraft.plugins.sglang.plugin import config
-from longdraft.plugins.sglang.pool import rows
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -26,7 +25,7 @@ TEXTS = [[1 + (i * k) % 50 for i in range(n)] * 2 for k, n in ((3, 9), (7, 30), 
 
 
 class Engine:
-    """SGLang's pools as a worker sees them, with places that are handed out at random."""
+    """SGLang's pools as a worker sees them, with places at random."""
 
     def __init__(self, paged, seed, cached=None):
         c, self.rng = MODEL.config, random.Random(seed)
@@ -37,21 +36,16 @@ class Engine:
             context_len=LONGEST, head_dim=c.head_dim, hf_text_config=c,
             get_total_num_kv_heads=lambda: c.num_key_value_heads,
         )  # fmt: skip
-        self.model, self.last = MODEL, c.num_hidden_layers - 1
-        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=self.key_buffer, get_value_buffer=self.value_buffer)
+        self.model = MODEL
+        last = {c.num_hidden_layers - 1: (self.keys, self.values)}
+        self.token_to_kv_pool = SimpleNamespace(
+            get_key_buffer=lambda layer: last[layer][0], get_value_buffer=lambda layer: last[layer][1]
+        )
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(9, LONGEST, dtype=torch.int32))
         self.held, self.cached = {}, cached or {}
 
-    def key_buffer(self, layer):
-        assert layer == self.last
-        return self.keys
-
-    def value_buffer(self, layer):
-        assert layer == self.last
-        return self.values
-
     def batch(self, names, texts, prompts, hidden):
-        """Requests, and their rows of the table, of texts whose last ``hidden[name]`` tokens come late."""
+        """Requests, their rows in the table, and the last ``hidden[name]`` tokens of each, which their outputs lack."""
         for gone in set(self.held) - set(names):
             self.free += self.held.pop(gone)
         found, taken = [], self.rng.sample(range(9), len(names))
@@ -89,7 +83,7 @@ def draft(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(draft):
-    """Of our engine: of each text what a round emitted, and the tree that the next drafted; and the last layer's KV."""
+    """Our engine's rounds on each text (emitted tokens, the next round's tree), and the last layer's KV by text."""
     cached, rounds, propose = {}, [], LongSpecDrafter.propose
 
     def recorded(self, sequences, budget=None):
@@ -131,7 +125,7 @@ def test_trees_are_those_of_our_engine(draft, ours, paged, overlap, away):
             compared += tree.drafted
     assert compared > 100
     drafting.forget()
-    assert sorted(drafting._free) == [0, 1, 2] and not drafting._followed
+    assert sorted(drafting.free_slots) == [0, 1, 2]
 
 
 def test_requests_without_a_slot_get_their_root_alone(draft, ours):
@@ -161,7 +155,7 @@ def test_rows_are_read_as_they_lie():
             rows(other, places)
 
 
-def test_what_cannot_be_used_is_said(draft, tmp_path):
+def test_drafts_and_models_that_do_not_fit_are_refused(draft, tmp_path):
     with pytest.raises(CheckpointError):
         Drafting(Engine(False, 0), str(tmp_path), NODES, 1)
     engine = Engine(False, 0)
@@ -176,7 +170,7 @@ def test_what_cannot_be_used_is_said(draft, tmp_path):
 
 
 def test_sglang_reads_no_draft_of_ours_as_a_model_of_transformers(draft, tmp_path):
-    """It asks for the configuration of each draft's folder, which for ours transformers cannot read."""
+    """It reads the configuration of each draft's folder with transformers, which cannot read ours."""
     asked = []
 
     def read(model, **settings):

@@ -6,11 +6,8 @@ pip install --no-deps sglang==0.5.23    # and the few packages that its modules 
 from __future__ import annotations
 
 import ast
-import importlib.abc
-import importlib.machinery
 import inspect
 import sys
-import types
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -30,35 +27,16 @@ from longdraft.plugins.sglang.plugin import NAME, register
 from longdraft.plugins.sglang.trees import tree_arrays
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft
+from tests.plugins.stubs import Stubs
 from tests.plugins.test_sglang_trees import links
 from tests.tiny import tiny_model
 
 NODES = 6
-# Compiled for GPUs; SGLang's workers import them by name.
-STUBBED = ("sgl_kernel", "torchvision")
-
-
-class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        del path, target
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in STUBBED else None
-
-    def create_module(self, spec):
-        class Stub(types.ModuleType):
-            def __getattr__(self, name):
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return MagicMock()
-
-        return Stub(spec.name)
-
-    def exec_module(self, module):
-        pass
 
 
 @pytest.fixture(scope="module")
 def worker_class():
-    sys.meta_path.append(finder := Stubs())
+    sys.meta_path.append(finder := Stubs(lambda *_: MagicMock()))
     try:
         register()
         yield get_spec(NAME).factory(None)

@@ -16,10 +16,8 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.model.runner import Taps, TargetRunner
 from longdraft.plugins.vllm import LongSpec, Lookup, SpecExtend
-from longdraft.plugins.vllm.layer import Layer
-from longdraft.plugins.vllm.mended import spread
-from longdraft.plugins.vllm.pages import packed, side_by_side
-from longdraft.plugins.vllm.queries import StepQueries
+from longdraft.plugins.vllm.layer import Layer, StepQueries, packed, side_by_side
+from longdraft.plugins.vllm.sampling import spread
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -53,8 +51,7 @@ def attention():
 
 
 class Engine:
-    """vLLM's runner as a proposer sees it: rows that move, pages that are handed out at random, the CPU's packing, and
-    the queries of each step's tokens."""
+    """vLLM's runner as a proposer sees it: rows that move, pages at random, the CPU's packing, queries of each step."""
 
     def __init__(self, proposer, seed, index=LAYERS - 1):
         self.proposer, self.rng = proposer, random.Random(seed)
@@ -68,7 +65,7 @@ class Engine:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[self.name])])
 
     def step(self, texts, emitted):
-        """Proposals of requests, by name, whose texts have come so far."""
+        """Proposals by the names of requests, of which these texts have come so far."""
         names = list(texts)
         self.rng.shuffle(names)
         ids, lengths = np.zeros((4, LONGEST), np.int32), np.zeros(4, np.int32)
@@ -115,14 +112,14 @@ class Engine:
 
 
 def rounds(method, text, **options):
-    """Of our engine on a text: what each round emitted, and what the next one drafted."""
+    """The rounds of our engine on a text: the emitted tokens, and the next round's draft."""
     spec = Speculator(method, MODEL, tiny_tokenizer(), plan="fixed", **options)
     steps = [s for s in spec.stream([text], max_new_tokens=40) if s.token_ids]
     return [(s.token_ids, list(later.tree.tokens[1:])) for s, later in itertools.pairwise(steps)][:ROUNDS]
 
 
 def follow(proposer, expected, seed, away=0.0, index=LAYERS - 1):
-    """Feeds what was emitted, with requests that join, leave and are away for a while; compares what is drafted."""
+    """Feeds the emitted tokens and compares the drafts; requests join, leave, and are away for a while."""
     engine, rng = Engine(proposer, seed, index), random.Random(seed)
     texts = {str(i): list(text) for i, text in enumerate(TEXTS)}
     left = {name: list(expected[int(name)]) for name in texts}
@@ -139,7 +136,7 @@ def follow(proposer, expected, seed, away=0.0, index=LAYERS - 1):
             assert found[name][: len(drafted)] == drafted
     assert compared
     engine.step({}, {})
-    assert sorted(proposer._free) == list(range(proposer.slots)) and not proposer._followed
+    assert sorted(proposer.free_slots) == list(range(proposer.slots))
 
 
 def test_lookups_are_those_of_our_engine():
@@ -226,20 +223,26 @@ def test_numbers_of_requests_are_spread_over_their_drafts():
     assert spread(given.int(), ends, 3).dtype == torch.int32
 
 
-def test_what_cannot_be_used_is_said(draft, tmp_path):
-    with pytest.raises(RequestError, match="no 'nodes' for Lookup"):
+def test_options_that_cannot_be_used_are_refused(draft, tmp_path):
+    sharded = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    with pytest.raises(RequestError, match="nodes"):
         Lookup(config({"nodes": 3}))
-    with pytest.raises(RequestError, match="needs a draft"):
-        LongSpec(config()).load_model(MODEL)
-    with pytest.raises(CheckpointError):
-        LongSpec(config({"draft": str(tmp_path)})).load_model(MODEL)
-    with pytest.raises(CapabilityError, match="one device"):
-        sharded = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
-        LongSpec(config({"draft": str(draft)}, parallel_config=sharded)).load_model(MODEL)
+    for wrong, error in (
+        (config(), RequestError),
+        (config({"draft": str(tmp_path)}), CheckpointError),
+        (config({"draft": str(draft)}, parallel_config=sharded), CapabilityError),
+    ):
+        with pytest.raises(error):
+            LongSpec(wrong).load_model(MODEL)
+
+
+def test_a_proposer_without_the_plugin_says_so():
     with pytest.raises(CapabilityError, match="VLLM_PLUGINS"):
         Lookup(config()).propose([[1]], np.array([1]), np.array([[1]]))
-    proposer = LongSpec(config({"draft": str(draft)}))
-    engine = Engine(proposer, 0)
+
+
+def test_pages_in_another_packing_are_refused(draft):
+    engine = Engine(LongSpec(config({"draft": str(draft)})), 0)
     engine.layer.isa = "amx"
-    with pytest.raises(CapabilityError, match="packs this CPU's KV cache for amx"):
+    with pytest.raises(CapabilityError, match="amx"):
         engine.step({"0": [1, 2, 3]}, {"0": (3,)})

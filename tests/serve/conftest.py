@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +17,15 @@ from longdraft import Speculator
 from longdraft.serve.run import Server
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
+from tests.serve.over_http import http, wait_until
 from tests.tiny import tiny_model, tiny_tokenizer
+
+MODEL = tiny_model(context=600)
+TOKENIZER = tiny_tokenizer(chat=True)
 
 
 class Running:
-    """A server, and a client of it."""
+    """A server, and its clients."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -30,13 +33,21 @@ class Running:
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         service.worker.start()
         self.thread.start()
-        until = time.monotonic() + 20
-        while not self.server.started and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_until(lambda: self.server.started)
         self.url = f"http://127.0.0.1:{self.server.port}"
 
-    def client(self, key: str = "none", **options: Any) -> Any:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+    def client(self, key: str = "none") -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def chat(self, messages: list[dict[str, str]], key: str = "none", **options: Any) -> Any:
+        return self.client(key).chat.completions.create(model="tiny", messages=messages, **options)
+
+    def http(self, path: str, body: Any = None, timeout: float = 60) -> tuple[int, bytes]:
+        return http(self.url + path, body, timeout)
+
+    def becomes_idle(self) -> bool:
+        wait_until(lambda: self.service.worker.load == (0, 0))
+        return self.service.worker.alive
 
     def close(self) -> None:
         self.service.worker.close(0)
@@ -44,26 +55,23 @@ class Running:
         self.thread.join(20)
 
 
-MODEL = tiny_model(context=600)
-TOKENIZER = tiny_tokenizer(chat=True)
-
-
-def make_service(model: Any = MODEL, **over: Any) -> Service:
-    settings = Settings(**({"name": "tiny", "methods": ("prompt-lookup", "ar"), "slots": 3, "context": 600} | over))
+def make_service(model: Any = MODEL, tokenizer: Any = TOKENIZER, **settings: Any) -> Service:
+    usual = {"name": "tiny", "methods": ("prompt-lookup", "ar"), "slots": 3, "context": 600}
+    options = Settings(**usual | settings)
 
     def speculator(method: str) -> Speculator:
-        earlier = {"earlier": settings.earlier} if settings.earlier and method == "prompt-lookup" else {}
-        return Speculator(method, model, TOKENIZER, plan="fixed", **earlier)
+        earlier = {"earlier": options.earlier} if options.earlier and method == "prompt-lookup" else {}
+        return Speculator(method, model, tokenizer, plan="fixed", **earlier)
 
-    return Service(settings, speculator, TOKENIZER)
+    return Service(options, speculator, tokenizer)
 
 
 @pytest.fixture
 def serving() -> Iterator[Callable[..., Running]]:
     with contextlib.ExitStack() as stack:
 
-        def start(**over: Any) -> Running:
-            running = Running(make_service(**over))
+        def start(**settings: Any) -> Running:
+            running = Running(make_service(**settings))
             stack.callback(running.close)
             return running
 
@@ -72,6 +80,5 @@ def serving() -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    made = Running(make_service())
-    yield made
-    made.close()
+    with contextlib.closing(Running(make_service())) as running:
+        yield running

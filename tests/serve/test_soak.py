@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -21,11 +22,12 @@ from tests.serve.conftest import MODEL, TOKENIZER, Running, make_service
 
 # ruff: noqa: E402
 MINUTES = float(os.environ.get("LONGDRAFT_SOAK_MINUTES", "30"))
-# Before memory is looked at: caches fill, and lookups take in their first texts.
-WARMING = 2.0
-ALONE = Speculator("ar", MODEL, TOKENIZER, plan="fixed")
+# Minutes before memory is measured: caches fill, and lookups take in their first texts.
+WARM_UP = 2.0
+PLAIN = Speculator("ar", MODEL, TOKENIZER, plan="fixed")
 KEYS = {"a": "key-a", "b": "key-b"}
 WORDS = ["sea", "ship", "whale", "wind", "rope", "sail"]
+KINDS = {"ask": 8, "stream": 4, "vanish": 3, "half": 1, "huge": 1, "refused": 1}
 
 
 class Soak:
@@ -38,24 +40,10 @@ class Soak:
         self._expected: dict[tuple[int, int], str] = {}
         self._lock = threading.Lock()
 
-    def expected(self, number: int, tokens: int) -> str:
-        with self._lock:
-            if (number, tokens) not in self._expected:
-                prompt = TOKENIZER.apply_chat_template(
-                    self.messages(number), add_generation_prompt=True, return_dict=False
-                )
-                found = ALONE.generate(Request(prompt, max_new_tokens=tokens))[0]
-                self._expected[number, tokens] = found.text
-            return self._expected[number, tokens]
-
-    def messages(self, number: int):
-        rng = random.Random(number)
-        return [{"role": "user", "content": " ".join(rng.choices(WORDS, k=5 + number * 7 % 60)) + "?"}]
-
     def client(self, seed: int) -> None:
         rng = random.Random(seed)
         while time.monotonic() < self.until:
-            kind = rng.choices(("ask", "stream", "vanish", "half", "huge", "refused"), (8, 4, 3, 1, 1, 1))[0]
+            kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
             try:
                 getattr(self, kind)(rng)
                 self.count[kind] += 1
@@ -65,45 +53,52 @@ class Soak:
                 self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
             time.sleep(rng.random() * 0.3)
 
-    def asked(self, rng, **more):
-        number, tokens = rng.randrange(40), rng.choice((8, 24))
-        client = self.running.client(rng.choice(list(KEYS.values())))
-        answer = client.chat.completions.create(
-            model="tiny", messages=self.messages(number), max_tokens=tokens, temperature=0,
-            extra_body={"method": rng.choice(("prompt-lookup", "ar"))}, **more,
-        )  # fmt: skip
+    def messages(self, number: int):
+        words = random.Random(number).choices(WORDS, k=5 + number * 7 % 60)
+        return [{"role": "user", "content": " ".join(words) + "?"}]
+
+    def request(self, rng, **more):
+        """An answer, and what it was asked for."""
+        number, tokens, key = rng.randrange(40), rng.choice((8, 24)), rng.choice(list(KEYS.values()))
+        method = {"method": rng.choice(("prompt-lookup", "ar"))}
+        answer = self.running.chat(
+            self.messages(number), key, max_tokens=tokens, temperature=0, extra_body=method, **more
+        )
         return answer, (number, tokens)
 
     def ask(self, rng) -> None:
-        answer, key = self.asked(rng)
-        self.check(answer.choices[0].message.content, key)
+        answer, asked = self.request(rng)
+        self.check(answer.choices[0].message.content, *asked)
 
     def stream(self, rng) -> None:
-        chunks, key = self.asked(rng, stream=True)
-        self.check("".join(c.choices[0].delta.content or "" for c in chunks if c.choices), key)
+        chunks, asked = self.request(rng, stream=True)
+        self.check("".join(c.choices[0].delta.content or "" for c in chunks if c.choices), *asked)
 
-    def check(self, text: str, key: tuple[int, int]) -> None:
-        if text != self.expected(*key):
-            self.wrong.append(f"{key}: {text!r}")
+    def check(self, text: str, number: int, tokens: int) -> None:
+        with self._lock:
+            if (number, tokens) not in self._expected:
+                prompt = TOKENIZER.apply_chat_template(
+                    self.messages(number), add_generation_prompt=True, return_dict=False
+                )
+                self._expected[number, tokens] = PLAIN.generate(Request(prompt, max_new_tokens=tokens))[0].text
+        if text != self._expected[number, tokens]:
+            self.wrong.append(f"{number}, {tokens}: {text!r}")
 
     def vanish(self, rng) -> None:
-        chunks, _ = self.asked(rng, stream=True)
+        chunks, _ = self.request(rng, stream=True)
         for _ in range(rng.randrange(3)):
             next(iter(chunks), None)
         chunks.close()
 
     def half(self, rng) -> None:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\n"
-        head += b"content-length: 900\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.running.server.port)) as connection:
-            connection.sendall(head + b'{"messages": [')
+            connection.sendall(head + b'content-length: 900\r\n\r\n{"messages": [')
             time.sleep(rng.random() * 0.5)
 
     def huge(self, rng) -> None:
         with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
-            self.running.client("key-a").chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "a" * 10_000_000}]
-            )
+            self.running.chat([{"role": "user", "content": "a" * 10_000_000}], "key-a")
 
     def refused(self, rng) -> None:
         with pytest.raises(openai.APIStatusError):
@@ -112,14 +107,14 @@ class Soak:
 
 @pytest.mark.slow
 def test_a_soak():
-    running = Running(make_service(keys=KEYS, queue=32, earlier=2000, body_seconds=5.0))
     memory, process = [], psutil.Process()
-    try:
-        soak = Soak(running, time.monotonic() + 60 * (WARMING + MINUTES))
+    service = make_service(keys=KEYS, queue=32, earlier=2000, body_seconds=5.0)
+    with contextlib.closing(Running(service)) as running:
+        soak = Soak(running, time.monotonic() + 60 * (WARM_UP + MINUTES))
         clients = [threading.Thread(target=soak.client, args=(seed,), daemon=True) for seed in range(6)]
         for client in clients:
             client.start()
-        time.sleep(60 * WARMING)
+        time.sleep(60 * WARM_UP)
         while time.monotonic() < soak.until:
             time.sleep(min(10.0, max(0.1, MINUTES * 6)))
             memory.append(process.memory_info().rss)
@@ -127,16 +122,11 @@ def test_a_soak():
             client.join(60)
         assert not any(client.is_alive() for client in clients)
         assert not soak.wrong, soak.wrong[:5]
-        assert {"ask", "stream", "vanish", "half", "huge", "refused"} <= soak.count.keys(), soak.count
-        until = time.monotonic() + 20
-        while running.service.worker.load != (0, 0) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert running.service.worker.load == (0, 0) and running.service.worker.alive
+        assert KINDS.keys() <= soak.count.keys(), soak.count
+        assert running.becomes_idle()
         soak.ask(random.Random(1))
-        # Flat: by the quarters' medians, as bodies of 10 MB come and go.
+        # Memory is flat by the medians of quarters, as bodies of 10 MB come and go.
         n = len(memory)
         quarters = [statistics.median(memory[i * n // 4 : (i + 1) * n // 4]) / 2**20 for i in range(4)]
         print(dict(soak.count), "MiB, medians of quarters:", *map(round, quarters))
         assert quarters[3] < quarters[1] + 40
-    finally:
-        running.close()

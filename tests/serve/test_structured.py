@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -15,10 +16,8 @@ openai = pytest.importorskip("openai")
 from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve import structured, tools
-from longdraft.serve.service import Service
-from longdraft.serve.settings import Settings
 from tests.serve.bytes import byte_model, byte_tokenizer
-from tests.serve.conftest import Running
+from tests.serve.conftest import Running, make_service
 from tests.tiny import tiny_tokenizer
 
 # ruff: noqa: E402
@@ -61,40 +60,41 @@ def fits(value, schema) -> bool:
 
 def decoded(grammar: str, seed: int, method: str = "ar", n: int = 600):
     prompt = TOKENIZER("say it")["input_ids"]
-    made = Request(
-        prompt,
-        max_new_tokens=n,
-        temperature=1.0,
-        seed=seed,
-        processors=[structured.Constraint(TOKENIZER, grammar, len(prompt))],
-    )
-    return Speculator(method, MODEL, TOKENIZER, plan="fixed").generate(made)[0]
+    constraint = structured.Constraint(TOKENIZER, grammar, len(prompt))
+    request = Request(prompt, max_new_tokens=n, temperature=1.0, seed=seed, processors=[constraint])
+    return Speculator(method, MODEL, TOKENIZER, plan="fixed").generate(request)[0]
 
 
 @settings(max_examples=10)
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
-def test_what_is_said_is_json_of_the_schema(schema, seed):
+def test_text_is_json_of_the_schema(schema, seed):
     result = decoded(structured.json_grammar(schema), seed)
     assert result.finish_reason == "eos"
     assert fits(json.loads(result.text), schema)
 
 
 def test_drafts_change_nothing():
-    schema = {
-        "type": "object",
-        "properties": {"words": {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 9}},
-    }
+    words = {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 9}
+    grammar = structured.json_grammar({"type": "object", "properties": {"words": words}})
     for seed in range(3):
-        plain, drafted = (decoded(structured.json_grammar(schema), seed, method) for method in ("ar", "prompt-lookup"))
-        assert plain.token_ids == drafted.token_ids
+        assert decoded(grammar, seed).token_ids == decoded(grammar, seed, "prompt-lookup").token_ids
 
 
-def test_what_cannot_be_followed_is_refused():
-    with pytest.raises(RequestError, match="followed"):
-        structured.json_grammar({"type": "nonsense"})
-    for wrong in ({"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}}):
-        with pytest.raises(RequestError):
-            structured.grammar_for(wrong)
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": 3}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}},
+    ],
+)
+def test_formats_without_a_grammar_are_refused(response_format):
+    with pytest.raises(RequestError):
+        structured.grammar_for(response_format)
+
+
+def test_a_tokenizer_without_a_grammar_is_refused():
     with pytest.raises(CapabilityError, match="tokenizer"):
         structured.Constraint(tiny_tokenizer(eos=True), structured.json_grammar({"type": "object"}), 1)
 
@@ -114,114 +114,101 @@ TIME = {"type": "function", "function": {"name": "time"}}
 
 @settings(max_examples=30)
 @given(cuts=st.lists(st.integers(1, 12), max_size=30))
-def test_calls_are_told_from_text_however_it_is_cut(cuts):
+def test_calls_are_separated_from_text_however_it_is_cut(cuts):
     call = '{"name": "weather", "arguments": {"place": "Rome"}}'
     text = f'well <tool <tool_call>{call}</tool_call><tool_call>{{"name": "time"}}</tool_call> so'
-    parser, said, parts, at = tools.ToolParser(), "", [], 0
+    pieces, at = [], 0
     for cut in [*cuts, len(text)]:
-        for part in parser.push(text[at : at + cut]):
-            said += part.get("content", "")
-            parts += part.get("tool_calls", [])
+        pieces.append(text[at : at + cut])
         at += cut
-    rest, reason = parser.finish()
-    said += "".join(part["content"] for part in rest)
-    assert said == "well <tool  so" and reason == "tool_calls"
-    found = {}
+    content, parts, reason = parsed(pieces)
+    assert content == "well <tool  so" and reason == "tool_calls"
+    calls = {}
     for part in parts:
-        name, arguments = found.get(part["index"], ("", ""))
+        name, arguments = calls.get(part["index"], ("", ""))
         name += part["function"].get("name", "")
-        found[part["index"]] = name, arguments + part["function"]["arguments"]
-    assert [(name, json.loads(arguments)) for name, arguments in found.values()] == [
-        ("weather", {"place": "Rome"}),
-        ("time", {}),
-    ]
+        calls[part["index"]] = name, arguments + part["function"]["arguments"]
+    expected = [("weather", {"place": "Rome"}), ("time", {})]
+    assert [(name, json.loads(arguments)) for name, arguments in calls.values()] == expected
     assert len({part["id"] for part in parts if "id" in part}) == 2
 
 
 def test_text_that_only_begins_like_a_call_is_text():
+    content, parts, reason = parsed(["a <tool", "_call>{bro", "ken}</tool_call>", " <to"])
+    assert content == "a <tool_call>{broken}</tool_call> <to" and not parts and reason is None
+
+
+def parsed(pieces):
+    """Content, parts of tool calls and the reason to finish."""
     parser = tools.ToolParser()
-    said = "".join(
-        p.get("content", "") for x in ("a <tool", "_call>{bro", "ken}</tool_call>", " <to") for p in parser.push(x)
-    )
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
     rest, reason = parser.finish()
-    assert said + "".join(p["content"] for p in rest) == "a <tool_call>{broken}</tool_call> <to" and reason is None
+    content = "".join(delta.get("content", "") for delta in (*deltas, *rest))
+    return content, [part for delta in deltas for part in delta.get("tool_calls", [])], reason
 
 
-def test_templates_that_know_no_tools_are_told_in_words():
+def test_a_template_without_tools_gets_them_in_words():
     asked = [{"role": "user", "content": "?"}]
-    told, template = tools.with_tools(TOKENIZER, asked, [WEATHER])
-    assert template == {} and told[0]["role"] == "system" and "weather" in told[0]["content"] and told[1:] == asked
+    written, template = tools.with_tools(TOKENIZER, asked, [WEATHER])
+    assert template == {} and written[1:] == asked
+    assert written[0]["role"] == "system" and "weather" in written[0]["content"]
     history = [
         {"role": "assistant", "content": "",
          "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}]},
         {"role": "tool", "content": "12:00", "tool_call_id": "1"},
     ]  # fmt: skip
-    told, _ = tools.with_tools(TOKENIZER, history, [])
-    assert "<tool_call>" in told[0]["content"] and told[1] == {
-        "role": "user",
-        "content": "<tool_response>12:00</tool_response>",
-    }
+    written, _ = tools.with_tools(TOKENIZER, history, [])
+    assert "<tool_call>" in written[0]["content"]
+    assert written[1] == {"role": "user", "content": "<tool_response>12:00</tool_response>"}
     knows = byte_tokenizer("{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert tools.with_tools(knows, asked, [WEATHER]) == (asked, {"tools": [WEATHER]})
 
 
 @pytest.mark.parametrize("choice", ["sometimes", {"type": "function", "function": {"name": "nobody"}}])
-def test_choices_that_there_are_not(choice):
+def test_unknown_choices_are_refused(choice):
     with pytest.raises(RequestError):
         tools.checked_choice([WEATHER], choice)
 
 
 @pytest.fixture(scope="module")
 def server():
-    def speculator(method):
-        return Speculator(method, MODEL, TOKENIZER, plan="fixed")
-
-    own = Settings("tiny", ("prompt-lookup", "ar"), slots=2, context=1200, max_tokens=1000)
-    running = Running(Service(own, speculator, TOKENIZER))
-    yield running.client()
-    running.close()
+    service = make_service(MODEL, TOKENIZER, slots=2, context=1200, max_tokens=1000)
+    with contextlib.closing(Running(service)) as running:
+        yield running
 
 
 def test_the_official_client_gets_json(server):
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "n?"}], "max_tokens": 200, "seed": 1}
-    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-    found = server.chat.completions.create(**asked, response_format=form).choices[0]
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
+
+    def ask(schema):
+        form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+        messages = [{"role": "user", "content": "n?"}]
+        return server.chat(messages, max_tokens=200, seed=1, response_format=form).choices[0]
+
+    found = ask(schema)
     assert 0 <= json.loads(found.message.content)["n"] <= 9 and found.finish_reason == "stop"
     with pytest.raises(openai.BadRequestError):
-        server.chat.completions.create(
-            **asked, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
-        )
+        ask({"type": "no"})
 
 
 def test_the_official_client_gets_calls_whole_and_streamed(server):
-    asked = {
-        "model": "tiny", "messages": [{"role": "user", "content": "rain?"}], "tools": [WEATHER, TIME],
-        "max_tokens": 300, "seed": 2,
+    messages = [{"role": "user", "content": "rain?"}]
+    options = {
+        "tools": [WEATHER, TIME], "max_tokens": 300, "seed": 2,
         "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
     }  # fmt: skip
-    found = server.chat.completions.create(**asked).choices[0]
+    found = server.chat(messages, **options).choices[0]
     (call,) = found.message.tool_calls
     assert found.finish_reason == "tool_calls" and call.id.startswith("call_") and call.function.name == "weather"
     assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
-    chunks = list(server.chat.completions.create(**asked, stream=True))
+    chunks = list(server.chat(messages, **options, stream=True))
     streamed = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
     assert "".join(c.function.arguments for c in streamed) == call.function.arguments
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
-    again = [
-        *asked["messages"],
-        found.message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
-    ]
-    assert (
-        server.chat.completions.create(model="tiny", messages=again, max_tokens=4).choices[0].message.content
-        is not None
-    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    messages += [found.message.model_dump(exclude_none=True), result]
+    assert server.chat(messages, max_tokens=4).choices[0].message.content is not None
 
 
 @pytest.mark.model

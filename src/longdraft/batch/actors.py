@@ -1,7 +1,7 @@
-"""Rows through engines in Ray's actors, on this machine or on many.
+"""Decodes rows with engines in Ray's actors, on this machine or on many.
 
-Each row is a task of one actor. Ray starts an actor that has died again, and gives it the rows that it had; whoever
-writes the file puts them in order, so it is the same file as one engine's.
+Each row is a task of one actor. Ray restarts an actor that has died and gives it its rows again. The answers are
+written in order, so the file is the same as one engine's.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from longdraft.batch.rows import Defaults, Line, Row
 from longdraft.batch.run import Answer
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
-from longdraft.serve.cluster import connected, require
+from longdraft.serve.cluster import connected, reason, require
 
-# Actors that a row is given to, one after another, where they die.
+# How often a row is decoded again after its actor has died.
 _RETRIES = 3
 
 
 class Actor:
-    """An engine in a process of its own.
-
-    Args:
-        make: makes it, where the actor runs.
-    """
+    """An engine in a process of its own. ``make`` makes it there."""
 
     def __init__(self, make: Callable[[], Local]) -> None:
         self._local = make()
@@ -34,29 +30,29 @@ class Actor:
         self._local.worker.start()
 
     async def about(self) -> tuple[dict[str, Any], int]:
-        """What its texts depend on, and how many rows it is worth giving it."""
+        """What its texts depend on, and how many rows to submit ahead."""
         return self._local.decisive, self._local.ahead
 
     async def answer(self, line: Line) -> Answer:
         loop = asyncio.get_running_loop()
-        told: asyncio.Future[Answer] = loop.create_future()
+        future: asyncio.Future[Answer] = loop.create_future()
 
-        def tell(answer: Answer) -> None:
-            loop.call_soon_threadsafe(told.set_result, answer)
+        def receive(answer: Answer) -> None:
+            loop.call_soon_threadsafe(future.set_result, answer)
 
-        self._local.ask(line, tell)
-        return await told
+        self._local.answer(line, receive)
+        return await future
 
 
 class Pool:
     """A decoder of several actors.
 
     Args:
-        make: makes the engine of each. defaults: as they have them. count: actors. cpus, gpus: of each.
+        make: makes the engine of each. defaults: the same as the engines'. count: actors.
+        cpus, gpus: how many each actor has.
 
     Raises:
-        CapabilityError: Ray is not there, or has not got so many processors; an actor does not start; or their models
-            are not the same.
+        CapabilityError: Ray is not installed or has too few processors; an actor does not start; the models differ.
     """
 
     def __init__(self, make: Callable[[], Local], defaults: Defaults, count: int, cpus: int, gpus: int) -> None:
@@ -65,56 +61,45 @@ class Pool:
         kind = self._ray.remote(Actor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)
         self._actors = [kind.remote(make) for _ in range(count)]
         try:
-            found = self._ray.get([actor.about.remote() for actor in self._actors])
+            about = self._ray.get([actor.about.remote() for actor in self._actors])
         except self._ray.exceptions.RayError as error:
-            self.close()
-            raise CapabilityError(f"An actor does not start: {_reason(error)}") from error
-        if any(decisive != found[0][0] for decisive, _ in found):
-            self.close()
+            self._close()
+            raise CapabilityError(f"An actor does not start: {reason(str(error))}") from error
+        self.decisive, ahead = about[0]
+        if any(decisive != self.decisive for decisive, _ in about):
+            self._close()
             raise CapabilityError("The actors have loaded different models: give all machines the same files.")
-        self._decisive, each = found[0]
-        self.ahead = each * count
-        self._hands: dict[Any, tuple[Line, int]] = {}  # rows that actors have
+        self.ahead = ahead * count
+        self._tasks: dict[Any, tuple[Line, int]] = {}  # Ray's reference -> row, index of its actor
         self._busy = [0] * count
 
-    @property
-    def decisive(self) -> dict[str, Any]:
-        return dict(self._decisive)
-
     def prepare(self, progress: Progress | None = None) -> None:
-        pass
+        """Each actor has prepared itself."""
 
     def submit(self, line: Line) -> None:
-        least = min(range(len(self._actors)), key=self._busy.__getitem__)
-        self._busy[least] += 1
-        self._hands[self._actors[least].answer.remote(line)] = line, least
+        actor = min(range(len(self._actors)), key=self._busy.__getitem__)
+        self._busy[actor] += 1
+        self._tasks[self._actors[actor].answer.remote(line)] = line, actor
 
     def take(self, timeout: float) -> Answer | None:
-        done, _ = self._ray.wait(list(self._hands), num_returns=1, timeout=timeout)
+        done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=timeout)
         if not done:
             return None
-        line, actor = self._hands.pop(done[0])
+        line, actor = self._tasks.pop(done[0])
         self._busy[actor] -= 1
         try:
             answer: Answer = self._ray.get(done[0])
         except self._ray.exceptions.RayError as error:
-            failed = LongdraftError(f"Its actor died {_RETRIES + 1} times: {_reason(error)}")
-            return Answer(line.number, Row(line, self._defaults).failed(failed), failed=True, unexpected=True)
+            failure = LongdraftError(f"Its actor died {_RETRIES + 1} times: {reason(str(error))}")
+            return Answer(line.number, Row(line, self._defaults).failed(failure), failed=True, unexpected=True)
         return answer
 
     def drive(self, feed: Callable[[], None]) -> None:
         try:
             feed()
         finally:
-            self.close()
+            self._close()
 
-    def close(self) -> None:
-        """Ends the actors with what they are decoding, and says good-bye to Ray, which would print of it."""
+    def _close(self) -> None:
+        """Ends the actors and the connection; without this Ray prints messages at exit."""
         self._ray.shutdown()
-
-
-def _reason(error: Exception) -> str:
-    """The last line of what Ray says that names an error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
-    return (named or lines or [type(error).__name__])[-1]

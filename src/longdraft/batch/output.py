@@ -1,7 +1,6 @@
-"""The file of answers: a line a row, in order. Whatever ends the process, at most its last line is torn.
+"""The file of answers: one line for each row, in order. If the process is killed, at most the last line is torn.
 
-Beside it stands ``<name>.run``, which says what the answers were made from and with: a run goes on with a file only
-where both are the same.
+``<name>.run`` beside it records the input and the settings: a run continues a file only if both are the same.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from typing import Any
 from longdraft.errors import CheckpointError, ConfigError, LongdraftError
 
 _FORMAT = {"format": "longdraft batch", "version": 1}
-# Seconds between two times that what was written is made safe against a loss of power.
+# Seconds between two calls of fsync.
 _SYNC = 5.0
 
 
 class Output:
-    """A file that rows are added to; the next run goes on behind the last whole one.
+    """The file that rows are appended to; the next run continues after the last whole row.
 
     Args:
-        made: from and with what; name -> value, as JSON holds it.
+        origin: the input and the settings; name -> JSON value.
 
     Attributes:
-        rows: how many there are. errors: those of them that say why there is no answer. found: rows at the start.
+        rows: how many rows the file has. errors: how many of them are errors. found: how many it had at the start.
 
     Raises:
-        ConfigError: the file was begun with another input or other settings; says which.
-        CheckpointError: it cannot be read or written, another run writes it, or it is no such file.
+        ConfigError: the file was begun with another input or other settings, or has no record of them.
+        CheckpointError: the file cannot be read or written, is damaged, or another run writes it.
     """
 
-    def __init__(self, path: Path, made: Mapping[str, Any]) -> None:
-        self.path, self._beside = path, path.with_name(path.name + ".run")
+    def __init__(self, path: Path, origin: Mapping[str, Any]) -> None:
+        self.path, self._record = path, path.with_name(path.name + ".run")
         self.rows = self.errors = 0
-        self._ends: list[int] = []  # of the last rows: they may be taken back
+        self._ends: list[int] = []  # offsets of the ends of the last rows, which may be taken back
         with self._failing("written"):
             self._file = path.open("ab", buffering=0)
         try:
             self._lock()
-            self._settle({**_FORMAT, **json.loads(json.dumps(made))})
-            self._ends = [self._find()]
+            self._check_origin({**_FORMAT, **json.loads(json.dumps(origin))})
+            self._ends = [self._count()]
             with self._failing("written"):
                 self._file.truncate(self._ends[-1])
         except BaseException:
@@ -53,10 +52,10 @@ class Output:
         self.found, self._synced = self.rows, time.monotonic()
 
     def write(self, row: Mapping[str, Any], failed: bool) -> None:
-        """Adds a row, which a killed process does not lose any more.
+        """Appends a row; it outlives a killed process.
 
         Raises:
-            CheckpointError: the disk does not take it. What is there of it has been cut off.
+            CheckpointError: the disk is full or fails. An incomplete row is cut off.
         """
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         left = memoryview(line)
@@ -76,7 +75,7 @@ class Output:
         self.errors += failed
 
     def take_back(self, rows: int) -> None:
-        """The last rows, up to 64 errors of this run, as if they had not been written."""
+        """Removes the last rows of this run, at most 64, which must be errors."""
         self._ends = self._ends[: len(self._ends) - rows]
         self._cut(self._ends[-1])
         self.rows -= rows
@@ -105,7 +104,7 @@ class Output:
             self._file.truncate(size)
 
     def _lock(self) -> None:
-        """Two runs of one file would answer every row twice. Where the system has no such locks, nobody looks."""
+        """Refuses a second run on the file, where the system has locks."""
         try:
             import fcntl
         except ImportError:
@@ -117,35 +116,33 @@ class Output:
         except OSError:  # a file system without locks
             return
 
-    def _settle(self, made: dict[str, Any]) -> None:
-        """Says what the file is made from, or compares it with what it was begun with."""
+    def _check_origin(self, origin: dict[str, Any]) -> None:
+        """Writes the record of an empty file; compares that of another."""
         with self._failing("written"):
-            empty = self.path.stat().st_size == 0
-        advice = f"Name another file, or delete {self.path} and {self._beside} to begin again."
-        if not empty:
-            try:
-                there = json.loads(self._beside.read_text(encoding="utf-8"))
-                known = {name: there[name] for name in _FORMAT} == _FORMAT
-            except (OSError, ValueError, KeyError, TypeError):
-                known = False
-            if not known:
-                raise ConfigError(
-                    f"{self.path} is there already, and {self._beside.name} beside it does not say what it was made "
-                    f"from: a run cannot go on with it. {advice}"
-                )
-            if other := [f"{name} {there.get(name)!r}, not {made.get(name)!r}" for name in {**there, **made}
-                         if there.get(name) != made.get(name)]:  # fmt: skip
-                raise ConfigError(
-                    f"{self.path} was begun with {'; '.join(other)}. Run it with what it was begun with. {advice}"
-                )
-            return
-        part = self._beside.with_name(self._beside.name + ".part")
-        with self._failing("written"):
-            part.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-            part.replace(self._beside)
+            if self.path.stat().st_size == 0:
+                part = self._record.with_name(self._record.name + ".part")
+                part.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+                part.replace(self._record)
+                return
+        advice = f"Name another file, or delete {self.path} and {self._record} to begin again."
+        try:
+            recorded = json.loads(self._record.read_text(encoding="utf-8"))
+            known = {name: recorded[name] for name in _FORMAT} == _FORMAT
+        except (OSError, ValueError, KeyError, TypeError):
+            known = False
+        if not known:
+            raise ConfigError(
+                f"{self.path} exists, and {self._record.name} beside it does not say what it was made from: a run "
+                f"cannot go on with it. {advice}"
+            )
+        pairs = {name: (recorded.get(name), origin.get(name)) for name in {**recorded, **origin}}
+        if other := [f"{name} {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]:
+            raise ConfigError(
+                f"{self.path} was begun with {'; '.join(other)}. Run it with the same input and settings. {advice}"
+            )
 
-    def _find(self) -> int:
-        """Counts whole rows; returns the byte behind the last one."""
+    def _count(self) -> int:
+        """Counts the whole rows. Returns the offset of their end."""
         size = 0
         with self._failing("read"), self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -163,7 +160,7 @@ class Output:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Inside it, a file that cannot be used ends in a CheckpointError."""
+        """Turns an OSError inside it into a CheckpointError."""
         try:
             yield
         except LongdraftError:

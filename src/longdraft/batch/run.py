@@ -1,4 +1,4 @@
-"""The run: rows are read a little ahead, decoded as they come, and written in order."""
+"""A run: reads rows a little ahead, has them decoded, and writes their answers in order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from longdraft.batch.rows import Line
 from longdraft.errors import CapabilityError
 from longdraft.model.checkpoints import Progress
 
-# Seconds that a run waits for an answer before it looks whether it was cancelled.
+# Seconds to wait for an answer before looking whether the run was cancelled.
 _PATIENCE = 0.2
-# So many rows in a row that fail with an error which is none of ours: it is the engine that fails.
+# After this many unexpected errors in a row, the engine itself is taken to have failed.
 _BROKEN = 8
 
 
@@ -22,8 +22,8 @@ class Answer:
     """A row of the output.
 
     Attributes:
-        failed: it says why there is no text. unexpected: with an error that is none of ours.
-        rounds: verifications. accepted: tokens that came of these.
+        failed: the row holds an error. unexpected: which is not one of longdraft's own.
+        tokens: new tokens. rounds: verifications. accepted: tokens that these emitted.
     """
 
     number: int
@@ -36,11 +36,11 @@ class Answer:
 
 
 class Decoder(Protocol):
-    """Whoever decodes: the engine of this process, or actors elsewhere.
+    """What decodes the rows: the engine of this process, or Ray's actors.
 
     Attributes:
-        ahead: rows that are worth having in hand.
-        decisive: what the texts depend on, as JSON holds it.
+        ahead: how many rows to submit before their answers are needed.
+        decisive: what the texts depend on, as JSON values.
     """
 
     ahead: int
@@ -49,21 +49,20 @@ class Decoder(Protocol):
     def decisive(self) -> dict[str, Any]: ...
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """What takes a while before the first row."""
+        """Called once, before the first row."""
 
     def drive(self, feed: Callable[[], None]) -> None:
-        """Decodes while ``feed``, which submits and takes, has not ended."""
+        """Decodes while ``feed``, which calls ``submit`` and ``take``, runs."""
 
-    def submit(self, line: Line) -> None:
-        """Hands a row in."""
+    def submit(self, line: Line) -> None: ...
 
     def take(self, timeout: float) -> Answer | None:
-        """The next answer, of whichever row; None where none has come in so many seconds."""
+        """The next answer, of any row; None after ``timeout`` seconds."""
 
 
 @dataclass
 class Figures:
-    """Of this run: rows written, tokens, and what the mean accepted length is counted from."""
+    """Totals of this run: rows written, new tokens, verifications, and the tokens that these emitted."""
 
     rows: int = 0
     tokens: int = 0
@@ -78,7 +77,7 @@ class Figures:
 
     @property
     def mean_accepted_length(self) -> float:
-        """New tokens / verification forwards, of all rows."""
+        """Emitted tokens / verifications, over all rows."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
 
@@ -86,17 +85,17 @@ def run(
     source: Iterator[Line],
     output: Output,
     decoder: Decoder,
-    told: Callable[[Figures], None] = lambda figures: None,
+    progress: Callable[[Figures], None] = lambda figures: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Figures:
-    """Answers the rows that are not in the output yet.
+    """Answers the rows that the output lacks.
 
     Args:
-        source: begins with the row that the output lacks. told: called after each row.
+        source: the rows, from the first that the output lacks. progress: called after each row.
 
     Raises:
-        CapabilityError: row after row fails, with an error that is none of ours.
-        CheckpointError: the input cannot be read, or the output not be written.
+        CapabilityError: row after row fails with an unexpected error.
+        CheckpointError: the input cannot be read, or the output cannot be written.
     """
     figures, ready = Figures(), dict[int, Answer]()
     read, broken, ended = output.rows, 0, False
@@ -121,8 +120,8 @@ def run(
                 output.take_back(_BROKEN)
                 raise CapabilityError(
                     f"{_BROKEN} rows after row {output.rows} failed, each with an error of the engine: {written.row} "
-                    f"The {output.rows} rows before are written; when it is put right, the same command goes on."
+                    f"The {output.rows} rows before are written. Fix the cause, and run the same command to go on."
                 )
             figures.count(written)
-            told(figures)
+            progress(figures)
     return figures

@@ -1,27 +1,57 @@
-"""``longdraft batch``: a file of prompts to a file of answers."""
+"""``longdraft batch``: answers a file of prompts."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from longdraft.batch import rows
+from longdraft.batch.local import Local
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults
 from longdraft.batch.run import Decoder, Figures, run
 from longdraft.cli import console, method_options, options
-from longdraft.cli.batching import Batching
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
 from longdraft.engine.request import stops_of
+from longdraft.engine.session import batch_for
 from longdraft.errors import CheckpointError
+from longdraft.model.checkpoints import Progress
 from longdraft.speculator import Speculator
 
 _BAD_ROWS = 1
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The command's options that make an engine, in this process or in one of Ray's actors.
+
+    Attributes:
+        arguments: of Speculator. files: the user's own Python files, which an actor runs first.
+        slots: rows decoded at a time; None: as suits the device. context: tokens of text to take memory for at once.
+    """
+
+    loading: options.ModelOptions
+    method: str | None
+    arguments: dict[str, Any]
+    files: tuple[Path, ...]
+    defaults: Defaults
+    slots: int | None
+    context: int
+
+    def engine(self, progress: Progress) -> Local:
+        loaded = self.loading.load(progress)
+        with options.settings_checked():
+            spec = Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
+        return Local(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
+
+    def engine_in_actor(self) -> Local:
+        options.load_file(list(self.files))
+        return self.engine(lambda _: None)
 
 
 def batch(
@@ -35,32 +65,32 @@ def batch(
     ] = None,
     context: Annotated[
         int,
-        typer.Option(min=0, help="Take memory for texts of so many tokens at once.", show_default="as rows need it"),
+        typer.Option(min=0, help="Tokens of text to take memory for at once.", show_default="as rows need it"),
     ] = 0,
     ray: Annotated[
-        int | None, typer.Option("--ray", min=1, help="So many engines, on Ray.", show_default="this process")
+        int | None, typer.Option("--ray", min=1, help="How many engines to run on Ray.", show_default="this process")
     ] = None,
     drafting: method_options.DraftOptions,
     plan: options.Plan = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most, of rows that do not say.")
+        int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of a row at most, if it does not say.")
     ] = 256,
     choosing: options.SamplingOptions,
     seed: Annotated[int, typer.Option(min=0, help="Row i is sampled with this seed + i.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on with a prompt; no chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
     output: options.Output,
     loading: options.ModelOptions,
     offload: options.Offload = None,
     kv_dtype: options.KVDtype = None,
     composed: options.Load = None,
 ) -> None:
-    """Answer a file of prompts. A run that was ended goes on where it was; rows that cannot be answered say why."""
+    """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
     with options.settings_checked():
         sampling = choosing.sampling()
-        own = method_options.method_options(method, option or []) | drafting.options()
-        given: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
-        given |= Speculator(method, **given, **own).options
+        arguments: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
+        method_arguments = method_options.method_options(method, option or []) | drafting.options()
+        arguments |= Speculator(method, **arguments, **method_arguments).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
     if source.resolve() == answers.resolve():
@@ -68,9 +98,9 @@ def batch(
     total, digest = rows.measured(source)
     if not total:
         raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
-    made = Batching(loading, method, given, tuple(composed or ()), defaults, slots, context)
+    made = EngineOptions(loading, method, arguments, tuple(composed or ()), defaults, slots, context)
     with console.status() as status:
-        decoder = made.decoder(status) if ray is None else _pool(made, ray, status)
+        decoder = made.engine(status) if ray is None else _pool(made, ray, status)
         with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **decoder.decisive}) as file:
             if file.found:
                 console.note(f"{answers}: {file.found:,} of {total:,} rows are there; going on behind them.")
@@ -78,7 +108,7 @@ def batch(
                 decoder.prepare(status)
             status.close()
             figures, seconds, cancel = _run(source, file, total, decoder)
-    console.note(_said(file, figures, seconds, total))
+    console.note(_summary(file, figures, seconds, total))
     output.json(
         {
             "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": figures.rows,
@@ -93,24 +123,24 @@ def batch(
         raise typer.Exit(_BAD_ROWS)
 
 
-def _pool(made: Batching, count: int, status: console.Status) -> Decoder:
-    """Engines in so many of Ray's actors, each with its share of the machine's cores where no GPU does the work."""
+def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
+    """Engines in Ray's actors, each with a GPU or with its share of this machine's cores."""
     from longdraft.batch.actors import Pool
     from longdraft.serve.cluster import share
 
     status(f"Starting Ray and {count} engines")
-    gpu, threads = made.loading.on_gpu, made.loading.threads
-    threads = threads or share(count, gpu)
+    gpu = made.loading.on_gpu
+    threads = made.loading.threads or share(count, gpu)
     made = replace(made, loading=replace(made.loading, threads=threads))
-    return Pool(made.elsewhere, made.defaults, count, threads, int(gpu))
+    return Pool(made.engine_in_actor, made.defaults, count, threads, int(gpu))
 
 
 def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
-    """All that is left, with a bar; until Ctrl-C or SIGTERM."""
+    """Answers the remaining rows, with a progress bar, until Ctrl-C or SIGTERM."""
     figures, started, first = Figures(), time.monotonic(), file.rows
     with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
 
-        def told(now: Figures) -> None:
+        def draw(now: Figures) -> None:
             seconds = max(time.monotonic() - started, 1e-9)
             rate = f"{now.tokens / seconds:,.0f} tokens/s" + (f", {file.errors} errors" if file.errors else "")
             bar.draw("", file.rows, figures=rate)
@@ -120,13 +150,13 @@ def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figu
 
         def feed() -> None:
             nonlocal figures
-            figures = run(rows.lines(source, first), file, decoder, told, cancel)
+            figures = run(rows.lines(source, first), file, decoder, draw, cancel)
 
         decoder.drive(feed)
     return figures, time.monotonic() - started, cancel
 
 
-def _said(file: Output, figures: Figures, seconds: float, total: int) -> str:
+def _summary(file: Output, figures: Figures, seconds: float, total: int) -> str:
     parts = [f"{file.path}: {file.rows:,} of {total:,} rows"]
     if file.errors:
         parts.append(f"{file.errors:,} of them errors")

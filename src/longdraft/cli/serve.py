@@ -1,16 +1,130 @@
-"""``longdraft serve``: the OpenAI API with speculation."""
+"""``longdraft serve``: OpenAI's API with speculative decoding."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from longdraft.cli import console, method_options, options
-from longdraft.cli.serve_service import Serving
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
+from longdraft.memory import sizes
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.methods import method_named
+from longdraft.model.checkpoints import Progress
+from longdraft.model.runner import TargetRunner
+from longdraft.speculator import Speculator
+
+if TYPE_CHECKING:
+    from longdraft.serve.service import Service
+    from longdraft.serve.settings import Settings
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """The command's options that make a service, in this process or in a replica.
+
+    Attributes:
+        methods: as the user named them; empty: the one that suits the model, and ar.
+        first_arguments: of the first method's speculator. arguments: of all speculators.
+        files: the user's own Python files, which a replica runs first.
+        settings: the server's; their name, methods and context may be missing until the model is loaded.
+        sharing: how many services share this machine's memory.
+    """
+
+    loading: options.ModelOptions
+    methods: tuple[str, ...]
+    first_arguments: dict[str, Any]
+    arguments: dict[str, Any]
+    files: tuple[Path, ...]
+    context: int | None
+    settings: Settings
+    sharing: int = 1
+
+    def check(self) -> None:
+        """Raises Speculator's errors of wrong options, before a model is loaded."""
+        for i, method in enumerate(self.methods or (None,)):
+            Speculator(method, **self.arguments, **({} if i else self.first_arguments))
+
+    def as_replica(self, replicas: int, threads: int) -> ServiceOptions:
+        """The options of each replica. They share this machine, unless Ray runs on a cluster."""
+        sharing = 1 if os.environ.get("RAY_ADDRESS") else replicas
+        return replace(self, sharing=sharing, loading=replace(self.loading, threads=self.loading.threads or threads))
+
+    def service_in_replica(self) -> Service:
+        options.load_file(list(self.files))
+        return self.service(lambda _: None)
+
+    def service(self, progress: Progress) -> Service:
+        """Loads the model.
+
+        Raises:
+            RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
+        """
+        from longdraft.serve.prefixes import DiskPrefixes
+        from longdraft.serve.service import Service
+
+        loaded, settings = self.loading.load(progress), self.settings
+
+        def speculator(method: str | None) -> Speculator:
+            arguments = dict(self.arguments)
+            if method is None or method in self.methods[:1]:
+                arguments |= self.first_arguments
+            if settings.earlier and (method is None or "earlier" in method_named(method).options):
+                arguments |= {"earlier": settings.earlier}
+                if method not in (None, "suffix", "prompt-lookup"):
+                    arguments["lookup"] = True
+            return Speculator(method, loaded.model, loaded.tokenizer, **arguments)
+
+        first = speculator(self.methods[0] if self.methods else None)
+        first.planner(progress)
+        methods = self.methods or tuple(dict.fromkeys((first.method.name, "ar")))
+        settings = replace(
+            settings,
+            name=settings.name or Path(self.loading.model or "SmolLM2-135M-Instruct").name,
+            methods=methods,
+            context=self._context(first.runner(), len(methods)),
+        )
+
+        def cache(spec: Speculator) -> PromptCache:
+            layers = spec.feature_layers()
+            if settings.snapshots is None or spec is not first:
+                return PromptCache(layers)
+            fingerprint = spec.runner().fingerprint
+            return DiskPrefixes(settings.snapshots, fingerprint, settings.snapshot_bytes, feature_layers=layers)
+
+        service = Service(
+            settings, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer, cache
+        )
+        service.speculator(methods[0])
+        return service
+
+    def _context(self, runner: TargetRunner, methods: int) -> int:
+        """Tokens of the longest text: as asked for, or as the model and the memory allow."""
+        context, limit, slots = self.context, runner.context_length, self.settings.slots
+        if context is not None and context > limit:
+            raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
+        room = _room(runner, slots * methods * self.sharing)
+        if context is not None and context > room:
+            raise MemoryBudgetError(
+                f"--context {context}: the free memory holds {room} tokens for each of {slots} slots."
+            )
+        if context is None and limit > room:
+            console.note(
+                f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots."
+            )
+        return context or min(limit, room)
+
+
+def _room(runner: TargetRunner, slots: int) -> int:
+    """Tokens of context that fit the memory in each slot; a fifth of the memory stays free."""
+    free = sizes.available_bytes(runner.device)
+    each = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
+    return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (each * slots))
 
 
 def serve(
@@ -34,7 +148,7 @@ def serve(
             min=16, help="Tokens of the longest text.", show_default="the model's context, or what the memory holds"
         ),
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that wait at most; others get 429.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get 429.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request at most.")] = 4096,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")] = 600.0,
     api_key_file: Annotated[
@@ -42,16 +156,16 @@ def serve(
         typer.Option(help="API keys, one a line, with a name before it if you like.", show_default="none asked for"),
     ] = None,
     earlier: Annotated[
-        int, typer.Option(min=0, help="Look up so many tokens of a key's earlier requests too; nobody else's.")
+        int, typer.Option(min=0, help="Lookups also search this many tokens of the same key's earlier requests.")
     ] = 0,
     snapshots: Annotated[
         Path | None, typer.Option(help="Keep prompts here, for the next start.", show_default="not kept")
     ] = None,
-    snapshot_gib: Annotated[float, typer.Option(min=0.01, help="GiB of all of them.")] = 4.0,
-    name: Annotated[str | None, typer.Option(help="The model's, to clients.", show_default="its own")] = None,
+    snapshot_gib: Annotated[float, typer.Option(min=0.01, help="Limit of all prompts there, in GiB.")] = 4.0,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients.", show_default="its own")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Serve with replicas on Ray, here or on a cluster.")] = False,
     replicas: Annotated[
-        str, typer.Option(help="On Ray: how many, or as 1-4: at least and at most, by what there is to do.")
+        str, typer.Option(help="On Ray: how many, or the fewest and the most, as 1-4, to scale by the load.")
     ] = "1",
     ray_config: Annotated[
         Path | None, typer.Option(help="On Ray: further options of the deployment, YAML.", show_default="none")
@@ -75,51 +189,60 @@ def serve(
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_keys(api_key_file)
-        named = tuple(word.strip() for word in method.split(",")) if method else ()
-        own = method_options.method_options(named[0] if named else None, option or []) | drafting.options()
+        methods = tuple(word.strip() for word in method.split(",")) if method else ()
+        first_arguments = method_options.method_options(methods[0] if methods else None, option or [])
         settings = Settings(
-            name or "", named, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
+            name or "", methods, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
             earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
         )  # fmt: skip
-        shared: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
-        serving = Serving(loading, named, own, shared, tuple(composed or ()), context, settings)
-        serving.check()
+        service_options = ServiceOptions(
+            loading,
+            methods,
+            first_arguments | drafting.options(),
+            {"offload": offload, "plan": plan, "kv_dtype": kv_dtype},
+            tuple(composed or ()),
+            context,
+            settings,
+        )
+        service_options.check()
     if ray:
-        _on_ray(serving, replicas, ray_config, host, port)
+        _on_ray(service_options, replicas, ray_config, host, port)
         return
     if replicas != "1" or ray_config is not None:
         raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
-        service = serving.service(status)
+        service = service_options.service(status)
     server = Server(service, host, port, access_log=debug)
     settings = service.settings
     server.serve_beside(_listens(f"{settings.name} with {settings.methods[0]}", host))
     console.note("All requests have ended.")
 
 
-def _on_ray(serving: Serving, replicas: str, config: Path | None, host: str, port: int) -> None:
+def _on_ray(service_options: ServiceOptions, replicas: str, config: Path | None, host: str, port: int) -> None:
     from longdraft.serve.cluster import connected
     from longdraft.serve.replicas import fleet, serve
 
-    if serving.settings.snapshots is not None:
+    if service_options.settings.snapshots is not None:
         raise RequestError("--snapshots: one process at a time keeps prompts in a folder, so not with --ray.")
-    chosen = fleet(replicas, config, serving.loading.on_gpu, serving.loading.threads)
-    serving = serving.among(chosen.most, chosen.cpus)
+    loading = service_options.loading
+    chosen = fleet(replicas, config, loading.on_gpu, loading.threads)
+    service_options = service_options.as_replica(chosen.most, chosen.cpus)
+    settings = service_options.settings
     with console.status() as status:
         status("Starting Ray and the replicas")
         connected()
 
         def listens(at: int) -> None:
             status.close()
-            _listens(f"{serving.settings.name or 'The model'}, on Ray", host)(at)
+            _listens(f"{settings.name or 'The model'}, on Ray", host)(at)
 
-        serve(serving.elsewhere, serving.settings, chosen, host, port, listens)
+        serve(service_options.service_in_replica, settings, chosen, host, port, listens)
     console.note("All requests have ended.")
 
 
 def _listens(what: str, host: str) -> Callable[[int], None]:
-    def say(port: int) -> None:
+    def note(port: int) -> None:
         where = f"http://{host}:{port}"
         console.note(f"{what}: {where} (a page), {where}/v1 (the API). Ctrl-C ends it.")
 
-    return say
+    return note

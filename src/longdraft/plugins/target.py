@@ -1,4 +1,4 @@
-"""What a draft asks of its target, of one that another engine computes."""
+"""The target as a draft sees it, if another engine computes it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
 from longdraft.model.rotary import Rotary
 from longdraft.model.shared_parts import SharedParts
-from longdraft.plugins.followed import Followed
+from longdraft.plugins.requests import Tracked
 
 
 class EngineTarget:
     """A target on one device.
 
     Args:
-        described: its text configuration, as transformers has it. model: the loaded model.
-        head_dim, kv_heads: of its attention.
-        weights: digest of the weights that the draft was trained with; an engine's are joined and packed, and not
-            compared.
+        described: its text configuration, as in transformers. model: the engine's loaded model.
+        head_dim, kv_heads: sizes of its attention.
+        weights: digest of the weights that the draft was trained for. They are not compared, as an engine joins and
+            packs its weights.
 
     Attributes:
-        last: index of its last layer. share: None, for it is on one device.
-        model: its configuration, which names the folder that it came from. vocab_size: tokens that it knows.
+        last: index of its last layer. share: always None: the target is on one device.
+        model: its configuration, which names its folder. vocab_size: size of its vocabulary.
 
     Raises:
         CapabilityError: its embedding or head cannot be shared.
@@ -68,10 +68,10 @@ class EngineTarget:
 
 
 class CopiedLayer:
-    """One layer's keys and values of the texts that are drafted for, copied from the engine's cache as they come.
+    """One layer's keys and values of the tracked texts, copied from the engine's cache as they come.
 
-    Of a model of 32 layers, a thirty-second of its KV: pages of every packing are the same to the draft then, and so
-    are prefixes that the engine's cache had already.
+    In a model of 32 layers this is a thirty-second of its KV. With the copy, the draft need not know how the engine
+    packs its pages, or which prefixes were cached.
     """
 
     def __init__(self, target: EngineTarget, drafter: Drafter, slots: int, longest: int) -> None:
@@ -79,14 +79,14 @@ class CopiedLayer:
         self._store = KVStore(target.kv_shape, slots, longest, target.device, transposed)
         drafter.bind(target, self._store)  # type: ignore[arg-type]
 
-    def copy(self, followed: Followed, read: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies what is new of a text: of all tokens but the newest, which has no KV yet.
+    def copy(self, request: Tracked, read: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies a text's new rows, up to the newest token, which has no KV yet.
 
         Args:
-            read: gives keys and values (kv_heads, stop - start, head_dim) of positions from start to stop.
+            read: (start, stop) -> keys and values (kv_heads, stop - start, head_dim) of these positions.
         """
-        slot, stop = followed.sequence.slot, followed.known
-        start = 0 if followed.new else self._store.lengths[slot]
+        slot, stop = request.sequence.slot, request.known
+        start = 0 if request.new else self._store.lengths[slot]
         for there, new in zip(self._store.stored(slot, slice(0, 1), start), read(start, stop), strict=True):
             there[0, :, start:stop] = new
         self._store.lengths[slot] = stop

@@ -1,10 +1,10 @@
-"""The endpoints: OpenAI's, and those that operators want."""
+"""The HTTP endpoints: OpenAI's API, and what operators and the page need."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -24,205 +24,193 @@ from longdraft.serve.service import Service
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application of a service, whose worker runs."""
+    """The web application of a service whose worker is running."""
     app = FastAPI(title="longdraft", docs_url="/docs", redoc_url=None)
-    endpoints = Endpoints(service)
-    own = service.settings
-    app.add_middleware(Guards, keys=own.keys, max_body=own.max_body, body_seconds=own.body_seconds)
-    for path, answer in (
+    endpoints, settings = Endpoints(service), service.settings
+    app.add_middleware(Guards, keys=settings.keys, max_body=settings.max_body, body_seconds=settings.body_seconds)
+    for path, post in (
         ("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.complete),
         ("/v1/responses", endpoints.respond), ("/tokenize", endpoints.tokenize),
     ):  # fmt: skip
-        app.post(path, response_model=None)(answer)
-    for path, say in (
+        app.post(path, response_model=None)(post)
+    for path, get in (
         ("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model), ("/health", endpoints.health),
         ("/ready", endpoints.ready), ("/metrics", endpoints.metrics), ("/version", endpoints.version),
         ("/", endpoints.page),
     ):  # fmt: skip
-        app.get(path, response_model=None)(say)
-
-    async def refused(_: Request, error: Exception) -> Response:
-        return endpoints.refused(error)
-
+        app.get(path, response_model=None)(get)
     for kind in (ApiError, LongdraftError, TimeoutError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, refused)
+        app.add_exception_handler(kind, endpoints.refused)
     return app
 
 
 class Endpoints:
-    """One method an endpoint."""
+    """One method for each endpoint."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def refused(self, error: Exception) -> Response:
-        """An error as OpenAI's object."""
+    async def refused(self, _: Request, error: Exception) -> Response:
+        """The response to a request that raised an error."""
         if isinstance(error, RequestValidationError):
             first = error.errors()[0]
-            place = ".".join(str(x) for x in first["loc"] if x != "body") if first["type"] != "json_invalid" else ""
-            said = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
-            found = ApiError(400, f"{place or 'The body'} {said}.", param=place or None)
+            field = ".".join(str(x) for x in first["loc"] if x != "body") if first["type"] != "json_invalid" else ""
+            problem = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
+            error = ApiError(400, f"{field or 'The body'} {problem}.", param=field or None)
         elif isinstance(error, HTTPException):
-            found = ApiError(
-                error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None
-            )
-        else:
-            found = api_error(error)
-        self._service.metrics.failed(found.status)
-        return JSONResponse(found.body, found.status, found.headers)
+            code = "not_found" if error.status_code == 404 else None
+            error = ApiError(error.status_code, str(error.detail), code=code)
+        refusal = api_error(error)
+        self._service.metrics.failed(refusal.status)
+        return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     # --- answers ---
 
-    async def chat(self, asked: schema.Chat, request: Request) -> Response:
-        service, piece = self._service, self._piece
-        service.check_model(asked.model)
-        messages = [message.plain() for message in asked.messages]
-        choice = tools.checked_choice(asked.tools, asked.tool_choice)
-        template: dict[str, Any] = {}
-        grammar = structured.grammar_for(asked.response_format) if asked.response_format else None
-        if asked.tools and choice != "none":
+    async def chat(self, body: schema.Chat, request: Request) -> Response:
+        service = self._service
+        service.check_model(body.model)
+        messages = [message.plain() for message in body.messages]
+        choice = tools.checked_choice(body.tools, body.tool_choice)
+        offered = body.tools if choice != "none" else []
+        grammar = structured.grammar_for(body.response_format) if body.response_format else None
+        if offered:
             if grammar is not None:
                 raise ApiError(400, "response_format and tools are not served together.", param="response_format")
-            grammar = tools.grammar_for_tools(asked.tools, choice, asked.parallel_tool_calls)
-        messages, template = tools.with_tools(service.tokenizer, messages, asked.tools if choice != "none" else [])
-        prompt = await asyncio.to_thread(partial(service.chat_prompt, messages, **template))
-        made = None
+            grammar = tools.grammar_for_tools(offered, choice, body.parallel_tool_calls)
+        messages, template = tools.with_tools(service.tokenizer, messages, offered)
+        prompt = await asyncio.to_thread(service.chat_prompt, messages, **template)
+        constraint = None
         if grammar is not None:
-            made = partial(structured.Constraint, service.tokenizer, grammar, len(prompt))
-            made()  # what cannot be followed is said now
+            constraint = partial(structured.Constraint, service.tokenizer, grammar, len(prompt))
+            constraint()  # raises now if the tokenizer cannot follow a grammar
         choices = service.choices(
-            prompt, asked, asked.max_completion_tokens or asked.max_tokens, request.scope["state"]["tenant"],
-            asked.top_logprobs if asked.logprobs else None, made, asked.stream_options.include_trace,
+            prompt, body, body.max_completion_tokens or body.max_tokens, request.state.tenant,
+            body.top_logprobs if body.logprobs else None, constraint,
         )  # fmt: skip
-        called = bool(asked.tools) and choice != "none"
-        answers = [ChatAnswer(i, piece, asked.logprobs, tools.ToolParser() if called else None) for i in range(asked.n)]
-        return await self._answer(asked, choices, answers, request)
+        answers = [
+            ChatAnswer(i, self._piece, body.logprobs, tools.ToolParser() if offered else None) for i in range(body.n)
+        ]
+        return await self._answer(body, choices, answers, request)
 
-    async def complete(self, asked: schema.Completion, request: Request) -> Response:
+    async def complete(self, body: schema.Completion, request: Request) -> Response:
         service = self._service
-        service.check_model(asked.model)
-        given: Any = asked.prompt
-        prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        service.check_model(body.model)
+        prompts: Any = body.prompt
+        if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+            prompts = [prompts]
         if len(prompts) > 16:
             raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
         choices: list[Choice] = []
-        try:
-            for prompt in prompts:
-                ids = await asyncio.to_thread(service.text_prompt, prompt) if isinstance(prompt, str) else list(prompt)
-                choices += service.choices(
-                    ids, asked, asked.max_tokens, request.scope["state"]["tenant"], asked.logprobs,
-                    trace=asked.stream_options.include_trace,
-                )  # fmt: skip
-        except BaseException:
-            for choice in choices:
-                service.worker.cancel(choice.ticket)
-            raise
-        answers = [TextAnswer(i, self._piece, asked.logprobs is not None) for i in range(len(choices))]
-        return await self._answer(asked, choices, answers, request)
+        for prompt in prompts:
+            ids = await asyncio.to_thread(service.text_prompt, prompt) if isinstance(prompt, str) else list(prompt)
+            choices += service.choices(ids, body, body.max_tokens, request.state.tenant, body.logprobs)
+        answers = [TextAnswer(i, self._piece, body.logprobs is not None) for i in range(len(choices))]
+        return await self._answer(body, choices, answers, request)
 
     async def _answer(
-        self, asked: schema.Sampled, choices: list[Choice], answers: Sequence[Answer], request: Request
+        self, body: schema.Sampled, choices: list[Choice], answers: Sequence[Answer], request: Request
     ) -> Response:
-        kind, head = answers[0].kind, Head(answers[0].prefix, self._service.settings.name)
-        if asked.stream:
-            return self._streamed(self._chunks(asked, choices, answers, head))
-        try:
-            async for i, delta in _unless_gone(request, self._together(choices)):
-                for _ in answers[i].chunks(delta):
-                    pass
-        finally:
-            self._drop(choices)
-        found = [answer.whole() for answer in answers]
-        return JSONResponse(head.made(kind, found, usage=self._service.usage(asked, choices)))
+        self._service.submit(choices)
+        head = Head(answers[0].prefix, self._service.settings.name)
+        if body.stream:
+            return self._streamed(self._chunks(body.stream_options, choices, answers, head))
+        async for i, delta in self._deltas(choices, request):
+            answers[i].chunks(delta)
+        whole = [answer.whole() for answer in answers]
+        return JSONResponse(head.object(answers[0].kind, whole, usage=self._service.usage(choices)))
 
     async def _chunks(
-        self, asked: schema.Sampled, choices: list[Choice], answers: Sequence[Answer], head: Head
+        self, options: schema.StreamOptions, choices: list[Choice], answers: Sequence[Answer], head: Head
     ) -> AsyncIterator[str]:
-        kind = answers[0].kind + (".chunk" if isinstance(answers[0], ChatAnswer) else "")
-        options, last = asked.stream_options, dict[str, Any]()
-        if options.include_usage:
-            last = {"usage": None}
-        async for i, delta in self._together(choices):
+        kind = answers[0].chunk_kind
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        async for i, delta in self._deltas(choices):
             if options.include_usage and options.continuous_usage_stats:
-                last = {"usage": self._service.usage_so_far(choices)}
-            made = list(answers[i].chunks(delta))
+                usage = {"usage": self._service.usage_so_far(choices)}
+            chunks = answers[i].chunks(delta)
             if delta.trace is not None:
-                trace = delta.trace | ({"of": len(choices[i].prompt)} if delta.trace["phase"] == "prefill" else {})
-                nothing: dict[str, Any] = {"delta": {}} if isinstance(answers[i], ChatAnswer) else {"text": ""}
-                empty = {"index": answers[i].index, "finish_reason": None} | nothing
-                yield event(head.made(kind, made or [empty], trace=trace, **last))
+                yield event(head.object(kind, chunks or [answers[i].empty_chunk()], trace=delta.trace, **usage))
                 continue
-            for chunk in made:
-                yield event(head.made(kind, [chunk], **last))
+            for chunk in chunks:
+                yield event(head.object(kind, [chunk], **usage))
         if options.include_usage:
-            yield event(head.made(kind, [], usage=self._service.usage(asked, choices)))
+            yield event(head.object(kind, [], usage=self._service.usage(choices)))
         yield DONE
 
-    async def respond(self, asked: schema.Responses, request: Request) -> Response:
+    async def respond(self, body: schema.Responses, request: Request) -> Response:
         service = self._service
-        service.check_model(asked.model)
-        if asked.text and asked.text.get("format", {}).get("type", "text") != "text":
+        service.check_model(body.model)
+        if body.text and body.text.get("format", {}).get("type", "text") != "text":
             raise ApiError(400, "Text alone is served here; /v1/chat/completions has response_format.", param="text")
-        said = [schema.Input(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
-        messages = [schema.Message(role=m.role, content=m.content).plain() for m in said]
-        if asked.instructions:
-            messages = [{"role": "system", "content": asked.instructions}, *messages]
+        turns = [schema.Input(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        messages = [schema.Message(role=turn.role, content=turn.content).plain() for turn in turns]
+        if body.instructions:
+            messages = [{"role": "system", "content": body.instructions}, *messages]
         prompt = await asyncio.to_thread(service.chat_prompt, messages)
-        sampled = schema.Sampled(temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, method=asked.method)
-        choices = service.choices(prompt, sampled, asked.max_output_tokens, request.scope["state"]["tenant"])
+        sampled = schema.Sampled(temperature=body.temperature, top_p=body.top_p, seed=body.seed, method=body.method)
+        (choice,) = service.choices(prompt, sampled, body.max_output_tokens, request.state.tenant)
+        service.submit([choice])
         head = Head("resp", service.settings.name)
-        made = partial(response_object, head.id.replace("-", "_"), head.model, head.created, asked)
-        if asked.stream:
-            return self._streamed(self._response_events(sampled, choices, made))
-        try:
-            async for _ in _unless_gone(request, self._together(choices)):
-                pass
-        finally:
-            self._drop(choices)
-        return JSONResponse(made(_status(choices[0]), choices[0].text, service.usage(sampled, choices)))
+        if body.stream:
+            return self._streamed(self._response_events(body, choice, head))
+        async for _ in self._deltas([choice], request):
+            pass
+        return JSONResponse(self._response(body, choice, head))
 
-    async def _response_events(
-        self, sampled: schema.Sampled, choices: list[Choice], made: Callable[..., dict[str, Any]]
-    ) -> AsyncIterator[str]:
+    def _response(self, body: schema.Responses, choice: Choice, head: Head) -> dict[str, Any]:
+        """The object of a response that has ended."""
+        assert choice.result is not None
+        status = "incomplete" if choice.result.finish_reason == "length" else "completed"
+        return response_object(head, body, status, choice.text, self._service.usage([choice]))
+
+    async def _response_events(self, body: schema.Responses, choice: Choice, head: Head) -> AsyncIterator[str]:
         number = 0
 
-        def said(name: str, **content: Any) -> str:
+        def numbered(name: str, **content: Any) -> str:
             nonlocal number
             number += 1
             return event({"type": name, "sequence_number": number - 1, **content}, name)
 
-        empty = made("in_progress", "", None)
-        yield said("response.created", response=empty)
-        yield said("response.in_progress", response=empty)
-        item = made("completed", "", None)["output"][0]
+        empty = response_object(head, body, "in_progress", "", None)
+        yield numbered("response.created", response=empty)
+        yield numbered("response.in_progress", response=empty)
+        item = response_object(head, body, "completed", "", None)["output"][0]
         where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         part = item["content"][0]
-        yield said("response.output_item.added", output_index=0, item=item | {"status": "in_progress", "content": []})
-        yield said("response.content_part.added", **where, part=part)
-        async for _, delta in self._together(choices):
+        item |= {"status": "in_progress", "content": []}
+        yield numbered("response.output_item.added", output_index=0, item=item)
+        yield numbered("response.content_part.added", **where, part=part)
+        async for _, delta in self._deltas([choice]):
             if delta.text:
-                yield said("response.output_text.delta", **where, delta=delta.text, logprobs=[])
-        whole = made(_status(choices[0]), choices[0].text, self._service.usage(sampled, choices))
+                yield numbered("response.output_text.delta", **where, delta=delta.text, logprobs=[])
+        whole = self._response(body, choice, head)
         item = whole["output"][0]
-        yield said("response.output_text.done", **where, text=choices[0].text, logprobs=[])
-        yield said("response.content_part.done", **where, part=item["content"][0])
-        yield said("response.output_item.done", output_index=0, item=item)
-        yield said(f"response.{whole['status']}", response=whole)
+        yield numbered("response.output_text.done", **where, text=choice.text, logprobs=[])
+        yield numbered("response.content_part.done", **where, part=item["content"][0])
+        yield numbered("response.output_item.done", output_index=0, item=item)
+        yield numbered(f"response.{whole['status']}", response=whole)
 
     def _streamed(self, chunks: AsyncIterator[str]) -> StreamingResponse:
-        async def safely() -> AsyncIterator[str]:
+        async def with_errors() -> AsyncIterator[str]:
             try:
                 async for chunk in chunks:
                     yield chunk
             except Exception as error:  # the status has been sent: the error is an event
-                found = api_error(error)
-                self._service.metrics.failed(found.status)
-                yield event(found.body)
+                refusal = api_error(error)
+                self._service.metrics.failed(refusal.status)
+                yield event(refusal.body)
 
-        return StreamingResponse(safely(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def _together(self, choices: list[Choice]) -> AsyncIterator[tuple[int, Delta]]:
-        """The deltas of all answers, as they come, each with the answer's number."""
+    async def _deltas(self, choices: list[Choice], request: Request | None = None) -> AsyncIterator[tuple[int, Delta]]:
+        """Yields the deltas of all choices as they come, each with the index of its choice.
+
+        Args:
+            request: end when its client disconnects; None where the response itself listens for that.
+
+        Raises:
+            ApiError: the client has disconnected. What the engine failed with.
+        """
         deadline = time.monotonic() + self._service.settings.timeout
         queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
 
@@ -233,49 +221,51 @@ class Endpoints:
             except Exception as error:
                 queue.put_nowait((i, error))
 
-        tasks = [asyncio.create_task(listen(i)) for i in range(len(choices))]
-        going = len(tasks)
+        async def watch(request: Request) -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            queue.put_nowait((0, ApiError(499, "The client went away.")))
+
+        running = len(choices)
+        tasks = [asyncio.create_task(listen(i)) for i in range(running)]
+        if request is not None:
+            tasks.append(asyncio.create_task(watch(request)))
         try:
-            while going:
-                i, found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                if found.finish is not None:
-                    going -= 1
-                    self._service.metrics.ended(choices[i], found.finish)
-                yield i, found
+            while running:
+                i, delta = await queue.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                if delta.finish is not None:
+                    running -= 1
+                    self._service.metrics.ended(choices[i], delta.finish)
+                yield i, delta
         finally:
             for task in tasks:
                 task.cancel()
-            self._drop(choices)
-
-    def _drop(self, choices: Sequence[Choice]) -> None:
-        for choice in choices:
-            self._service.worker.cancel(choice.ticket)
+            self._service.cancel(choices)
 
     def _piece(self, token: int) -> str:
         return str(self._service.tokenizer.decode([token]))
 
     # --- about the server ---
 
-    async def tokenize(self, asked: schema.Tokenize) -> Response:
+    async def tokenize(self, body: schema.Tokenize) -> Response:
         service = self._service
-        if (asked.prompt is None) == (asked.messages is None):
+        if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give a prompt, or messages.", param="prompt")
-        if asked.messages is not None:
-            tokens = service.chat_prompt([message.plain() for message in asked.messages])
+        if body.messages is not None:
+            tokens = service.chat_prompt([message.plain() for message in body.messages])
         else:
-            tokens = service.tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens, verbose=False)[
-                "input_ids"
-            ]
+            encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
+            tokens = encoded["input_ids"]
         return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._service.described()]})
+        return JSONResponse({"object": "list", "data": [self._service.model_object()]})
 
     async def model(self, name: str) -> Response:
         self._service.check_model(name)
-        return JSONResponse(self._service.described())
+        return JSONResponse(self._service.model_object())
 
     async def health(self) -> Response:
         alive = self._service.worker.alive
@@ -296,35 +286,3 @@ class Endpoints:
 
     async def page(self) -> Response:
         return HTMLResponse(files("longdraft.serve").joinpath("page.html").read_text(encoding="utf-8"))
-
-
-def _status(choice: Choice) -> str:
-    assert choice.result is not None
-    return "incomplete" if choice.result.finish_reason == "length" else "completed"
-
-
-async def _unless_gone(request: Request, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
-    """The same, until the client goes away: nobody would read the answer.
-
-    Raises:
-        ApiError: it has.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    left = asyncio.create_task(gone())
-    try:
-        while True:
-            following = asyncio.ensure_future(anext(deltas))
-            await asyncio.wait({following, left}, return_when=asyncio.FIRST_COMPLETED)
-            if left.done() and not following.done():
-                following.cancel()
-                raise ApiError(499, "The client went away.")
-            try:
-                yield await following
-            except StopAsyncIteration:
-                return
-    finally:
-        left.cancel()

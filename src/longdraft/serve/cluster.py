@@ -1,4 +1,4 @@
-"""Ray, where it is asked for: an extra, which nothing else imports."""
+"""Connecting to Ray, an optional package, and sharing its resources."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from longdraft.errors import CapabilityError
 
 
 def connected() -> Any:
-    """The module ``ray``, connected to the cluster that ``RAY_ADDRESS`` names or that this machine is part of; else
-    to one that begins here and ends with this process.
+    """The module ``ray``, connected to the cluster that ``RAY_ADDRESS`` names or that this machine belongs to; if there
+    is none, to one that lives as long as this process.
 
     Raises:
-        CapabilityError: Ray is not there, or the cluster does not answer.
+        CapabilityError: Ray is not installed, or the cluster does not answer.
     """
     try:
         import ray
@@ -29,15 +29,15 @@ def connected() -> Any:
 
 
 def share(processes: int, gpu: bool) -> int:
-    """Cores for each of so many processes: of this machine; one where a GPU does the work."""
+    """Cores of this machine for each process; one if a GPU does the work."""
     return 1 if gpu else max(1, (os.cpu_count() or 1) // processes)
 
 
 def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
-    """Refuses what would wait for ever. A cluster elsewhere may grow: of that Ray itself says what it lacks.
+    """Refuses processes that would wait for ever. A cluster may grow, so Ray itself reports what that lacks.
 
     Raises:
-        CapabilityError: this machine has not got so many.
+        CapabilityError: this machine has too few processors.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -48,3 +48,10 @@ def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
                 f"{processes} processes with {each:g} {kind} each need {processes * each:g}, and Ray has "
                 f"{has.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
             )
+
+
+def reason(message: str) -> str:
+    """The last line of Ray's messages that names an error, else the last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
+    return (named or lines or ["unknown"])[-1]

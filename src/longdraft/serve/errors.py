@@ -1,4 +1,4 @@
-"""OpenAI's error object, and which of ours is which of theirs."""
+"""OpenAI's error object, and the one for each of our exceptions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from longdraft.errors import (
     RequestError,
     UnknownMethodError,
 )
-from longdraft.serve.worker import Draining, Full
+from longdraft.serve.worker import Draining, QueueFull
 
 
 class ApiError(Exception):
-    """What a client is answered with: a status, and OpenAI's error object.
+    """An error that a client gets: an HTTP status, and OpenAI's error object as the body.
 
     Args:
-        param: the field that is wrong. headers: of the answer.
+        param: the field that is wrong. headers: of the response.
     """
 
     def __init__(
@@ -38,24 +38,28 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What an exception of the engine's is to a client. What is nobody's fault but ours does not say more than that."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, Full):
-        retry = {"Retry-After": str(round(error.seconds))}
-        return ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=retry)
-    if isinstance(error, Draining):
-        return ApiError(503, str(error), "server_error", code="shutting_down", headers={"Retry-After": "5"})
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "The request took longer than the server allows.", "server_error", code="timeout")
-    if isinstance(error, ContextError):
-        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
-    if isinstance(error, PromptError):
-        return ApiError(400, str(error), param="messages")
-    if isinstance(error, MemoryBudgetError):
-        return ApiError(503, str(error), "server_error", code="no_memory")
-    if isinstance(error, RequestError | CapabilityError | UnknownMethodError):
-        return ApiError(400, str(error))
-    if isinstance(error, LongdraftError):
-        return ApiError(500, str(error), "server_error")
-    return ApiError(500, f"The server failed with {type(error).__name__}; its log says more.", "server_error")
+    """The error that a client gets for an exception. The text of an unexpected one stays in the log."""
+    message = str(error)
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            retry = {"Retry-After": str(round(error.seconds))}
+            return ApiError(429, message, "rate_limit_error", code="queue_full", headers=retry)
+        case Draining():
+            return ApiError(503, message, "server_error", code="shutting_down", headers={"Retry-After": "5"})
+        case TimeoutError():
+            return ApiError(504, "The request took longer than the server allows.", "server_error", code="timeout")
+        case ContextError():
+            return ApiError(400, message, param="messages", code="context_length_exceeded")
+        case PromptError():
+            return ApiError(400, message, param="messages")
+        case MemoryBudgetError():
+            return ApiError(503, message, "server_error", code="no_memory")
+        case RequestError() | CapabilityError() | UnknownMethodError():
+            return ApiError(400, message)
+        case LongdraftError():
+            return ApiError(500, message, "server_error")
+        case _:
+            hint = f"The server failed with {type(error).__name__}; its log says more."
+            return ApiError(500, hint, "server_error")

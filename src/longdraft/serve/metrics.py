@@ -1,9 +1,8 @@
-"""What dashboards read: counters and histograms in Prometheus' format, by the names that vLLM's dashboards know."""
+"""Counters and histograms in Prometheus' format, under the names that vLLM's dashboards know."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,62 +14,61 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 class Metrics:
     """Args:
-    model: in every label. load: requests that run, and that wait.
+    model: the label of every figure. load: gives how many requests run, and how many wait.
     """
 
     def __init__(self, model: str, load: Callable[[], tuple[int, int]]) -> None:
         self._registry, self._model = CollectorRegistry(), model
 
-        def counter(name: str, says: str, *more: str) -> Counter:
-            return Counter(f"longdraft:{name}", says, ["model_name", *more], registry=self._registry)
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"longdraft:{name}", help, ["model_name", *labels], registry=self._registry)
 
-        def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"longdraft:{name}", says, ["model_name"], buckets=buckets, registry=self._registry)
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"longdraft:{name}", help, ["model_name"], buckets=buckets, registry=self._registry)
 
+        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
+            gauge = Gauge(f"longdraft:{name}", help, ["model_name"], registry=self._registry)
+            gauge.labels(model).set_function(value)
+
+        gauge("num_requests_running", "Decoded.", lambda: load()[0])
+        gauge("num_requests_waiting", "Waiting.", lambda: load()[1])
         self._requests = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
         self._failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
         self._prompt = counter("prompt_tokens", "Prompt tokens.")
         self._output = counter("generation_tokens", "Emitted tokens.")
-        self._asked = counter("prefix_cache_queries", "Prompt tokens that were looked for in kept KV.")
+        self._looked_up = counter("prefix_cache_queries", "Prompt tokens that were looked for in kept KV.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens whose KV was there.")
         self._drafts = counter("spec_decode_num_drafts", "Verifications that had drafted tokens.")
         self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._at = counter("spec_decode_num_accepted_tokens_per_pos", "The same by their place.", "position")
+        self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "The same by their place.", "position")
         self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
-        self._each = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
-        self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
-        for i, (name, says) in enumerate((("num_requests_running", "Decoded."), ("num_requests_waiting", "Waiting."))):
-            gauge = Gauge(f"longdraft:{name}", says, ["model_name"], registry=self._registry)
-            gauge.labels(model).set_function(partial(_one_of, load, i))
+        self._between = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
+        self._total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
 
     def ended(self, choice: Choice, reason: str) -> None:
-        """A request's answer has ended."""
+        """Counts an answer that has ended."""
         result, ticket, spec = choice.result, choice.ticket, choice.speculation
         self._requests.labels(self._model, reason).inc()
         if result is None:
             return
         for metric, value in (
             (self._prompt, result.prompt_tokens), (self._output, result.new_tokens),
-            (self._asked, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.drafts),
+            (self._looked_up, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.drafts),
             (self._drafted, spec.drafted), (self._accepted, spec.accepted),
         ):  # fmt: skip
             metric.labels(self._model).inc(value)
         for position, count in spec.accepted_at.items():
-            self._at.labels(self._model, position).inc(count)
+            self._accepted_at.labels(self._model, position).inc(count)
         if choice.first_token:
             self._first.labels(self._model).observe(choice.first_token - ticket.arrived)
             if result.new_tokens > 1:
-                seconds = ticket.ended - choice.first_token
-                self._each.labels(self._model).observe(max(0.0, seconds) / (result.new_tokens - 1))
-        self._whole.labels(self._model).observe(ticket.ended - ticket.arrived)
+                seconds = max(0.0, ticket.ended - choice.first_token)
+                self._between.labels(self._model).observe(seconds / (result.new_tokens - 1))
+        self._total.labels(self._model).observe(ticket.ended - ticket.arrived)
 
     def failed(self, status: int) -> None:
         self._failed.labels(self._model, status).inc()
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
-
-
-def _one_of(load: Callable[[], tuple[int, int]], which: int) -> float:
-    return load()[which]

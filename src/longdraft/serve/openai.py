@@ -1,14 +1,17 @@
-"""OpenAI's objects, made of answers: whole, or as a stream of chunks."""
+"""OpenAI's response objects, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
-from longdraft.serve.choice import Choice, Delta, Said
+from longdraft.serve.choice import Delta, ScoredToken
+from longdraft.serve.schema import Responses
+from longdraft.serve.tools import ToolParser
 
 DONE = "data: [DONE]\n\n"
 
@@ -19,157 +22,155 @@ def event(content: Any, name: str | None = None) -> str:
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-class Parser(Protocol):
-    """Tells tool calls from text; see :class:`longdraft.serve.tools.ToolParser`."""
-
-    def push(self, text: str) -> list[dict[str, Any]]: ...
-
-    def finish(self) -> tuple[list[dict[str, Any]], str | None]: ...
-
-
 class Head:
-    """What all chunks of a request have. Args: kind: of the object."""
+    """The fields that all chunks of a response share."""
 
     def __init__(self, prefix: str, model: str) -> None:
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self.model, self.created = model, int(time.time())
 
-    def made(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
-def token_object(token: int, log_prob: float, piece: Callable[[int], str]) -> dict[str, Any]:
-    text = piece(token)
-    return {"token": text, "logprob": round(log_prob, 6), "bytes": list(text.encode())}
-
-
-def chat_log_probs(said: Sequence[Said], piece: Callable[[int], str]) -> dict[str, Any]:
-    content = [
-        token_object(s.token, s.log_prob, piece) | {"top_logprobs": [token_object(*best, piece) for best in s.best]}
-        for s in said
-    ]
-    return {"content": content, "refusal": None}
-
-
-def text_log_probs(said: Sequence[Said], piece: Callable[[int], str], offset: int) -> dict[str, Any]:
-    tokens = [piece(s.token) for s in said]
-    offsets, at = [], offset
-    for text in tokens:
-        offsets.append(at)
-        at += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [round(s.log_prob, 6) for s in said],
-        "top_logprobs": [{piece(token): round(x, 6) for token, x in s.best} for s in said],
-        "text_offset": offsets,
-    }
-
-
 class ChatAnswer:
-    """Chat chunks and messages of one choice. Args: parser: where the model may call tools."""
+    """Builds one choice of ``/v1/chat/completions``.
 
-    kind, prefix = "chat.completion", "chatcmpl"
+    Args:
+        piece: token id to text. with_log_probs: report log-probabilities.
+        parser: separates tool calls from text; None if the model may call no tools.
+    """
 
-    def __init__(self, index: int, piece: Callable[[int], str], logged: bool, parser: Parser | None = None) -> None:
-        self.index, self._piece, self._logged, self._parser = index, piece, logged, parser
-        self._said: list[Said] = []
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, index: int, piece: Callable[[int], str], with_log_probs: bool, parser: ToolParser | None = None
+    ) -> None:
+        self._index, self._piece, self._with_log_probs, self._parser = index, piece, with_log_probs, parser
+        self._scored: list[ScoredToken] = []
         self._content = ""
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls: list[dict[str, Any]] = []
         self._begun = False
 
-    def chunks(self, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Choices of chunks for what a step adds."""
+    def empty_chunk(self) -> dict[str, Any]:
+        return {"index": self._index, "finish_reason": None, "delta": {}}
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks for what a step adds."""
         parts: list[dict[str, Any]] = []
         if delta.text:
             parts = [{"content": delta.text}] if self._parser is None else self._parser.push(delta.text)
         finish = delta.finish
         if finish is not None and self._parser is not None:
-            rest, called = self._parser.finish()
+            rest, reason = self._parser.finish()
             parts += rest
-            finish = called or finish
-        if not parts and (delta.said or finish):
+            finish = reason or finish
+        if not parts and (delta.scored or finish):
             parts = [{}]
-        self._said += delta.said
+        self._scored += delta.scored
+        self._finish = finish
+        chunks = []
         for i, part in enumerate(parts):
             self._keep(part)
-            if not self._begun:
-                self._begun, part = True, {"role": "assistant", "content": ""} | part
-            last = i == len(parts) - 1
-            chunk: dict[str, Any] = {"index": self.index, "delta": part, "finish_reason": finish if last else None}
-            if self._logged:
-                chunk["logprobs"] = chat_log_probs(delta.said if i == 0 else (), self._piece)
-            yield chunk
-        if finish is not None:
-            self._finish = finish
+            first = {} if self._begun else {"role": "assistant", "content": ""}
+            self._begun = True
+            chunk = self.empty_chunk() | {"delta": first | part}
+            if self._with_log_probs:
+                chunk["logprobs"] = self._log_probs(delta.scored if i == 0 else ())
+            chunks.append(chunk)
+        if chunks:
+            chunks[-1]["finish_reason"] = finish
+        return chunks
 
     def _keep(self, part: dict[str, Any]) -> None:
-        self._content += part.get("content") or ""
+        self._content += part.get("content", "")
         for call in part.get("tool_calls", ()):
-            known = self._calls.setdefault(
-                call["index"], {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            )
-            known["id"] = call.get("id") or known["id"]
-            function = call.get("function", {})
-            known["function"]["name"] += function.get("name") or ""
-            known["function"]["arguments"] += function.get("arguments") or ""
+            if "id" in call:
+                self._calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            else:
+                self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
     def whole(self) -> dict[str, Any]:
         """The choice of an answer that has ended."""
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
         if self._calls:
-            message |= {"content": self._content or None, "tool_calls": list(self._calls.values())}
-        logged = chat_log_probs(self._said, self._piece) if self._logged else None
-        return {"index": self.index, "message": message, "logprobs": logged, "finish_reason": self._finish}
+            message |= {"content": self._content or None, "tool_calls": self._calls}
+        log_probs = self._log_probs(self._scored) if self._with_log_probs else None
+        return {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
+
+    def _log_probs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        content = [
+            self._token(s.token, s.log_prob) | {"top_logprobs": [self._token(*best) for best in s.best]} for s in scored
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self._piece(token)
+        return {"token": text, "logprob": round(log_prob, 6), "bytes": list(text.encode())}
 
 
 class TextAnswer:
-    """The same of ``/v1/completions``."""
+    """Builds one choice of ``/v1/completions``; for its arguments and methods, see :class:`ChatAnswer`."""
 
-    kind, prefix = "text_completion", "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, index: int, piece: Callable[[int], str], logged: bool) -> None:
-        self.index, self._piece, self._logged = index, piece, logged
-        self._said: list[Said] = []
+    def __init__(self, index: int, piece: Callable[[int], str], with_log_probs: bool) -> None:
+        self._index, self._piece, self._with_log_probs = index, piece, with_log_probs
+        self._scored: list[ScoredToken] = []
         self._text = ""
 
-    def chunks(self, delta: Delta) -> Iterable[dict[str, Any]]:
-        if delta.text or delta.said or delta.finish:
-            logged = text_log_probs(delta.said, self._piece, len(self._text)) if self._logged else None
-            yield {"index": self.index, "text": delta.text, "logprobs": logged, "finish_reason": delta.finish}
+    def empty_chunk(self) -> dict[str, Any]:
+        return {"index": self._index, "finish_reason": None, "text": ""}
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        offset = len(self._text)
         self._text += delta.text
-        self._said += delta.said
+        self._scored += delta.scored
         self._finish = delta.finish
+        if not (delta.text or delta.scored or delta.finish):
+            return []
+        return [self._choice(delta.text, delta.scored, offset)]
 
     def whole(self) -> dict[str, Any]:
-        logged = text_log_probs(self._said, self._piece, 0) if self._logged else None
-        return {"index": self.index, "text": self._text, "logprobs": logged, "finish_reason": self._finish}
+        return self._choice(self._text, self._scored, 0)
+
+    def _choice(self, text: str, scored: Sequence[ScoredToken], offset: int) -> dict[str, Any]:
+        """``offset``: how many characters come before the text."""
+        log_probs = None
+        if self._with_log_probs:
+            tokens = [self._piece(s.token) for s in scored]
+            log_probs = {
+                "tokens": tokens,
+                "token_logprobs": [round(s.log_prob, 6) for s in scored],
+                "top_logprobs": [{self._piece(token): round(x, 6) for token, x in s.best} for s in scored],
+                "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
+            }
+        return {"index": self._index, "text": text, "logprobs": log_probs, "finish_reason": self._finish}
 
 
 Answer = ChatAnswer | TextAnswer
 
 
 def response_object(
-    id: str, model: str, created: int, asked: Any, status: str, text: str, usage: dict[str, Any] | None
+    head: Head, body: Responses, status: str, text: str, usage: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """``/v1/responses``' object."""
+    """The object of ``/v1/responses``."""
+    name = head.id.removeprefix("resp-")
     item = {
-        "id": f"msg_{id[5:]}", "type": "message", "role": "assistant", "status": status,
+        "id": f"msg_{name}", "type": "message", "role": "assistant", "status": status,
         "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
     }  # fmt: skip
-    counted = None if usage is None else {
+    counts = None if usage is None else {
         "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
         "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens_details": {"reasoning_tokens": 0}, "speculation": usage["speculation"],
     }  # fmt: skip
     return {
-        "id": id, "object": "response", "created_at": created, "model": model, "status": status, "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {}, "output": [] if status == "in_progress" else [item],
+        "id": f"resp_{name}", "object": "response", "created_at": head.created, "model": head.model, "status": status,
+        "error": None, "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {}, "output": [] if status == "in_progress" else [item],
         "parallel_tool_calls": False, "previous_response_id": None,
-        "store": False, "temperature": asked.temperature, "top_p": asked.top_p, "tool_choice": "none", "tools": [],
-        "truncation": "disabled", "text": {"format": {"type": "text"}}, "usage": counted,
+        "store": False, "temperature": body.temperature, "top_p": body.top_p, "tool_choice": "none", "tools": [],
+        "truncation": "disabled", "text": {"format": {"type": "text"}}, "usage": counts,
     }  # fmt: skip
-
-
-__all__ = ["DONE", "Answer", "ChatAnswer", "Choice", "Head", "TextAnswer", "event", "response_object"]

@@ -1,8 +1,8 @@
-"""Prompts that survive a restart: slots are written to disk while the server is idle, and read where they help.
+"""Prompts that survive a restart: slots are written to disk while the server is idle, and read when needed.
 
-A file is a snapshot (:mod:`longdraft.memory.snapshot`), written under another name and renamed, so that a process
-killed at any moment leaves no half of one. Which tokens each file holds is read at the start; its keys and values when
-a prompt begins like it.
+A file is a snapshot (:mod:`longdraft.memory.snapshot`). It is written under another name and then renamed, so a process
+that is killed leaves no half-written file. The tokens of each file are read at the start, its keys and values when a
+prompt begins like it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from longdraft.memory.prompt_cache import PromptCache, common_prefix, packed
 logger = logging.getLogger("longdraft")
 
 _SUFFIX = ".kv.safetensors"
-# Bytes of a file beside its tensors, at most.
-_HEAD = 1024
-# Seconds without another attempt after one to write has failed: each costs a copy of the text's rows.
+# The most bytes of a file's header.
+_HEADER = 1024
+# Seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
 _PAUSE = 60.0
 
 
 @dataclass(frozen=True)
 class _File:
-    """A snapshot in the folder: its tokens, the layers whose hidden states it has, and its bytes."""
+    """A snapshot in the folder. ``feature_layers``: layers whose hidden states it holds; ``size``: bytes."""
 
     tokens: array[int]
     feature_layers: tuple[int, ...]
@@ -41,37 +41,37 @@ class _File:
 
 
 class DiskPrefixes(PromptCache):
-    """A prompt cache with a folder behind it. All calls come from one thread, the engine's.
+    """A prompt cache with a folder behind it. All calls come from the engine's thread.
 
-    Tenants share rows: prompts that begin alike share the KV of their beginning, here as in memory. No text shows in
-    another's output, but how soon the first token comes can tell that somebody has sent the same beginning.
+    Tenants share the KV of prompts that begin alike, here as in memory. No text shows in another's output, but an early
+    first token can reveal that somebody has sent the same beginning.
 
     Args:
-        folder: made where it is not there. One server at a time keeps its prompts in it.
-        fingerprint: names the target. Another's snapshots count as bytes and are not read.
-        most_bytes: of all snapshots in the folder. The one not used for longest goes first, whoever's it is.
-        least_tokens: what is worth a file: a text is written if so many of its tokens are in none, and read if it saves
-            so many.
-        feature_layers: as of :class:`PromptCache`. Snapshots without the hidden states that a run needs are not read.
+        folder: created if missing. Only one server at a time may use it.
+        fingerprint: identifies the target. Snapshots of other targets count towards the bytes and are not read.
+        max_bytes: limit of all snapshots in the folder. The least recently used are deleted first.
+        min_tokens: a text is written if no file holds this many of its tokens, and read if that saves this many.
+        feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
 
     Raises:
-        CheckpointError: the folder cannot be made or read.
+        CheckpointError: the folder cannot be created or read.
     """
 
     def __init__(
         self,
         folder: Path,
         fingerprint: str,
-        most_bytes: int,
-        least_tokens: int = 256,
+        max_bytes: int,
+        min_tokens: int = 256,
         feature_layers: tuple[int, ...] = (),
     ) -> None:
         super().__init__(feature_layers)
-        self._folder, self._target, self._most, self._least = folder, fingerprint, most_bytes, max(1, least_tokens)
-        # The one not used for longest first. Of another target's only the size is known.
+        self._folder, self._target = folder, fingerprint
+        self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
+        # The least recently used first. Files of other targets have no tokens here.
         self._files: OrderedDict[Path, _File] = OrderedDict()
-        self._said: set[str] = set()
-        self._not_before = 0.0  # time.monotonic() of the next attempt to write
+        self._warned: set[str] = set()
+        self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._find()
@@ -79,44 +79,44 @@ class DiskPrefixes(PromptCache):
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
-        """As the base's; what a file has more of than any slot is read from it first, and no more of it than that."""
+        """As :meth:`PromptCache.begin`, but first reads rows from a file if it has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
         known = max(common_prefix(tokens, text) for tokens in self.tokens) // piece * piece
         path, shared = self._nearest(text)
         shared = shared // piece * piece
-        if path is not None and shared >= self._least:
+        if path is not None and shared >= self._min_tokens:
             self._files.move_to_end(path)
             with contextlib.suppress(OSError):
-                path.touch()  # the next start finds out by this
-            if shared >= known + self._least:
+                path.touch()  # the next start orders the files by this
+            if shared >= known + self._min_tokens:
                 self._load(path, slot, shared)
         return super().begin(slot, prompt, piece)
 
     def keep(self) -> bool:
-        """Writes one slot's text that is in no file, the longest; call it while nobody is decoded.
+        """Writes the longest text in a slot that is in no file. Call it while nothing is decoded.
 
-        Other texts make room for it first, and its own beginnings go when it is there. That one cannot be written (no
-        space, too large) is said once, at warning level; it stays in its slot.
+        Files of other texts are deleted first to make room, files of its own beginnings afterwards. If it cannot be
+        written (no space, too large), a warning is logged once, and the text stays in its slot.
 
         Returns:
-            Whether it wrote one: there may be more to do.
+            Whether it wrote one; there may be more to write.
         """
-        if self.store is None or time.monotonic() < self._not_before:
+        if self.store is None or time.monotonic() < self._next_attempt:
             return False
         for slot in sorted(range(len(self.tokens)), key=lambda slot: -len(self.tokens[slot])):
             text = self.tokens[slot]
-            # Rows of a text that is being decoded are its own business.
-            if len(text) < self._least or len(text) != self.store.lengths[slot]:
+            # A slot with more rows than its text is being decoded.
+            if len(text) < self._min_tokens or len(text) != self.store.lengths[slot]:
                 continue
-            if len(text) - self._nearest(text)[1] >= self._least and self._write(slot, text):
+            if len(text) - self._nearest(text)[1] >= self._min_tokens and self._write(slot, text):
                 return True
         return False
 
     # --- files ---
 
     def _nearest(self, text: array[int]) -> tuple[Path | None, int]:
-        """The file that shares the longest prefix with a text, of those with the hidden states needed; how long."""
+        """The file with the needed hidden states that shares the longest prefix with a text; how many tokens."""
         assert self.store is not None
         needed, best, longest = self.store.feature_layers, None, 0
         for path, file in self._files.items():
@@ -130,62 +130,62 @@ class DiskPrefixes(PromptCache):
         assert self.store is not None
         store = self.store
         features = 0 if store.features is None else store.features[slot, 0].nbytes
-        size = len(text) * (store.shape.bytes_per_token + features + text.itemsize) + _HEAD
+        size = len(text) * (store.shape.bytes_per_token + features + text.itemsize) + _HEADER
         beginnings = [path for path, file in self._files.items() if self._begins(file, text)]
-        room = self._most - size
+        room = self._max_bytes - size
         if room < 0:
-            self._say("large", f"A text of {len(text)} tokens takes {size} bytes, more than all snapshots may.")
+            self._warn("large", f"A text of {len(text)} tokens takes {size} bytes, more than all snapshots may.")
             return False
         others = [path for path in self._files if path not in beginnings]
-        going, left = [], sum(file.size for file in self._files.values())
+        deleted, total = [], sum(file.size for file in self._files.values())
         for path in [*beginnings, *others]:
-            if left <= room:
+            if total <= room:
                 break
-            going.append(path)
-            left -= self._files[path].size
+            deleted.append(path)
+            total -= self._files[path].size
         name = hashlib.sha256(repr((self._target, store.feature_layers)).encode() + text.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _SUFFIX)
         try:
             free = shutil.disk_usage(self._folder).free
-            if free + sum(self._files[old].size for old in going) < size:  # nothing goes for nothing
+            if free + sum(self._files[old].size for old in deleted) < size:  # before anything is deleted in vain
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
-            for old in going:
+            for old in deleted:
                 self._drop(old)
             snapshot.save(store, slot, text, self._target, path)
             self._files[path] = _File(text, store.feature_layers, path.stat().st_size)
             for old in beginnings:
                 self._drop(old)
-        except (OSError, MemoryBudgetError, RuntimeError) as error:  # the last: a GPU has no room to gather rows
-            self._not_before = time.monotonic() + _PAUSE
-            self._say("write", str(error))
+        except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
+            self._next_attempt = time.monotonic() + _PAUSE
+            self._warn("write", str(error))
             return False
         return True
 
     def _begins(self, file: _File, text: array[int]) -> bool:
-        """Whether a text's own file makes this one superfluous."""
+        """Whether a file of the text would make this file superfluous."""
         assert self.store is not None
         superfluous = not file.feature_layers or file.feature_layers == self.store.feature_layers
         return superfluous and 0 < len(file.tokens) == common_prefix(file.tokens, text)
 
-    def _load(self, path: Path, slot: int, most: int) -> None:
-        """Reads a file's first rows into a slot; a file that cannot be read is not tried again."""
+    def _load(self, path: Path, slot: int, count: int) -> None:
+        """Reads the first ``count`` rows of a file into a slot. A file that cannot be read is deleted."""
         assert self.store is not None
         try:
-            tokens = snapshot.load(self.store, slot, self._target, path, most)
+            tokens = snapshot.load(self.store, slot, self._target, path, count)
         except CheckpointError as error:
-            self._say(str(path), str(error))
+            self._warn(str(path), str(error))
             self._drop(path)
             tokens = []
-        # Where reading has failed, some of what the slot held is overwritten.
+        # If reading failed, part of the slot's text may have been overwritten.
         self.store.truncate(slot, len(tokens))
         self.tokens[slot] = packed(tokens)
 
     def _find(self) -> None:
-        """Reads what the folder's files hold. Takes away damaged ones, and what a process that was killed left."""
+        """Reads the tokens of the folder's files. Deletes damaged files, and those that a killed process left."""
         for part in self._folder.glob(f"*{_SUFFIX}*{snapshot.PART}"):
             part.unlink(missing_ok=True)
-        found = [(path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")]
-        for stat, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
+        files = [(path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")]
+        for stat, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
             try:
                 head = snapshot.head(path)
             except CheckpointError as error:
@@ -196,17 +196,17 @@ class DiskPrefixes(PromptCache):
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
                 continue
             if head is not None:
-                own = head.target == self._target
-                self._files[path] = _File(head.tokens if own else packed(()), head.feature_layers, stat.st_size)
+                tokens = head.tokens if head.target == self._target else packed(())
+                self._files[path] = _File(tokens, head.feature_layers, stat.st_size)
 
     def _drop(self, path: Path) -> None:
-        """Deletes a file. One that cannot be deleted is forgotten, and found again by the next start."""
+        """Deletes a file. If that fails, the next start finds it again."""
         self._files.pop(path, None)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
-    def _say(self, kind: str, what: str) -> None:
-        """Once a kind."""
-        if kind not in self._said:
-            self._said.add(kind)
-            logger.warning("A prompt is not kept on disk, or not read from there: %s", what)
+    def _warn(self, kind: str, problem: str) -> None:
+        """Logs a warning once for each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("A prompt is not kept on disk, or not read from there: %s", problem)

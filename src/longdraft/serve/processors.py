@@ -1,6 +1,6 @@
-"""Logits processors for what clients ask for: penalties, biases, and the log-probabilities of what was said.
+"""Logits processors for clients' options: penalties, biases, and log-probabilities.
 
-Each belongs to one request. longdraft calls a processor once for every emitted token, in order, with the text so far.
+Each belongs to one request. longdraft calls it once for each emitted token, in order, with the text so far.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Penalties:
-    """Presence and frequency penalties, as OpenAI defines them: of the output's tokens, not the prompt's.
-
-    Attributes:
-        prompt: tokens of the prompt.
-    """
+    """OpenAI's presence and frequency penalties, on the output's tokens and not the prompt's (``prompt`` tokens)."""
 
     prompt: int
     presence: float = 0.0
     frequency: float = 0.0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        said, counts = input_ids[0, self.prompt :].unique(return_counts=True)
-        scores[0, said] -= self.presence + self.frequency * counts.to(scores.dtype)
+        tokens, counts = input_ids[0, self.prompt :].unique(return_counts=True)
+        scores[0, tokens] -= self.presence + self.frequency * counts.to(scores.dtype)
         return scores
 
 
 @dataclass
 class Bias:
-    """Numbers that are added to tokens' logits."""
+    """Adds a number to the logits of some tokens."""
 
     by_token: Mapping[int, float]
 
@@ -45,24 +41,24 @@ class Bias:
 
 @dataclass
 class LogProbs:
-    """Keeps the log-probabilities of the model's own distribution, before anything else is applied.
+    """Keeps log-probabilities of the model's own distribution; must come before all other processors.
 
     Attributes:
-        most: likeliest tokens that are kept of each position.
-        rows: of each position, (vocabulary,) log-probabilities' ``most`` largest, their tokens, and all of them, until
-            the token that was said is known.
+        best: how many of the most probable tokens to keep at each position.
+        rows: the positions that have not been taken yet: the largest log-probabilities, their tokens, and all
+            (vocabulary,) log-probabilities.
     """
 
-    most: int
+    best: int
     rows: list[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=list)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         log_probs = scores[0].float().log_softmax(-1)
-        best = log_probs.topk(max(1, self.most))
-        self.rows.append((best.values.tolist(), best.indices.tolist(), log_probs))
+        largest = log_probs.topk(max(1, self.best))
+        self.rows.append((largest.values.tolist(), largest.indices.tolist(), log_probs))
         return scores
 
     def take(self, token: int) -> tuple[float, list[tuple[int, float]]]:
-        """Of the next position: the log-probability of the token that was said, and the likeliest ones with theirs."""
+        """The emitted token's log-probability at the next position, and the most probable tokens with theirs."""
         values, tokens, log_probs = self.rows.pop(0)
-        return float(log_probs[token]), list(zip(tokens, values, strict=True))[: self.most]
+        return float(log_probs[token]), list(zip(tokens, values, strict=True))[: self.best]

@@ -1,7 +1,7 @@
-"""In front of replicas: a request goes to one of them, to another where that one is lost, and its answer comes back.
+"""The front of replicas: passes each request to a replica, to another one if that is lost, and returns the answer.
 
-What carries requests is somebody else's (:mod:`longdraft.serve.replicas`: Ray): here is what is handed over, by which
-key requests of one prefix find the same replica, and what happens where one dies.
+This module knows nothing of Ray (see :mod:`longdraft.serve.replicas`). It defines what is passed on, the key by which
+requests with the same prefix find the same replica, and what happens when a replica is lost.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.serve.errors import ApiError, api_error
+from longdraft.serve.guards import replayed
 from longdraft.serve.openai import event
 from longdraft.serve.worker import Draining
 
-# Characters of a prompt by which requests are told apart: what comes behind them may be told by no replica.
+# How many characters of a text its key depends on.
 _PREFIX = 1024
-# Replicas that a request is tried on, one after another, and seconds between two of them.
+# How many replicas a request is tried on, and seconds between two attempts.
 _ATTEMPTS, _PAUSE = 6, 0.25
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client",
           "server")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Asked:
+class Forwarded:
     """A request as a replica gets it.
 
     Attributes:
-        prompt: the beginning of its text; empty where it has none.
+        prefix: the beginning of its text; empty if it has none.
     """
 
     scope: dict[str, Any]
     body: bytes
-    prompt: str = ""
+    prefix: str = ""
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes) -> Asked:
+    def of(cls, scope: Scope, body: bytes) -> Forwarded:
         kept = {name: scope[name] for name in _SCOPE if name in scope}
         kept["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         return cls(kept, body, beginning(body) if scope["method"] == "POST" else "")
 
     @property
     def key(self) -> str:
-        """The same for requests whose texts begin alike; empty where there is no text."""
-        return hashlib.sha256(self.prompt.encode("utf-8", "replace")).hexdigest()[:32] if self.prompt else ""
+        """Equal for requests whose texts begin alike; empty if there is no text."""
+        return hashlib.sha256(self.prefix.encode("utf-8", "replace")).hexdigest()[:32] if self.prefix else ""
 
 
 class Lost(Exception):
@@ -56,126 +58,119 @@ class Lost(Exception):
 
 
 def beginning(body: bytes) -> str:
-    """What tells texts with different prefixes apart: ``prompt_cache_key``; else the beginning of the first message
-    that is not the system's, which many conversations share; else that of the prompt."""
+    """The text by which requests are grouped: ``prompt_cache_key``, else the beginning of the first message that is not
+    the system's (many conversations share that one), else of the prompt."""
     try:
-        asked = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
         return ""
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         return ""
-    if isinstance(key := asked.get("prompt_cache_key"), str) and key:
+    if isinstance(key := fields.get("prompt_cache_key"), str) and key:
         return key
-    said = asked.get("messages", asked.get("input", asked.get("prompt", "")))
-    if isinstance(said, list) and said and isinstance(said[0], dict):
-        own = [turn for turn in said if isinstance(turn, dict) and turn.get("role") not in ("system", "developer")]
-        said = (own or said)[0].get("content", "")
-    return (said if isinstance(said, str) else json.dumps(said))[:_PREFIX] if said else ""
+    text = fields.get("messages", fields.get("input", fields.get("prompt", "")))
+    if isinstance(text, list) and text and isinstance(text[0], dict):
+        turns = [turn for turn in text if isinstance(turn, dict) and turn.get("role") not in ("system", "developer")]
+        text = (turns or text)[0].get("content", "")
+    return (text if isinstance(text, str) else json.dumps(text))[:_PREFIX] if text else ""
 
 
 class Relay:
     """ASGI application.
 
     Args:
-        ask: hands a request to a replica, and gives the messages of its answer. It raises Lost where the replica is
-            lost; what else it raises is answered.
+        ask: hands a request to a replica and yields its answer's messages. Raises Lost if the replica is lost; the
+            client gets any other error.
 
     Attributes:
-        ongoing: requests that have not been answered to their end.
-        draining: no more are taken.
+        ongoing: how many requests have not been answered completely.
+        draining: refuse new requests.
     """
 
-    def __init__(self, ask: Callable[[Asked], AsyncIterator[Message]], pause: float = _PAUSE) -> None:
+    def __init__(self, ask: Callable[[Forwarded], AsyncIterator[Message]], pause: float = _PAUSE) -> None:
         self._ask, self._pause = ask, pause
         self.ongoing, self.draining = 0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if scope["path"] in ("/health", "/ready"):  # never behind requests that wait
-            ready = not self.draining or scope["path"] == "/health"
-            said = {"status": "ok", "ready": not self.draining, "running": self.ongoing}
-            await _whole(send, 200 if ready else 503, said)
+        if scope["path"] in ("/health", "/ready"):  # answered here: must not wait behind requests
+            status = 503 if self.draining and scope["path"] == "/ready" else 200
+            state = {"status": "ok", "ready": not self.draining, "running": self.ongoing}
+            await JSONResponse(state, status)(scope, receive, send)
             return
         if scope["path"] == "/metrics":
-            error = ApiError(404, "Each replica counts its own requests: Ray's metrics have those of all.")
-            await _whole(send, error.status, error.body)
+            unserved = ApiError(404, "Each replica counts its own requests: Ray's metrics have those of all.")
+            await _response(unserved)(scope, receive, send)
             return
         if self.draining:
-            await _refused(send, api_error(Draining("The server is shutting down.")))
+            await _response(api_error(Draining("The server is shutting down.")))(scope, receive, send)
             return
         self.ongoing += 1
         try:
             message = await receive()
-            await self._relayed(Asked.of(scope, message.get("body", b"")), send)
+            request = Forwarded.of(scope, message.get("body", b""))
+            begun, error = await self._relay(request, send)
+            if error is not None and begun:  # the status has been sent: the error is an event
+                await send({"type": "http.response.body", "body": event(error.body).encode()})
+            elif error is not None:
+                await _response(error)(scope, receive, send)
         finally:
             self.ongoing -= 1
 
-    async def _relayed(self, asked: Asked, send: Send) -> None:
-        """A request whose answer has not begun to be sent is begun again elsewhere, whatever was decoded of it."""
-        for attempt in range(1, _ATTEMPTS + 1):
+    async def _relay(self, request: Forwarded, send: Send) -> tuple[bool, ApiError | None]:
+        """Sends a replica's answer. If the replica is lost before any of it was sent, another one begins again.
+
+        Returns:
+            Whether an answer has begun, and the error that ended it.
+        """
+        attempt = 1
+        while True:
             begun, head = False, None
             try:
-                async for message in self._ask(asked):
-                    if message["type"] == "http.response.start":
-                        head = message
+                async for part in self._ask(request):
+                    if part["type"] == "http.response.start":
+                        head = part
                         continue
                     if not begun and head is not None:
                         begun = True
                         await send(head)
-                    await send(message)
-                return
+                    await send(part)
+                return begun, None
             except Lost:
-                error = ApiError(503, "The replica that had this request is gone.", "server_error", code="lost")
-                if not begun and attempt < _ATTEMPTS:
-                    await asyncio.sleep(self._pause * attempt)
-                    continue
-            except Exception as raised:
-                error = api_error(raised)
-            if not begun:
-                await _refused(send, error)
-            else:  # the status has been sent: the error is an event
-                await send({"type": "http.response.body", "body": event(error.body).encode()})
-            return
+                if begun or attempt == _ATTEMPTS:
+                    message = "The replica that had this request is gone."
+                    return begun, ApiError(503, message, "server_error", code="lost")
+                await asyncio.sleep(self._pause * attempt)
+                attempt += 1
+            except Exception as error:
+                return begun, api_error(error)
 
 
-async def answer(app: ASGIApp, asked: Asked) -> AsyncIterator[Message]:
-    """An application's answer to a request, message by message. Whoever stops listening is a client that went away."""
+def _response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def answer(app: ASGIApp, request: Forwarded) -> AsyncIterator[Message]:
+    """Yields the messages of an application's answer. When the iteration stops early, the application is cancelled."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
-    given, never = False, asyncio.Event()
 
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            await never.wait()
-        given = True
-        return {"type": "http.request", "body": asked.body, "more_body": False}
+    async def never() -> Message:
+        return await asyncio.get_running_loop().create_future()
 
     async def send(message: Message) -> None:
         messages.put_nowait(message)
 
-    async def answering() -> None:
+    async def run() -> None:
         try:
-            await app(dict(asked.scope), receive, send)
+            await app(dict(request.scope), replayed(request.body, never), send)
         finally:
             messages.put_nowait(None)
 
-    task = asyncio.create_task(answering())
+    task = asyncio.create_task(run())
     try:
         while (message := await messages.get()) is not None:
             yield message
         await task
     finally:
         task.cancel()
-
-
-async def _refused(send: Send, error: ApiError) -> None:
-    await _whole(send, error.status, error.body, error.headers)
-
-
-async def _whole(send: Send, status: int, said: dict[str, Any], more: dict[str, str] | None = None) -> None:
-    body = json.dumps(said).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **(more or {})}
-    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})

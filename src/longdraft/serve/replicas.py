@@ -1,8 +1,8 @@
 """Replicas of the server on Ray: Ray Serve starts, watches, scales and replaces them.
 
-Two deployments: the front takes requests off Ray's HTTP proxies, and hands each to a replica of the model by
-consistent hashing of how its text begins, so that the replica has read that beginning already. Ray is imported when
-it is asked for.
+There are two deployments. The front takes requests from Ray's HTTP proxies and hands each to a replica of the model, by
+consistent hashing of the beginning of its text, so that the replica has read that beginning already. Ray is imported
+only when a function here needs it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
-from longdraft.serve.cluster import connected, require, share
+from longdraft.serve.cluster import connected, reason, require, share
 from longdraft.serve.guards import Guards
-from longdraft.serve.relay import Asked, Lost, Relay, answer
+from longdraft.serve.relay import Forwarded, Lost, Relay, answer
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
-from longdraft.serve.worker import Full
+from longdraft.serve.worker import QueueFull
 
 NAME = "longdraft"
-# Seconds after its timeout that a request may take to come back.
-_GRACE = 30.0
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """How many replicas there are, and what each takes.
+    """The number of replicas, and the processors of each.
 
     Attributes:
         least, most: replicas; Ray scales between the two by the requests that each has.
-        cpus, gpus: that Ray reserves for each.
-        more: further options of Ray's deployment, which go before these.
+        cpus, gpus: how many Ray reserves for each replica.
+        more: further options of Ray's deployment; they override the others.
     """
 
     least: int = 1
@@ -52,38 +50,43 @@ class Fleet:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, slots: int, queue: int, drain: float) -> dict[str, Any]:
-        """Of the replicas' deployment, each of which decodes so many requests at a time."""
-        found: dict[str, Any] = {
+        """Options of the replicas' deployment.
+
+        Args:
+            slots: requests that a replica decodes at a time. queue: requests that may wait.
+            drain: seconds that a replica may take to end.
+        """
+        options: dict[str, Any] = {
             "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus},
-            # As many as are decoded, and as many that wait beside them; others wait in the front, and are lost with no
-            # replica.
+            # As many wait in the replica as it decodes. Others wait in the front, where they outlive the replica.
             "max_ongoing_requests": 2 * slots,
             "max_queued_requests": queue,
             "graceful_shutdown_timeout_s": drain,
             "health_check_period_s": 5,
-            # What a replica cannot be started with, it cannot be started with the next time either.
+            # A replica that cannot start will not start the next time either.
             "max_constructor_retry_count": 1,
             "request_router_config": {"request_router_class": _ROUTER},
         }
         if self.most > self.least:
-            found["autoscaling_config"] = {
+            options["autoscaling_config"] = {
                 "min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": slots,
             }  # fmt: skip
         else:
-            found["num_replicas"] = self.least
+            options["num_replicas"] = self.least
         if {"num_replicas", "autoscaling_config"} & self.more.keys():
-            found = {k: v for k, v in found.items() if k not in ("num_replicas", "autoscaling_config")}
-        return {**found, **self.more}
+            options = {k: v for k, v in options.items() if k not in ("num_replicas", "autoscaling_config")}
+        return {**options, **self.more}
 
 
 def fleet(replicas: str, config: Path | None, gpu: bool, threads: int | None) -> Fleet:
-    """From what is asked for: ``"2"``, or ``"1-4"``, and a YAML or JSON file of options of Ray's deployment.
+    """The fleet that the command's options describe.
 
     Args:
-        gpu: each has one. threads: of each; None: its share of this machine's cores, of which one with a GPU needs one.
+        replicas: ``"2"``, or ``"1-4"`` to scale. config: YAML or JSON file with options of Ray's deployment.
+        gpu: each replica has one. threads: of each; None: its share of this machine's cores, or one if it has a GPU.
 
     Raises:
-        RequestError: neither a number nor two, or a file that cannot be read.
+        RequestError: ``replicas`` is malformed, or the file cannot be read.
     """
     low, dash, high = replicas.partition("-")
     try:
@@ -106,19 +109,15 @@ def fleet(replicas: str, config: Path | None, gpu: bool, threads: int | None) ->
 
 
 class Replica:
-    """The model, its engine thread, and the whole application.
-
-    Args:
-        make: makes the service, where the replica runs.
-    """
+    """Ray's deployment of the model: its service and application. ``make`` makes the service."""
 
     def __init__(self, make: Callable[[], Service]) -> None:
         self._service = make()
         self._app = make_app(self._service)
         self._service.worker.start()
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
-        async for message in answer(self._app, asked):
+    async def answer(self, request: Forwarded) -> AsyncIterator[Message]:
+        async for message in answer(self._app, request):
             yield message
 
     def check_health(self) -> None:
@@ -132,10 +131,10 @@ class Replica:
 
 
 class Front:
-    """Takes requests off Ray's proxies.
+    """Ray's deployment that takes requests from its proxies.
 
     Args:
-        replicas: handle of their deployment. settings: those of the service that say what a request may be.
+        replicas: Ray's handle of their deployment. settings: the limits of requests.
     """
 
     def __init__(self, replicas: Any, settings: Settings) -> None:
@@ -148,29 +147,29 @@ class Front:
         return _Relayed(self._app)
 
     def drain(self) -> int:
-        """No more requests are taken; how many are still to be answered."""
+        """Refuses new requests from now on. Returns how many are still being answered."""
         self._relay.draining = True
         return self._relay.ongoing
 
-    async def _ask(self, asked: Asked) -> AsyncIterator[Message]:
+    async def _ask(self, request: Forwarded) -> AsyncIterator[Message]:
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
-        handle = self._replicas.options(session_id=asked.key) if asked.key else self._replicas
-        messages = handle.answer.remote(asked)
+        handle = self._replicas.options(session_id=request.key) if request.key else self._replicas
+        messages = handle.answer.remote(request)
         try:
             async for message in messages:
                 yield message
         except (RayActorError, ReplicaUnavailableError) as error:
             raise Lost from error
         except BackPressureError as error:
-            raise Full(self._settings.queue, 5.0) from error
+            raise QueueFull(self._settings.queue, 5.0) from error
         finally:
             messages.cancel()
 
 
 class _Relayed(Response):
-    """A response that an ASGI application makes: Ray calls what it is handed, if it is a response."""
+    """A response that an ASGI application writes. Ray calls what a deployment returns if it is a Response."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
         super().__init__()
@@ -189,14 +188,14 @@ def serve(
     listens: Callable[[int], None],
     drain: float = 300.0,
 ) -> None:
-    """Serves until SIGINT or SIGTERM; then what runs and waits is answered, and new requests get 503.
+    """Serves until SIGINT or SIGTERM. Then ongoing requests are answered, and new ones get 503.
 
     Args:
-        make: makes a replica's service. settings: those of the service that say what a request may be.
-        listens: told the port, once all replicas are there. drain: seconds that the last answers may take.
+        make: makes the service of a replica. settings: the limits of requests.
+        listens: called with the port once all replicas are ready. drain: seconds that the last answers may take.
 
     Raises:
-        CapabilityError: Ray is not there, or the replicas do not start; says why.
+        CapabilityError: Ray is not installed, or the replicas do not start.
     """
     ray = connected()
     if not fleet.more:
@@ -204,7 +203,7 @@ def serve(
     from ray import serve as ray_serve
 
     ended = threading.Event()
-    for sig in (signal.SIGINT, signal.SIGTERM):  # Ray has taken the second one
+    for sig in (signal.SIGINT, signal.SIGTERM):  # Ray has its own handler of the second one
         signal.signal(sig, lambda *_: ended.set())
     port = port or _free(host)
     try:
@@ -217,7 +216,7 @@ def serve(
         try:
             handle = ray_serve.run(front.bind(replicas.bind(make), settings), name=NAME, route_prefix="/")
         except (RuntimeError, ValueError) as error:
-            raise CapabilityError(f"The replicas do not start: {_reason(ray_serve, error)}") from error
+            raise CapabilityError(f"The replicas do not start: {_failure(ray_serve, error)}") from error
         listens(port)
         ended.wait()
         ended.clear()
@@ -230,25 +229,23 @@ def serve(
 
 
 def _end(ray_serve: Any) -> None:
-    """Ends what was begun, and Ray Serve itself where no other application runs on it."""
+    """Ends our application, and Ray Serve itself if it runs no other."""
     if set(ray_serve.status().applications) - {NAME}:
         ray_serve.delete(NAME)
     else:
         ray_serve.shutdown()
 
 
-def _reason(ray_serve: Any, error: Exception) -> str:
-    """What Ray knows of a deployment that did not start: the last line of its replicas' traceback."""
+def _failure(ray_serve: Any, error: Exception) -> str:
+    """Why a deployment did not start: the error in its replicas' traceback."""
     status = ray_serve.status().applications.get(NAME)
-    said = [d.message for d in status.deployments.values() if d.message] if status is not None else []
-    lines = [line.strip() for text in said or [str(error)] for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0]]
-    return (named or lines or [type(error).__name__])[-1]
+    messages = [] if status is None else [each.message for each in status.deployments.values() if each.message]
+    return reason("\n".join(messages) or str(error))
 
 
 def _free(host: str) -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        port: int = found.getsockname()[1]
+    """A port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
     return port

@@ -1,4 +1,4 @@
-"""The server process: uvicorn in front, the worker behind, and how both end."""
+"""The server process: uvicorn and the worker, and how they start and end together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from longdraft.serve.service import Service
 
 
 class Server(uvicorn.Server):
-    """Drains on SIGTERM and Ctrl-C: what runs and waits is answered, new requests get 503. A second signal ends all.
+    """Drains on SIGTERM and Ctrl-C: ongoing requests are answered, new ones get 503. A second signal ends everything.
 
     Args:
-        drain: seconds that the answers may take.
+        drain: seconds that the last answers may take.
     """
 
     def __init__(self, service: Service, host: str, port: int, drain: float = 300.0, access_log: bool = False) -> None:
@@ -39,18 +39,18 @@ class Server(uvicorn.Server):
         threading.Thread(target=self._end, name="longdraft drain").start()
 
     def _end(self) -> None:
-        # The listener stays: whoever comes is told that the server shuts down.
+        # Keeps listening meanwhile, to answer new requests with 503.
         self._service.worker.close(self._drain)
         self.should_exit = True
 
     def serve_beside(self, listens: Callable[[int], None]) -> None:
-        """Listens in a thread, and decodes in this one, which is the main one, until all has ended.
+        """Listens in a new thread and decodes in this one, the main thread, until the server has ended.
 
         Args:
-            listens: told the port, once it does.
+            listens: called with the port once the server listens.
 
         Raises:
-            RequestError: nothing can listen there.
+            RequestError: the address cannot be used.
         """
         listening = threading.Thread(target=self._listen, name="longdraft http", daemon=True)
         for sig in (signal.SIGINT, signal.SIGTERM):
@@ -68,11 +68,11 @@ class Server(uvicorn.Server):
 
     def _listen(self) -> None:
         self.run()
-        if self.started:  # whatever has ended it: nobody could be answered any more
+        if self.started:  # nobody can be answered any more
             self._service.worker.close(0)
 
     @property
     def port(self) -> int:
-        """The one that it listens at, once it does."""
-        found: int = self.servers[0].sockets[0].getsockname()[1]
-        return found
+        """The port that it listens at."""
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port

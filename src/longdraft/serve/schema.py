@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields that are served. A field that is not, or a value, is refused, never ignored."""
+"""Request bodies: the fields of OpenAI's API that are served. Any other field or value is refused, never ignored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 
 class Strict(BaseModel):
-    """Unknown fields are refused; a null is as if the field were not there."""
+    """Refuses unknown fields; a null counts as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -19,7 +19,7 @@ class Strict(BaseModel):
 
 
 class Part(Strict):
-    """A part of a message: text alone is served."""
+    """A part of a message; only text is served."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -45,21 +45,20 @@ class Message(Strict):
     refusal: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        """The message as chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": _joined(self.content or "")}
         if self.tool_calls:
-            said["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id:
-            said["tool_call_id"] = self.tool_call_id
+            message["tool_call_id"] = self.tool_call_id
         if self.name:
-            said["name"] = self.name
-        return said
+            message["name"] = self.name
+        return message
 
 
 class StreamOptions(Strict):
-    """``continuous_usage_stats``: counts in each chunk (vLLM's). ``include_trace``: what rounds drafted."""
+    """``continuous_usage_stats``: token counts in each chunk. ``include_trace``: what each round drafted."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -75,7 +74,11 @@ class Prediction(Strict):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return _joined(self.content)
+
+
+def _joined(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _stops(value: Any) -> Any:
@@ -83,12 +86,12 @@ def _stops(value: Any) -> Any:
 
 
 class Sampled(Strict):
-    """What all endpoints share."""
+    """The fields that the endpoints share."""
 
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
-    # OpenAI's default: clients that want greedy text say 0.
+    # OpenAI's default; clients that want greedy text send 0.
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
@@ -170,7 +173,7 @@ class Responses(Strict):
 
 
 class Tokenize(Strict):
-    """``/tokenize``: a text, or a chat as the model is shown it."""
+    """``/tokenize``: a text, or a chat with the model's template."""
 
     model: str = ""
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""Settings of a server, and its file of API keys."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from longdraft.errors import RequestError
 @dataclass(frozen=True)
 class Settings:
     """Attributes:
-    name: the model's, as clients name it.
-    methods: those that a request may name, the first where it names none.
+    name: the model's name for clients.
+    methods: the methods that a request may name; the first is the default.
     slots: requests decoded at a time, for each method. context: tokens of the longest text, prompt and output.
-    queue: requests that wait at most; more are refused with 429.
-    max_tokens: emitted at most, a request; and where a request says nothing.
+    queue: requests that may wait; more are refused with 429.
+    max_tokens: the most new tokens a request may ask for. default_tokens: new tokens if it does not say.
     timeout: seconds that a request may take, waiting included.
-    max_body: bytes of a request. body_seconds: that it may take to arrive.
-    keys: API keys, by the name that each tenant has; empty: none is asked for.
-    piece: prompt tokens that are read between two rounds of the others.
-    earlier: so many tokens of a tenant's earlier requests are looked up too.
-    snapshots: folder for the prompts of slots; None: they do not survive a restart. snapshot_bytes: of all of them.
+    max_body: bytes of a request. body_seconds: seconds that it may take to arrive.
+    keys: tenant -> API key; empty: no key is needed.
+    piece: prompt tokens that are read between two rounds of the other requests.
+    earlier: tokens of a tenant's earlier requests that lookups search too.
+    snapshots: folder for prompts; None: they do not survive a restart. snapshot_bytes: limit of all files together.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Settings:
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """API keys of a file: a key a line, or a tenant's name, a space and the key; # begins a comment.
+    """The API keys in a file. A line has a key, or a tenant's name and a key; # begins a comment.
 
     Raises:
-        RequestError: it cannot be read, has no key, or two tenants of one name.
+        RequestError: the file cannot be read, has no key, or names a tenant or key twice.
     """
     try:
         lines = [line.split("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--api-key-file {file}: {error}.") from error
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for number, words in enumerate(lines, 1):
         if not words:
             continue
@@ -60,9 +60,9 @@ def read_keys(file: Path) -> dict[str, str]:
                 f"--api-key-file {file}, line {number}: a name and a key, or a key, not {len(words)} words."
             )
         name = words[0] if len(words) == 2 else f"key {number}"
-        if name in found or words[-1] in found.values():
+        if name in keys or words[-1] in keys.values():
             raise RequestError(f"--api-key-file {file}, line {number}: this name or key is there twice.")
-        found[name] = words[-1]
-    if not found:
+        keys[name] = words[-1]
+    if not keys:
         raise RequestError(f"--api-key-file {file} has no key.")
-    return found
+    return keys

@@ -1,7 +1,7 @@
-"""Text that follows a grammar: a logits processor that forbids what the grammar does not allow (llguidance).
+"""Text bound to a grammar: a logits processor that forbids all other tokens, with llguidance.
 
-longdraft calls a processor once for every emitted token, in order, with the text so far, so the grammar's state moves
-on by what is new in it. Drafted tokens that the grammar forbids are refuted like any other wrong guess.
+longdraft calls a processor once for each emitted token, in order, with the text so far; the grammar's state advances by
+the new tokens. Verification rejects drafted tokens that the grammar forbids, like any other wrong draft.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, RequestError
 
-# A tokenizer's tables take up to a second.
+# Making a tokenizer's table takes up to a second.
 _tables: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
 
 
 def grammar_for(response_format: Mapping[str, Any]) -> str | None:
-    """llguidance's grammar of an OpenAI ``response_format``; None: any text.
+    """llguidance's grammar for OpenAI's ``response_format``; None for any text.
 
     Raises:
-        RequestError: a kind that there is not, or a schema that is none.
+        RequestError: an unknown type, or no valid schema.
     """
     kind = response_format.get("type")
     if kind == "text":
@@ -42,17 +42,17 @@ def grammar_for(response_format: Mapping[str, Any]) -> str | None:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that a schema describes, on one line: small models lose themselves in white space.
+    """The grammar of a JSON schema, without line breaks: small models get lost in white space.
 
     Raises:
-        RequestError: what llguidance says is wrong with the schema.
+        RequestError: llguidance does not accept the schema.
     """
     written = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     return checked(str(LLMatcher.grammar_from_json_schema(written)))
 
 
 def checked(grammar: str) -> str:
-    """The grammar. Raises RequestError where llguidance cannot follow it."""
+    """The grammar itself. Raises RequestError if llguidance does not accept it."""
     if wrong := LLMatcher.validate_grammar(grammar):
         raise RequestError(f"This schema cannot be followed: {wrong.splitlines()[0]}")
     return grammar
@@ -62,17 +62,17 @@ class Constraint:
     """A logits processor for one request.
 
     Args:
-        grammar: llguidance's. prompt: tokens of the prompt.
+        grammar: llguidance's. prompt: how many tokens the prompt has.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int) -> None:
         self._matcher = LLMatcher(_table(tokenizer), grammar)
-        self._seen = prompt
+        self._consumed = prompt
         self._eos = tokenizer.eos_token_id
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        new = input_ids[0, self._seen :].tolist()
-        self._seen += len(new)
+        new = input_ids[0, self._consumed :].tolist()
+        self._consumed += len(new)
         if new and not self._matcher.is_stopped():
             self._matcher.consume_tokens(new)
         if self._matcher.is_error():

@@ -1,7 +1,7 @@
-"""Tools: what a model is told of them, how its text is bound to call them, and its calls as OpenAI writes them.
+"""Tool calls: the prompt that lists the tools, the grammar of calls, and the parser that finds them in the text.
 
-A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen's and Hermes' models write it. Templates
-that know tools say so themselves; others get a system message.
+A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the form of Qwen's and Hermes' models. The tools
+go through the chat template if it supports them, else into a system message.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from longdraft.errors import RequestError
 from longdraft.serve.structured import checked
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_TOLD = f"""You may call these functions:
+_INSTRUCTIONS = f"""You may call these functions:
 {{functions}}
 To call one, answer with {OPEN}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{CLOSE} and nothing else."""
 
 
 def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None) -> str:
-    """ "none", "auto", "required" or the name of the one function that is to be called.
+    """The choice as "none", "auto", "required" or the name of the function to call.
 
     Raises:
-        RequestError: tools that are no functions with names, or a choice that is none of these.
+        RequestError: a tool is not a named function, or the choice is unknown.
     """
     names = []
     for tool in tools:
@@ -53,17 +53,17 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
 
 
 def grammar_for_tools(tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True) -> str:
-    """What the text may be: calls of these functions, or with "auto" any text instead.
+    """llguidance's grammar of calls to these functions; with "auto" also of any other text.
 
     Raises:
-        RequestError: a function's parameters are no schema.
+        RequestError: a function's parameters are not a valid schema.
     """
     schemas = []
     for function in (tool["function"] for tool in tools):
         if choice in ("auto", "required") or function["name"] == choice:
-            own = function.get("parameters") or {"type": "object"}
+            arguments = function.get("parameters") or {"type": "object"}
             schemas.append({
-                "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": own},
+                "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": arguments},
                 "required": ["name", "arguments"], "additionalProperties": False,
             })  # fmt: skip
     call = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_flexible": False}})
@@ -77,32 +77,34 @@ def grammar_for_tools(tools: Sequence[Mapping[str, Any]], choice: str, parallel:
 def with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages as the model's template takes them, and what else it takes."""
-    asked = [{"role": "user", "content": "-"}]
-    knows = bool(tools) and tokenizer.chat_template is not None
-    if knows:
-        try:
-            plain, told = (
-                tokenizer.apply_chat_template(asked, tokenize=False, tools=given) for given in (None, list(tools))
-            )
-            knows = plain != told
-        except Exception:  # a template's own mistake: it does not know them then
-            knows = False
-    if knows:
+    """The messages for the model's chat template, and its further arguments."""
+    if tools and _supports_tools(tokenizer, list(tools)):
         return messages, {"tools": list(tools)}
-    written = [_written(message) for message in messages]
+    messages = [_as_text(message) for message in messages]
     if tools:
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        told = _TOLD.format(functions=functions)
-        if written and written[0]["role"] == "system":
-            written[0] = written[0] | {"content": f"{written[0]['content']}\n\n{told}"}
+        instructions = _INSTRUCTIONS.format(functions=functions)
+        if messages and messages[0]["role"] == "system":
+            messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{instructions}"}
         else:
-            written.insert(0, {"role": "system", "content": told})
-    return written, {}
+            messages.insert(0, {"role": "system", "content": instructions})
+    return messages, {}
 
 
-def _written(message: dict[str, Any]) -> dict[str, Any]:
-    """A message for a template that knows no tools: calls and answers as text."""
+def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str, Any]]) -> bool:
+    """Whether the chat template writes the tools into the prompt."""
+    if tokenizer.chat_template is None:
+        return False
+    turn = [{"role": "user", "content": "-"}]
+    try:
+        plain, with_tools = (tokenizer.apply_chat_template(turn, tokenize=False, tools=each) for each in (None, tools))
+    except Exception:  # a mistake in the template
+        return False
+    return bool(plain != with_tools)
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its tool calls, or their results, as text."""
     content = message["content"]
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -113,81 +115,79 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": content}
 
 
-# How a call begins that a grammar has bound: its name first, so that its arguments can be told as they come.
-_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\\]|\\\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
-_LAST = re.compile(r"\}?\s*$")
+# The beginning of a call that follows the grammar: the name comes first, so that its arguments can be streamed.
+_CALL_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\\]|\\\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_CALL_END = re.compile(r"\}?\s*$")
 
 
 class ToolParser:
-    """Tells calls from text, as it streams."""
+    """Separates calls from text while it streams."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""  # text that has not been reported
         self._calls = 0
-        self._within = False  # the arguments of a call whose name was told
+        self._in_arguments = False  # of a call whose name has been reported
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """What a piece of text adds to the answer: OpenAI's deltas."""
-        self._held += text
-        found: list[dict[str, Any]] = []
+        """OpenAI's deltas for the next piece of text."""
+        self._pending += text
+        deltas: list[dict[str, Any]] = []
         while True:
-            before = len(self._held)
-            step = self._arguments() if self._within else self._text_or_call()
-            found += step
-            if len(self._held) == before:
-                return found
+            before = len(self._pending)
+            deltas += self._arguments() if self._in_arguments else self._text_or_call()
+            if len(self._pending) == before:
+                return deltas
 
     def finish(self) -> tuple[list[dict[str, Any]], str | None]:
-        """What was held, as text, and the reason to end where there were calls."""
-        rest, self._held = self._held, ""
-        said = [{"content": rest}] if rest.strip() and not self._within else []
-        return said, "tool_calls" if self._calls else None
+        """The deltas of what is left, and the finish reason if there were calls."""
+        rest, self._pending = self._pending, ""
+        deltas = [{"content": rest}] if rest.strip() and not self._in_arguments else []
+        return deltas, "tool_calls" if self._calls else None
 
     def _text_or_call(self) -> list[dict[str, Any]]:
-        said, opened, rest = self._held.partition(OPEN)
-        if not opened:
-            said, self._held = _until(self._held, OPEN)
-            return [{"content": said}] if said else []
-        found = [{"content": said}] if said.strip() else []
-        self._held = opened + rest
-        if begun := _BEGUN.match(rest):
-            self._held, self._within = rest[begun.end() :], True
-            return [*found, self._delta(id=f"call_{secrets.token_hex(12)}", name=json.loads(begun[1]), arguments="")]
-        inside, closed, behind = rest.partition(CLOSE)
+        text, tag, rest = self._pending.partition(OPEN)
+        if not tag:
+            text, self._pending = _split_before(self._pending, OPEN)
+            return [{"content": text}] if text else []
+        deltas = [{"content": text}] if text.strip() else []
+        self._pending = tag + rest
+        if start := _CALL_START.match(rest):
+            self._pending, self._in_arguments = rest[start.end() :], True
+            return [*deltas, self._new_call(json.loads(start[1]), "")]
+        inside, closed, after = rest.partition(CLOSE)
         if not closed:
-            return found
-        self._held = behind
+            return deltas
+        self._pending = after
         try:
             call = json.loads(inside)
             name, arguments = str(call["name"]), json.dumps(call.get("arguments", {}), ensure_ascii=False)
-        except (ValueError, TypeError, KeyError):  # not bound by a grammar, and wrong
-            return [*found, {"content": f"{OPEN}{inside}{CLOSE}"}]
-        found.append(self._delta(id=f"call_{secrets.token_hex(12)}", name=name, arguments=arguments))
+        except (ValueError, TypeError, KeyError):  # not bound by a grammar, and malformed
+            return [*deltas, {"content": f"{OPEN}{inside}{CLOSE}"}]
+        deltas.append(self._new_call(name, arguments))
         self._calls += 1
-        return found
+        return deltas
 
     def _arguments(self) -> list[dict[str, Any]]:
-        inside, closed, behind = self._held.partition(CLOSE)
+        inside, closed, after = self._pending.partition(CLOSE)
         if closed:
-            self._held, self._within = behind, False
-            found = [self._delta(arguments=_LAST.sub("", inside))]
+            self._pending, self._in_arguments = after, False
             self._calls += 1
-            return found
-        # The brace that ends the call is none of the arguments'.
-        said = _LAST.sub("", _until(self._held, CLOSE)[0])
-        if not said:
-            return []
-        self._held = self._held[len(said) :]
-        return [self._delta(arguments=said)]
+            return [_call(self._calls - 1, {"arguments": _CALL_END.sub("", inside)})]
+        # The brace that ends the call does not belong to the arguments.
+        text = _CALL_END.sub("", _split_before(self._pending, CLOSE)[0])
+        self._pending = self._pending[len(text) :]
+        return [_call(self._calls, {"arguments": text})] if text else []
 
-    def _delta(self, id: str | None = None, name: str | None = None, arguments: str = "") -> dict[str, Any]:
-        """A piece of the present call."""
-        function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
-        call: dict[str, Any] = {"index": self._calls, "function": function}
-        return {"tool_calls": [call if id is None else call | {"id": id, "type": "function"}]}
+    def _new_call(self, name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return _call(self._calls, function, id=f"call_{secrets.token_hex(12)}", type="function")
 
 
-def _until(text: str, mark: str) -> tuple[str, str]:
-    """A text in two: what surely is no part of the mark, and what may be its beginning."""
-    kept = next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+def _call(index: int, function: dict[str, str], **more: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "function": function, **more}]}
+
+
+def _split_before(text: str, tag: str) -> tuple[str, str]:
+    """Splits a text before an end that may be the beginning of the tag."""
+    kept = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
     return text[: len(text) - kept], text[len(text) - kept :]

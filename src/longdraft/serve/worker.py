@@ -1,8 +1,9 @@
-"""The engine thread: requests come in from many threads, one decodes them, and each is told what came of its own.
+"""The engine thread: requests come in from many threads, one thread decodes them, and each request's listener hears
+what happens to it.
 
-A session a method, made when it is first asked for. What a request's processors raise makes a whole forward fail: the
-requests that took part in it are decoded once more, one by one, each in a session of its own. What one was told already
-it is told again (a seed fixes every text), and the one that fails again ends with its error.
+There is one session for each method, made on first use. A request's processors may raise, which makes a whole forward
+fail. The requests in that forward then begin again, one by one, each in a session of its own, and emit the same tokens
+again (a seed fixes every text). The request that fails again ends with its error.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from longdraft.errors import LongdraftError
 logger = logging.getLogger("longdraft")
 
 
-class Full(LongdraftError):
-    """As many requests wait as may; attributes: ``seconds`` until one is worth trying again."""
+class QueueFull(LongdraftError):
+    """The queue has no room. ``seconds``: when another attempt is worthwhile."""
 
     def __init__(self, waiting: int, seconds: float) -> None:
         super().__init__(f"{waiting} requests are waiting already: try again in {seconds:.0f} s.")
@@ -31,30 +32,31 @@ class Full(LongdraftError):
 
 
 class Draining(LongdraftError):
-    """The server takes no requests any more."""
+    """The server takes no more requests."""
 
 
 @dataclass(frozen=True)
-class Again:
-    """A request begins again; what it was told is told again."""
+class Restarted:
+    """The request begins again; its tokens so far will be repeated."""
 
 
-# What a listener is told: steps; that it begins again; at last its result, or what it failed with.
-Told = Step | Again | Result | Exception
+# What a listener hears: steps and restarts; at last the result, or the error.
+Update = Step | Restarted | Result | Exception
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that was handed in.
+    """A submitted request.
 
     Attributes:
-        request: makes it, anew each time that it begins: processors have a state.
-        arrived, began, ended: ``time.monotonic()``; 0 where that is still to come.
+        request: makes the request, each time that it begins, because processors have a state.
+        listener: called from the engine thread; must return quickly.
+        arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
     """
 
     request: Callable[[], Request]
     method: str
-    tell: Callable[[Told], None]
+    listener: Callable[[Update], None]
     arrived: float = field(default_factory=time.monotonic)
     began: float = 0.0
     ended: float = 0.0
@@ -63,22 +65,22 @@ class Ticket:
 
 class Worker:
     """Args:
-    session: makes a session of a method.
-    slots: requests that a session decodes at a time. queue: requests that wait at most.
+    session: makes a session for a method.
+    slots: how many requests a session decodes at a time. queue: how many may wait.
     idle: called when there is nothing to decode, again as long as it returns True.
     """
 
     def __init__(
         self, session: Callable[[str], Session], slots: int, queue: int, idle: Callable[[], bool] = lambda: False
     ) -> None:
-        self._make, self._slots, self._queue, self._idle = session, slots, queue, idle
+        self._new_session, self._slots, self._queue, self._idle = session, slots, queue, idle
         self._sessions: dict[str, Session] = {}
         self._running: dict[str, dict[int, Ticket]] = {}
         self._waiting: deque[Ticket] = deque()
-        self._alone: deque[Ticket] = deque()  # those that took part in what failed
+        self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
         self._change = threading.Condition()
         self._closing = self._stopping = False
-        self._took: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests
+        self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests
         self._began, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -90,35 +92,35 @@ class Worker:
             self._ended.set()
 
     def start(self) -> None:
-        """The same in a thread of its own."""
+        """Runs in a thread of its own."""
         threading.Thread(target=self.run, name="longdraft engine", daemon=True).start()
         self._began.wait()
 
     # --- from any thread ---
 
     def submit(self, ticket: Ticket) -> None:
-        """Hands a request in; its listener is told from the engine thread, and must not take long.
+        """Queues a request.
 
         Raises:
-            Full: as many wait as may. Draining: :meth:`close` was called.
+            QueueFull: no more may wait. Draining: :meth:`close` was called.
         """
         with self._change:
             if self._closing:
                 raise Draining("The server is shutting down.")
             if len(self._waiting) >= self._queue:
-                seconds = len(self._waiting) / self._slots * sum(self._took) / len(self._took)
-                raise Full(len(self._waiting), max(1.0, seconds))
+                seconds = len(self._waiting) / self._slots * sum(self._durations) / len(self._durations)
+                raise QueueFull(len(self._waiting), max(1.0, seconds))
             self._waiting.append(ticket)
             self._change.notify()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request within a round. One that has ended is left as it is."""
+        """Ends a request within a round. Does nothing if it has ended."""
         with self._change:
             ticket.cancelled = True
             self._change.notify()
 
     def close(self, timeout: float | None = None) -> None:
-        """Takes no more requests, and waits until those that run and wait have ended; after ``timeout`` s ends them."""
+        """Takes no more requests, and waits until all have ended; after ``timeout`` seconds ends them."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -140,35 +142,35 @@ class Worker:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that are decoded, and that wait."""
-        return sum(map(len, list(self._running.values()))), len(self._waiting) + len(self._alone)
+        """How many requests are being decoded, and how many wait."""
+        return sum(map(len, list(self._running.values()))), len(self._waiting) + len(self._suspects)
 
     # --- the engine thread ---
 
     def _run(self) -> None:
-        while self._take():
+        while self._admit():
             busy = False
             for method, session in list(self._sessions.items()):
-                self._drop(session, self._running[method])
+                self._abort_cancelled(session, self._running[method])
                 if session.busy:
                     busy = True
                     self._step(method, session)
-            if self._alone and not busy:
-                self._retry(self._alone.popleft())
-        while not self._stopping and self._use_idle():  # what was decoded last is worth keeping too
+            if self._suspects and not busy:
+                self._decode_alone(self._suspects.popleft())
+        while not self._stopping and self._use_idle():  # the texts decoded last are worth keeping too
             pass
         for session in self._sessions.values():
             session.close()
 
-    def _take(self) -> bool:
-        """Lets waiting requests join; waits where there is nothing else to do. False: it is all over."""
+    def _admit(self) -> bool:
+        """Starts waiting requests; blocks while there is nothing to do. Returns False when the worker should end."""
         while True:
             with self._change:
                 if self._stopping:
                     self._end_all()
                     return False
                 joining = self._joining()
-                idle = not joining and not self._alone and not any(self._running.values())
+                idle = not joining and not self._suspects and not any(self._running.values())
                 if idle and self._closing and not self._waiting:
                     return False
             for ticket in joining:
@@ -181,7 +183,7 @@ class Worker:
                         self._change.wait()
 
     def _use_idle(self) -> bool:
-        """Whether there may be more to do while nobody is decoded. What goes wrong with it is no request's trouble."""
+        """Calls ``idle``. Its errors are logged and concern no request."""
         try:
             return self._idle()
         except Exception:
@@ -189,8 +191,8 @@ class Worker:
             return False
 
     def _joining(self) -> list[Ticket]:
-        """Takes from those that wait, in order, whom there is a slot for; drops those that were cancelled."""
-        found: list[Ticket] = []
+        """Takes from the queue, in order, each request that has a free slot; ends those that were cancelled."""
+        joining: list[Ticket] = []
         free = {method: self._slots - len(running) for method, running in self._running.items()}
         for ticket in list(self._waiting):
             if not ticket.cancelled and free.setdefault(ticket.method, self._slots) < 1:
@@ -200,13 +202,13 @@ class Worker:
                 self._end(ticket, LongdraftError("cancelled"))
             else:
                 free[ticket.method] -= 1
-                found.append(ticket)
-        return found
+                joining.append(ticket)
+        return joining
 
     def _join(self, ticket: Ticket) -> None:
         try:
             if ticket.method not in self._sessions:
-                self._sessions[ticket.method] = self._make(ticket.method)
+                self._sessions[ticket.method] = self._new_session(ticket.method)
                 self._running[ticket.method] = {}
             session = self._sessions[ticket.method]
             number = session.add(ticket.request())
@@ -216,7 +218,7 @@ class Worker:
         ticket.began = time.monotonic()
         self._running[ticket.method][number] = ticket
 
-    def _drop(self, session: Session, running: dict[int, Ticket]) -> None:
+    def _abort_cancelled(self, session: Session, running: dict[int, Ticket]) -> None:
         for number, ticket in running.items():
             if ticket.cancelled:
                 session.abort(number)
@@ -227,37 +229,36 @@ class Worker:
             steps = session.step()
         except Exception as error:
             logger.exception("a forward failed: its %d requests are decoded once more, one by one", len(running))
-            self._failed(method, error)
+            self._abandon(method, error)
             return
         for step in steps:
             ticket = running.get(step.sequence)
             if ticket is not None:
-                self._tell(ticket, step)
+                self._notify(ticket, step)
                 if step.finish_reason is not None and session.ended(step.sequence):
                     del running[step.sequence]
                     self._end(ticket, session.take(step.sequence))
 
-    def _failed(self, method: str, error: Exception) -> None:
-        """The session is over; its requests begin again, by themselves. A request that was alone has had its chance."""
+    def _abandon(self, method: str, error: Exception) -> None:
+        """Drops a session that failed. Its requests begin again, each alone; one that was alone ends with the error."""
         tickets = list(self._running.pop(method).values())
         self._sessions.pop(method)
         if len(tickets) == 1:
             self._end(tickets[0], error)
             return
         for ticket in tickets:
-            self._tell(ticket, Again())
-            self._alone.append(ticket)
+            self._notify(ticket, Restarted())
+            self._suspects.append(ticket)
 
-    def _retry(self, ticket: Ticket) -> None:
-        """A request alone: what it raises is its own fault."""
+    def _decode_alone(self, ticket: Ticket) -> None:
         try:
-            session = self._make(ticket.method)
+            session = self._new_session(ticket.method)
             try:
                 number = session.add(ticket.request())
                 while not session.ended(number):
-                    self._drop(session, {number: ticket})
+                    self._abort_cancelled(session, {number: ticket})
                     for step in session.step():
-                        self._tell(ticket, step)
+                        self._notify(ticket, step)
                     with self._change:
                         if self._stopping:
                             session.abort(number)
@@ -268,25 +269,22 @@ class Worker:
             self._end(ticket, error)
 
     def _end_all(self) -> None:
-        for ticket in [
-            *self._waiting,
-            *self._alone,
-            *(t for running in self._running.values() for t in running.values()),
-        ]:
+        running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
+        for ticket in (*self._waiting, *self._suspects, *running):
             self._end(ticket, Draining("The server has shut down before this request ended."))
         self._waiting.clear()
-        self._alone.clear()
+        self._suspects.clear()
         self._running.clear()
 
-    def _end(self, ticket: Ticket, told: Result | Exception) -> None:
+    def _end(self, ticket: Ticket, outcome: Result | Exception) -> None:
         ticket.ended = time.monotonic()
         if ticket.began:
-            self._took.append(ticket.ended - ticket.began)
-        self._tell(ticket, told)
+            self._durations.append(ticket.ended - ticket.began)
+        self._notify(ticket, outcome)
 
-    def _tell(self, ticket: Ticket, told: Told) -> None:
+    def _notify(self, ticket: Ticket, update: Update) -> None:
         try:
-            ticket.tell(told)
-        except Exception:  # a listener's trouble is its own
+            ticket.listener(update)
+        except Exception:  # concerns this request only
             logger.exception("a listener failed")
             ticket.cancelled = True

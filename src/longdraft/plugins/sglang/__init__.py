@@ -1,10 +1,10 @@
 """Our LongSpec drafter inside SGLang, with trees: ``--speculative-algorithm LONGSPEC
 --speculative-draft-model-path FOLDER``.
 
-SGLang's NGRAM worker verifies trees that are drafted on the host and own no KV. Ours is that worker with another source
-of trees: verification, grammars, log-probabilities and the overlapped schedule are SGLang's own.
+SGLang's NGRAM worker verifies trees that are drafted on the host and have no KV of their own. Ours is that worker with
+another source of trees: verification, grammars, log-probabilities and the overlapped schedule are SGLang's.
 
-What has run: SGLang 0.5.23's own engine and scheduler on a CPU, with stand-ins for its compiled operators
-(``tests/plugins/in_sglang.py``), the overlapped schedule among it. What has not: a GPU, CUDA graphs, attention of
-SGLang's own with masks (``benchmarks/sglang_gpu.sh`` is for a machine that can).
+Tested: SGLang 0.5.23's engine and scheduler on a CPU, with and without the overlapped schedule, with stand-ins for its
+compiled operators (``tests/plugins/in_sglang.py``). Not tested: a GPU, CUDA graphs, and SGLang's own attention with
+tree masks (run ``benchmarks/sglang_gpu.sh`` on a machine with a GPU).
 """

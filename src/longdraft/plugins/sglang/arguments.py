@@ -1,4 +1,4 @@
-"""SGLang's server arguments: what LONGSPEC takes, fills in and refuses."""
+"""SGLang's server arguments: LONGSPEC fills some in and refuses others."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.errors import CapabilityError, RequestError
 
-# Nodes of a tree, its root among them.
+# Nodes of a tree, with its root.
 DRAFT_TOKENS = 32
-# Drafting costs a few forwards of one block a step: more requests at a time than SGLang's NGRAM takes do not pay.
+# The most requests at a time, as of SGLang's NGRAM: drafting costs a few forwards of one block in each step.
 RUNNING = 48
-# What is told to attention as a tree's width: any above one says that it branches.
+# The width of trees, for SGLang's attention: any above one means that they branch.
 BRANCHES = 2
 
 
 def settle(server_args: Any) -> None:
-    """Checks SGLang's ``ServerArgs``, and fills in what was left open.
+    """Checks SGLang's ``ServerArgs``, and fills in missing ones.
 
     Raises:
-        RequestError: no draft, or a tree of one node.
-        CheckpointError: the draft's folder is none.
-        CapabilityError: a server that LONGSPEC does not draft for.
+        RequestError: there is no draft, or a tree has one node.
+        CheckpointError: the draft's folder is not one.
+        CapabilityError: LONGSPEC does not support such a server.
     """
     a = server_args
     if a.speculative_draft_model_path is None:
@@ -37,7 +37,7 @@ def settle(server_args: Any) -> None:
             "2 or more."
         )
     a.speculative_eagle_topk = BRANCHES
-    # Each request reserves places for twice width times steps tokens, or twice the tree where that is more.
+    # A request reserves places for 2 * width * steps tokens, or for two trees if that is more.
     a.speculative_num_steps = a.speculative_num_draft_tokens // BRANCHES
     a.max_running_requests = a.max_running_requests or RUNNING
     a.enable_mixed_chunk = False

@@ -1,4 +1,4 @@
-"""What SGLang runs at the start of each of its processes (entry point ``sglang.srt.plugins``)."""
+"""SGLang runs this at the start of each of its processes (entry point ``sglang.srt.plugins``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_le
 
 
 def register() -> None:
-    """Registers LONGSPEC. Running it again changes nothing."""
+    """Registers LONGSPEC. Calling it again changes nothing."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
@@ -31,7 +31,7 @@ def register() -> None:
     HookRegistry.register(ROOM, room, HookType.AROUND)
 
     class LongSpecAlgorithm(CustomSpecAlgo):
-        """To SGLang's scheduler, relays and CUDA graphs it is NGRAM: the same verify input, and no KV of its own."""
+        """SGLang's scheduler, relays and CUDA graphs treat it as NGRAM: the same verify input, and no KV of its own."""
 
         def is_ngram(self) -> bool:
             return True
@@ -39,7 +39,7 @@ def register() -> None:
         def has_draft_kv(self) -> bool:
             return False
 
-    # The scheduler asks for some that SGLang's class for plugins lacks; the built-in algorithms' work here too.
+    # The scheduler calls methods that SGLang's class for plugins lacks; those of the built-in algorithms work here.
     for name, method in vars(SpeculativeAlgorithm).items():
         if isfunction(method) and not hasattr(LongSpecAlgorithm, name):
             setattr(LongSpecAlgorithm, name, method)
@@ -48,7 +48,7 @@ def register() -> None:
         NAME, supports_overlap=True, validate_server_args=settle, spec_class=LongSpecAlgorithm
     )
     def factory(server_args: Any) -> type:
-        """The worker's class; only now are SGLang's workers imported."""
+        """The worker's class; SGLang's workers are imported only now."""
         del server_args
         from longdraft.plugins.sglang.worker import LongSpecWorker
 
@@ -56,18 +56,17 @@ def register() -> None:
 
 
 def config(read: Callable[..., Any], model: Any, *others: Any, **settings: Any) -> Any:
-    """Around SGLang's ``get_config``: it reads each draft's folder as a model of transformers, to look for a few kinds
-    of its own, and fails at ours, which is none."""
+    """Wraps SGLang's ``get_config``, which reads each draft's folder as a model of transformers and fails at ours."""
     try:
         ours = "longdraft_format" in draft_folder.read_config(Path(model))
-    except CheckpointError:  # for SGLang to say
+    except CheckpointError:  # SGLang reports it
         ours = False
     return PretrainedConfig() if ours else read(model, *others, **settings)
 
 
 def room(read: Callable[[], int]) -> int:
-    """Around SGLang's columns beyond the context in its table of places. Each step it reserves places for two trees,
-    and has columns for one: near the context's end the others go into the next request's row."""
+    """Wraps the number of columns beyond the context in SGLang's table of places. Each step reserves places for two
+    trees, but the table has columns for one: near the context's end the others go into the next request's row."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
     from sglang.srt.runtime_context import get_spec
 

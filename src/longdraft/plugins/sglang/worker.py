@@ -15,16 +15,16 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from longdraft.plugins.sglang.drafting import Drafting
 from longdraft.plugins.sglang.trees import tree_arrays
 
-# Requests that are drafted for at a time: each takes memory for one layer of a whole context.
+# Environment variable: how many requests are drafted for at a time. Each takes memory for one layer of a context.
 SLOTS = "LONGDRAFT_SGLANG_SLOTS"
 
 
 class LongSpecWorker(NGRAMWorker):
-    """Written against sglang 0.5.23 (the package's docstring says what has run)."""
+    """Written for sglang 0.5.23 (see the package's docstring for what is tested)."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         del gpu_id, nccl_port
-        BaseSpecWorker.__init__(self)  # NGRAM's own would build its corpus
+        BaseSpecWorker.__init__(self)  # NGRAM's __init__ would build its corpus
         spec, schedule = get_spec(), get_schedule()
         self.server_args = server_args
         self.enable_overlap = not schedule.disable_overlap_schedule
@@ -40,7 +40,7 @@ class LongSpecWorker(NGRAMWorker):
         self.ngram_corpus = SimpleNamespace(erase_match_state=lambda names: None)
 
     def alloc_memory_pool(self, **settings: Any) -> None:
-        """Makes the drafter once the target's pools are there."""
+        """Makes the drafter once the target's pools exist."""
         super().alloc_memory_pool(**settings)
         slots = min(self.max_batch_size, int(os.environ.get(SLOTS, 8)))
         draft = self.server_args.speculative_draft_model_path
@@ -52,11 +52,11 @@ class LongSpecWorker(NGRAMWorker):
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         late: list[list[int]] = [[] for _ in batch.reqs]
-        if self.enable_overlap and not batch.grammar_needs_sync():  # results are a step behind: take what came since
+        if self.enable_overlap and not batch.grammar_needs_sync():  # output_ids are a step behind
             counts = batch.spec_info.accept_lens.tolist()
-            came = batch.spec_info.accept_tokens.view(len(counts), self.draft_token_num).tolist()
-            late = [row[:count] for row, count in zip(came, counts, strict=True)]
+            tokens = batch.spec_info.accept_tokens.view(len(counts), self.draft_token_num).tolist()
+            late = [row[:count] for row, count in zip(tokens, counts, strict=True)]
         return tree_arrays(self.drafting.trees(batch.reqs, batch.req_pool_indices, late), self.draft_token_num)
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """There is none."""
+        """LONGSPEC has no corpus."""

@@ -1,4 +1,4 @@
-"""Suffix lookups in vLLM: what followed earlier matches of a text's end, in the request's own text."""
+"""Suffix lookups in vLLM: proposes what followed earlier matches of a request's end, in its own text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from longdraft.plugins.vllm.proposer import Proposer
 
 
 class Lookup(Proposer):
-    """Nothing is trained, and nothing of the target read: any model, any attention backend.
+    """Needs no draft and reads nothing of the target, so any model and attention backend will do.
 
-    Options: ``min_n``, ``max_n`` (lengths of matches), ``earlier`` (tokens of requests that have ended, which are
-    looked up too: all tenants', so leave it at 0 where these must not know of each other).
+    Options: ``min_n``, ``max_n`` (lengths of matches); ``earlier`` (how many tokens of ended requests to search too:
+    of all tenants, so leave it at 0 if these must not know of each other).
     """
 
     @staticmethod

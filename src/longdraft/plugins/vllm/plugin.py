@@ -1,29 +1,29 @@
-"""What vLLM runs at the start of each of its processes (entry point ``vllm.general_plugins``)."""
+"""vLLM runs this at the start of each of its processes (entry point ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from longdraft.plugins.vllm.mended import mend_sampling
 from longdraft.plugins.vllm.proposer import Proposer
+from longdraft.plugins.vllm.sampling import mend_sampling
 
 
 def register() -> None:
-    """Shows each proposer of ours the model runner that has made it. Running it again changes nothing."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's is made of it
+    """Gives each of our proposers the model runner that made it. Calling it again changes nothing."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the base of the CPU's
 
-    made = GPUModelRunner.__init__
-    if hasattr(made, "longdraft"):
+    original = GPUModelRunner.__init__
+    if hasattr(original, "longdraft"):
         return
 
-    @functools.wraps(made)
-    def making(runner: Any, *arguments: Any, **settings: Any) -> None:
-        made(runner, *arguments, **settings)
+    @functools.wraps(original)
+    def init(runner: Any, *arguments: Any, **settings: Any) -> None:
+        original(runner, *arguments, **settings)
         proposer = getattr(runner, "drafter", None)
         if isinstance(proposer, Proposer):
             proposer.runner = runner
             mend_sampling()
 
-    making.longdraft = True  # type: ignore[attr-defined]
-    GPUModelRunner.__init__ = making
+    init.longdraft = True  # type: ignore[attr-defined]
+    GPUModelRunner.__init__ = init

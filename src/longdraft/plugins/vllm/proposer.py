@@ -1,4 +1,4 @@
-"""A proposer of vLLM's ``custom_class``: follows the engine's requests, and has one of our drafters draft for them."""
+"""A proposer for vLLM's ``custom_class`` that drafts with one of our drafters."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from typing import Any
 import numpy as np
 
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.plugins.followed import Requests
+from longdraft.plugins.requests import RequestTracker
 
 
-class Proposer(Requests, ABC):
-    """Requests are known by vLLM's ids.
-
-    Args:
+class Proposer(RequestTracker, ABC):
+    """Args:
         config: vLLM's ``VllmConfig``.
 
     Attributes:
-        drafter: of ours; made by :meth:`load_model`.
+        drafter: made by :meth:`load_model`.
         runner: vLLM's model runner; :mod:`~longdraft.plugins.vllm.plugin` sets it.
     """
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.tokens: int = config.speculative_config.num_speculative_tokens
-        given = (getattr(config, "additional_config", None) or {}).get("longdraft") or {}
-        self.options = self.defaults() | dict(given)
+        options = (getattr(config, "additional_config", None) or {}).get("longdraft") or {}
+        self.options = self.defaults() | dict(options)
         if unknown := set(self.options) - set(self.defaults()):
             raise RequestError(
                 f"additional_config['longdraft'] has no {sorted(unknown)[0]!r} for {type(self).__name__}: it takes "
@@ -38,17 +36,17 @@ class Proposer(Requests, ABC):
 
     @staticmethod
     def defaults() -> dict[str, Any]:
-        """Options and what they are where nobody says."""
+        """The options and their defaults."""
         return {}
 
     @property
     def slots(self) -> int:
-        """Requests that are drafted for at a time; others are decoded without drafts."""
+        """How many requests are drafted for at a time; others are decoded without drafts."""
         return int(self.config.scheduler_config.max_num_seqs)
 
     @abstractmethod
     def load_model(self, model: Any) -> None:
-        """Makes the drafter; vLLM hands over the target, ready to compute."""
+        """Makes the drafter. Called by vLLM with the loaded target."""
 
     def propose(
         self,
@@ -57,11 +55,11 @@ class Proposer(Requests, ABC):
         token_ids_cpu: np.ndarray[Any, Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafted tokens of each row of the engine's batch, in its order.
+        """Drafted tokens for each row of the engine's batch.
 
         Args:
-            sampled_token_ids: of each row, the tokens that came with this step; none while its prompt is read.
-            num_tokens_no_spec, token_ids_cpu: (rows,) and (rows, longest): its text, these tokens included.
+            sampled_token_ids: the new tokens of each row; none while its prompt is read.
+            num_tokens_no_spec, token_ids_cpu: (rows,) length and (rows, longest) tokens of its text, with the new ones.
         """
         del slot_mappings
         if self.runner is None:
@@ -71,23 +69,23 @@ class Proposer(Requests, ABC):
             )
         batch = self.runner.input_batch
         names: list[str] = batch.req_ids[: len(sampled_token_ids)]
-        self._keep(batch.req_ids)
-        going = []
+        self._forget_others(batch.req_ids)
+        tracked = []
         for row, (name, emitted) in enumerate(zip(names, sampled_token_ids, strict=True)):
             length = int(num_tokens_no_spec[row])
             if not emitted or length >= self.longest:
                 continue
             last = partial(_last, token_ids_cpu[row], length)
-            followed = self._follow(name, row, length, len(emitted), last)
-            if followed is not None:
-                going.append(followed)
+            request = self._track(name, row, length, len(emitted), last)
+            if request is not None:
+                tracked.append(request)
         drafted: list[list[int]] = [[] for _ in names]
-        for followed, tree in zip(going, self._draft(going), strict=True):
-            room = min(self.tokens, followed.sequence.remaining - 1)
-            drafted[followed.row] = list(tree.tokens[1 : 1 + max(0, room)])
+        for request, tree in zip(tracked, self._draft(tracked), strict=True):
+            room = min(self.tokens, request.sequence.remaining - 1)
+            drafted[request.row] = list(tree.tokens[1 : 1 + max(0, room)])
         return drafted
 
 
 def _last(ids: np.ndarray[Any, Any], length: int, count: int) -> list[int]:
-    found: list[int] = ids[length - count : length].tolist()
-    return found
+    tokens: list[int] = ids[length - count : length].tolist()
+    return tokens

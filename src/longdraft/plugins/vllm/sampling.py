@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend does wrong to sampled text where anything drafts, put right. GPUs are left alone."""
+"""Mends a mistake in vLLM's CPU backend: text that is sampled with drafts follows no distribution. GPUs are right."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 def mend_sampling() -> None:
-    """Temperatures, top-k and top-p of requests are spread over their drafted tokens.
+    """Replaces vLLM's function that repeats a request's temperature, top-k and top-p for each of its drafted tokens.
 
-    On a CPU vLLM 0.32 leaves the result unwritten, so that text follows no distribution (its pull request 42638), and
-    top-k fails where a step verifies no drafts. Does nothing where that is right already.
+    On a CPU, vLLM 0.32 leaves the result unwritten (its pull request 42638), and top-k fails in a step that verifies no
+    drafts. Does nothing if vLLM is right already.
     """
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler as sampler
 
     if not current_platform.is_cpu() or sampler.apply_sampling_constraints.__module__ == __name__:
         return
-    given = torch.tensor([0.5, 0.25])
-    if not torch.equal(sampler.expand_batch_to_tokens(given, torch.tensor([1, 3]), 3), given[[0, 1, 1]]):
+    values = torch.tensor([0.5, 0.25])
+    if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3]), 3), values[[0, 1, 1]]):
         sampler.expand_batch_to_tokens = spread
     constrained = sampler.apply_sampling_constraints
 
@@ -32,11 +32,11 @@ def mend_sampling() -> None:
 def spread(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """One number (n,) of each request -> (num_tokens,), one of each of its drafted tokens.
+    """Repeats the number of each request, (n,), for each of its drafted tokens: (num_tokens,).
 
     Args:
-        cu_num_tokens: (n,) drafted tokens up to and with each request.
-        replace_from, replace_to: numbers that are this become that.
+        cu_num_tokens: (n,) how many tokens are drafted up to and including each request.
+        replace_from, replace_to: values equal to the first become the second.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
