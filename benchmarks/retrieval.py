@@ -157,7 +157,7 @@ def main() -> None:
         longdraft.Speculator(without, target=model, **given),
     ]
     runner = specs[0].runner()
-    retrieving, plain = (spec._recipe(spec.runner()).drafter for spec in specs)
+    retrieving, plain = (spec.recipe().drafter for spec in specs)
     lengths = options.context or [n for n in (1024 << i for i in range(8)) if n + 64 <= runner.context_length]
     rows = [measured(runner, retrieving, plain, n, options.nodes, options.repeats) for n in lengths]  # type: ignore[arg-type]
     names = ("target", "with_tap", "score", "gather", "update", "draft", "whole")

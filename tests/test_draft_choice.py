@@ -74,7 +74,7 @@ def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkey
 
     def drafter(*method, **options):
         spec = Speculator(*method, target=model, **options)
-        return type(spec._recipe(spec.runner()).drafter()).__name__
+        return type(spec.recipe().drafter()).__name__
 
     assert drafter(plan="auto") == "UnitedDrafter"
     assert drafter(plan="auto", lookup=False) == alone

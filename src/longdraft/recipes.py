@@ -1,7 +1,7 @@
 """The choice of a method: from a user's words to the parts of a run.
 
-:func:`resolve` turns a name and options into a method as far as possible without a target, :func:`recipe` settles the
-rest for a target, and a :class:`Recipe` builds drafter and schedule.
+:func:`resolve` turns a name and options into a method as far as possible without a target, :func:`recipe_for` settles
+the rest for a target, and a :class:`Recipe` builds drafter and schedule.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def resolve(
     """The method and the options that a user's words stand for, checked as far as possible without a target.
 
     Args:
-        name: a method, its name, or a draft folder (or GGUF file). None leaves the choice to :func:`recipe`.
+        name: a method, its name, or a draft folder (or GGUF file). None leaves the choice to :func:`recipe_for`.
         options: the method's own; a draft folder among them is read.
         alone: no target will follow soon: check with shipped drafts now.
 
@@ -131,7 +131,7 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
     return method_named(draft.kind) if isinstance(draft, Draft) else method_of(draft)
 
 
-def recipe(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
+def recipe_for(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
     """The method, drafter and options that decode a target.
 
     Args:

@@ -30,7 +30,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.options import whole_number, with_suggestions
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import checked, planned, planner_for
-from longdraft.recipes import Recipe, recipe, resolve
+from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Speculator:
             UnsupportedModelError, CheckpointError, CapabilityError: as :class:`Speculator` does.
         """
         self.tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        self._recipe(self.runner(target))
+        self.recipe(self.runner(target))
 
     @classmethod
     def from_pretrained(
@@ -145,10 +145,11 @@ class Speculator:
         Raises:
             RequestError: no method was named, and which one it will be depends on a target that is not there yet.
         """
-        return self._named or self._recipe(self.runner()).method
+        return self._named or self.recipe().method
 
-    def _recipe(self, runner: TargetRunner) -> Recipe:
-        """Method and options for a target; found once a target."""
+    def recipe(self, runner: TargetRunner | None = None) -> Recipe:
+        """The method and options for a target, by default the first; settled once a target."""
+        runner = self.runner() if runner is None else runner
         found = self._recipes.get(runner)
         if found is None:
             with runner.lock:
@@ -157,7 +158,7 @@ class Speculator:
                     # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
                     lookup = planned(self._plan, self.options)
                     with values_checked():
-                        found = recipe(self._named, self.options, runner, lookup)
+                        found = recipe_for(self._named, self.options, runner, lookup)
                     self._recipes[runner] = found
         return found
 
@@ -172,7 +173,7 @@ class Speculator:
     def _planner(self, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
         with runner.lock:  # also while it is measured what verifications cost: others would be measured with them
             if runner not in self._planners:
-                chosen = self._recipe(runner)
+                chosen = self.recipe(runner)
                 if runner.share is not None:
                     runner.share.check_plan(self._plan)
                 free = self.offload is None and runner.share is None
@@ -211,7 +212,7 @@ class Speculator:
     def feature_layers(self) -> tuple[int, ...]:
         """Layers whose hidden states its drafter reads; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
         runner = self.runner()
-        return self._recipe(runner).drafter().feature_layers(runner)
+        return self.recipe(runner).drafter().feature_layers(runner)
 
     @property
     def exact(self) -> bool:
@@ -220,7 +221,7 @@ class Speculator:
 
     def draft(self) -> Draft[Any] | None:
         """The draft that it decodes its target with; None for a method that needs none."""
-        found: Draft[Any] | None = self._recipe(self.runner()).options.get("draft")
+        found: Draft[Any] | None = self.recipe().options.get("draft")
         return found
 
     @property
@@ -358,7 +359,7 @@ class Speculator:
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
         slots = batch_for(runner.device.type) if batch is None else whole_number("batch", batch, 1)
-        chosen = self._recipe(runner)
+        chosen = self.recipe(runner)
         return chosen, Engine(
             runner,
             chosen.drafter(),
@@ -394,7 +395,7 @@ class Speculator:
         given = given or integration.Given()
         with integration.streaming(given.streamer):
             runner = self.runner(model)
-            chosen = self._recipe(runner)
+            chosen = self.recipe(runner)
             return integration.decode(
                 runner,
                 chosen.drafter(),

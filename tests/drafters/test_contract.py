@@ -76,7 +76,7 @@ Watching.__abstractmethods__ = frozenset()
 def run(spec: Speculator, prompts=PROMPTS, limit: NodeLimit | None = None) -> tuple[Watching, list[Sequence]]:
     """Decodes greedily with a fresh drafter of a speculator's method."""
     runner = spec.runner()
-    recipe = spec._recipe(runner)
+    recipe = spec.recipe(runner)
     drafter = recipe.drafter()
     if limit is not None:
         drafter.use_planner()

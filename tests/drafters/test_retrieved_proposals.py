@@ -141,9 +141,9 @@ def test_the_method_retrieves_and_grows_an_opt_tree(tmp_path):
     model = five_layers()
     draft = random_eagle3(tmp_path, model)
     spec = Speculator("specextend-eagle3", target=model, draft=draft)
-    made = spec._recipe(spec.runner()).drafter()
+    made = spec.recipe().drafter()
     assert made.retrieval.view.chunks == 64 and made.retrieval.refresh.interval == 8 and isinstance(made.tree, Opt)
     spec = Speculator("specextend-eagle3", target=model, draft=draft, widths=(2, 2), chunks=16)
-    assert spec._recipe(spec.runner()).drafter().tree.widths == (2, 2)
+    assert spec.recipe().drafter().tree.widths == (2, 2)
     with pytest.raises(ValueError, match="window and retrieval"):
         Speculator("specextend-eagle3", target=model, draft=draft, window=64)

@@ -45,7 +45,7 @@ def test_a_folder_of_transformers_is_a_method_with_its_draft(tmp_path):
     ):
         assert spec.method.name == "small-lm"
     spec = Speculator("specextend", target=model, draft=folder, sink=4, recent=8, chunk=4)
-    drafter = spec._recipe(spec.runner()).drafter()
+    drafter = spec.recipe().drafter()
     assert (drafter.view, drafter.max_nodes, drafter.retrieval.view.chunks) == ("retrieval", 50, 32)
     expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
     results = spec.generate(PROMPTS, max_new_tokens=12)

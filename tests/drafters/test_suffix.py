@@ -13,7 +13,7 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.engine.sequence import Sequence
-from longdraft.recipes import recipe
+from longdraft.recipes import recipe_for
 from longdraft.trees.builders import chain
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
@@ -283,7 +283,7 @@ def test_a_speculator_shares_texts_only_when_asked(method):
 def test_speculators_share_nothing():
     model = tiny_model()
     stores = [
-        recipe(spec._named, spec.options, spec.runner()).drafter().earlier
+        recipe_for(spec._named, spec.options, spec.runner()).drafter().earlier
         for spec in (Speculator("suffix", target=model, earlier=50) for _ in range(2))
     ]
     assert stores[0] is not stores[1]
@@ -297,7 +297,7 @@ def test_lookups_beside_a_draft_see_earlier_requests_too(tmp_path):
     results = [spec.generate([prompt], max_new_tokens=24, eos_token_ids=[])[0] for _ in range(2)]
     plain = Speculator("ar", target=model).generate([prompt], max_new_tokens=24, eos_token_ids=[])[0]
     assert [r.token_ids for r in results] == [plain.token_ids] * 2
-    store = spec._recipe(spec.runner()).drafter().unpaid.earlier
+    store = spec.recipe().drafter().unpaid.earlier
     assert len(store.suffixes.tokens) == 2 * (8 + 24 + 1)
     with pytest.raises(ValueError, match="lookup=true"):
         Speculator("longspec", target=model, draft=draft, earlier=500)

@@ -38,7 +38,7 @@ def pair(method, tmp_path, **options):
 def test_it_proposes_what_either_does(tmp_path, method):
     """A text that repeats: the lookup finds it, whatever a random draft says."""
     spec, _ = pair(method, tmp_path, widths=(2, 2), plan="fixed")
-    drafter = spec._recipe(spec.runner()).drafter()
+    drafter = spec.recipe().drafter()
     trees, propose = [], drafter.propose
     own = {"unpaid": [], "paid": []}
     for name in own:

@@ -129,7 +129,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_where_they_change(method, rope):
     model = tiny_model(rope_parameters=rope, context=96 if rope is LONGROPE else 24, dtype=torch.float64)
     spec = Speculator(method, target=model)
-    room = 0 if rope is LONGROPE else spec._recipe(spec.runner()).drafter().max_nodes
+    room = 0 if rope is LONGROPE else spec.recipe().drafter().max_nodes
     prompt = text(max(2, 12 - room)) * 2
     ids = torch.tensor([prompt])
     fits = 24 - len(prompt) - room

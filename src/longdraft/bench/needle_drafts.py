@@ -33,7 +33,7 @@ from longdraft.methods import method_named
 from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
-from longdraft.recipes import Recipe, recipe, resolve
+from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.trees.level import Growth, Level, Scored
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
@@ -141,7 +141,7 @@ class NeedleDrafts:
             given = {"draft": read[kind]} if kind in read else {}
             # Nothing is verified, so the first choice is all the tree that is needed.
             options = {**given, **each.options, "widths": (1,)}
-            self._recipes[name] = recipe(*resolve(each.method, options), self.runner)
+            self._recipes[name] = recipe_for(*resolve(each.method, options), self.runner)
             read[kind] = self._recipes[name].options["draft"]  # once read, it is not read again
         self._cache = PromptCache()
 

@@ -29,7 +29,7 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
-from longdraft.recipes import Recipe, recipe, resolve
+from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 
@@ -194,14 +194,16 @@ class Quality:
         # A draft that has been read is not read again.
         loaded_once = {**settings.options, **own, "drafter": self.drafter}
         self._recipes = {
-            FULL: recipe(first.drafting, own, self.runner),
-            REFERENCE: recipe(method_named(REFERENCE), {}, self.runner),
+            FULL: recipe_for(first.drafting, own, self.runner),
+            REFERENCE: recipe_for(method_named(REFERENCE), {}, self.runner),
             **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
         }
         # Rounded KV is another model's, with a cache of its own.
         rounded = {n: TargetRunner(loaded.model, kv_dtype=dtype_of(n)) for n in settings.kv_dtypes}
         self._rounded = {f"{REFERENCE}:kv_dtype={n}": (each, PromptCache()) for n, each in rounded.items()}
-        self._recipes |= {name: recipe(method_named(REFERENCE), {}, each) for name, (each, _) in self._rounded.items()}
+        self._recipes |= {
+            name: recipe_for(method_named(REFERENCE), {}, each) for name, (each, _) in self._rounded.items()
+        }
         self._cache = PromptCache()
         own_end = loaded.tokenizer.eos_token_id
         self._ends = self.runner.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
@@ -310,7 +312,7 @@ class Quality:
         return Answered(haystack, right, runs)
 
     def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
-        return recipe(*resolve(METHOD, {**options, **variant.options}), self.runner)
+        return recipe_for(*resolve(METHOD, {**options, **variant.options}), self.runner)
 
     def _make_room(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Takes memory for the largest run once: the store need not grow, which would hold it twice."""
