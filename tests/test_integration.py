@@ -111,16 +111,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_supported_is_refused_before_work_begins(spec, monkeypatch, what):
-    settings, message = REFUSED[what]
-    model = tiny_model()
-    settings = settings(model) if callable(settings) else settings
-    monkeypatch.setattr(TargetRunner, "forward", None)
-    with pytest.raises(CapabilityError, match=message):
-        model.generate(IDS, max_new_tokens=5, custom_generate=spec, **settings)
-
-
 def test_a_cache_that_rounds_is_refused():
     """Asked for where a package for it is installed; generate itself refuses it elsewhere."""
     config = GenerationConfig(cache_implementation="quantized")
@@ -159,14 +149,14 @@ IN_A_BATCH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", IN_A_BATCH)
-def test_what_a_batch_cannot_have_is_refused_before_work_begins(spec, monkeypatch, what):
-    settings, message = IN_A_BATCH[what]
+@pytest.mark.parametrize(("rows", "what"), [*((1, name) for name in REFUSED), *((2, name) for name in IN_A_BATCH)])
+def test_what_is_not_supported_is_refused_before_work_begins(spec, monkeypatch, rows, what):
+    settings, message = (REFUSED if rows == 1 else IN_A_BATCH)[what]
     model = tiny_model()
     settings = settings(model) if callable(settings) else settings
     monkeypatch.setattr(TargetRunner, "forward", None)
     with pytest.raises(CapabilityError, match=message):
-        model.generate(IDS.repeat(2, 1), max_new_tokens=5, custom_generate=spec, **settings)
+        model.generate(IDS.repeat(rows, 1), max_new_tokens=5, custom_generate=spec, **settings)
 
 
 @pytest.mark.parametrize(

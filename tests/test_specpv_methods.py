@@ -58,18 +58,6 @@ def test_two_runs_on_one_prompt_cache(model):
         assert got.generate([longer[:60]], max_new_tokens=20, cache=cache)[0].token_ids == want
 
 
-@pytest.mark.parametrize("sample", [False, True])
-def test_transformers_generate_takes_it(sample):
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    ids = torch.tensor([PROMPTS[0]])
-    settings = {"max_new_tokens": 30, "do_sample": sample, "attention_mask": torch.ones_like(ids)}
-    torch.manual_seed(4)
-    want = model.generate(ids, **settings)
-    spec = Speculator("specpv-exact", drafter="prompt-lookup", **SMALL)
-    torch.manual_seed(4)
-    assert torch.equal(model.generate(ids, custom_generate=spec, **settings), want)
-
-
 @pytest.mark.parametrize(
     ("given", "word"),
     [

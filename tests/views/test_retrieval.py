@@ -13,7 +13,6 @@ from longdraft import Speculator
 from longdraft.drafters.shared.retrieval import RetrievalOptions, retrieval_of
 from longdraft.errors import CheckpointError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.views.copied import Copied
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.retrieved import RetrievedKV
 from longdraft.views.scorers import SCORERS
@@ -209,23 +208,6 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
             assert set(range(c * chunk, (c + 1) * chunk)) <= set(rows)
         n = store.lengths[0]
         assert set(range(min(sink, n))) | set(range(max(0, n - recent), n)) <= set(rows)
-
-
-def test_a_copy_is_chosen_anew_when_it_must_be_and_appended_to_otherwise():
-    copied = Copied(1, 24)
-    assert not copied.appends(0, 80, due=False)
-    copied.fill(0, 16, 72, 80)
-    assert copied.appends(0, 80, due=False) and copied.append(0, 80) == (slice(16, 16), slice(80, 80))
-    assert not copied.appends(0, 80, due=True)
-    assert copied.appends(0, 83, due=False) and copied.append(0, 83) == (slice(16, 19), slice(80, 83))
-    copied.forget(0, 83)
-    assert copied.sizes == [19]
-    copied.forget(0, 82)
-    assert copied.sizes == [18] and copied.appends(0, 83, due=False)
-    assert not copied.appends(0, 140, due=False)  # no room for so many more
-    assert copied.appends(0, 82, due=False) and copied.ends == [82]
-    assert not copied.appends(0, 60, due=False) and copied.ends == [0]  # chosen rows are gone
-    assert copied.appends(0, 24, due=True) and copied.whole(0)  # all of it fits
 
 
 # --- options ---

@@ -97,7 +97,6 @@ class StepDraws:
         self._like: torch.Tensor | None = None
 
     def row(self, index: int) -> RowDraws:
-        """The random numbers of one row."""
         return RowDraws(self, index)
 
     def close(self, row: int) -> None:

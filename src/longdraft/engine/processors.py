@@ -117,7 +117,7 @@ def _shared(processor: Any) -> list[Any]:
 
 
 def _rows_of(tensor: torch.Tensor, row: int, rows: int, what: str) -> torch.Tensor:
-    """The row's processor part (1, ...) of a tensor with one for each prompt, where a prompt may have several rows."""
+    """The row's own part (1, ...) of a tensor with one for each prompt, where a prompt may have several rows."""
     if tensor.shape[0] == 0 or rows % tensor.shape[0]:
         raise CapabilityError(f"{what} is for {tensor.shape[0]} rows, but the batch has {rows}. Give it one a row.")
     index = row * tensor.shape[0] // rows

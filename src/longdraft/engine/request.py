@@ -208,6 +208,5 @@ def _listed(name: str, value: object) -> list[Any]:
 
 
 def _short(value: object) -> str:
-    """A value's repr, or its type if that is long."""
     shown = repr(value)
     return shown if len(shown) <= 40 else f"a {type(value).__name__}"

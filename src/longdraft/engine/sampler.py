@@ -137,7 +137,7 @@ class Sampler:
 
     @property
     def plain_greedy(self) -> bool:
-        """True when every node's token is the argmax of its logits, whatever the path."""
+        """True if every node's token is the argmax of its logits, whatever the path."""
         return self.greedy and len(self.processors) == 0
 
     @property

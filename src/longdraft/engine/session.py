@@ -127,7 +127,6 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """True if any request has not ended yet."""
         return self._engine.busy
 
     def close(self) -> None:

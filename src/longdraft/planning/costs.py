@@ -273,7 +273,6 @@ def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
 
 
 def _tree(nodes: int) -> TokenTree:
-    """A tree with a branch at every other node, as drafts are."""
     return TokenTree((0,) * nodes, (-1, *((i - 1) // 2 * 2 for i in range(1, nodes))))
 
 

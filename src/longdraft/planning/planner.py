@@ -66,7 +66,6 @@ class Planner:
         self.tried = False
 
     def start(self, drafter: Drafter | None = None) -> Plan:
-        """Plans a run of this drafter."""
         return Plan(self, drafter)
 
 

@@ -71,7 +71,6 @@ class TreeOptions(Options):
 
 
 def _implied(default: str, given: Collection[str]) -> str:
-    """Returns the kind of tree that the given options belong to."""
     if "widths" in given:
         return "static" if default == "static" else "beam"
     if "threshold" in given:

@@ -188,7 +188,6 @@ class TrueCache:
             self._summaries.forget(slot, start)
 
     def waiting(self, slot: int) -> int:
-        """Number of waiting rows."""
         return self.store.lengths[slot] - self._copied.sizes[slot]
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
@@ -205,6 +204,5 @@ class TrueCache:
         self.full.unverified[slot] += len(path)
 
     def drop(self, slot: int) -> None:
-        """Forgets the waiting rows."""
         self.full.unverified[slot] -= self.waiting(slot)
         self.store.truncate(slot, self._copied.sizes[slot])

@@ -121,7 +121,6 @@ class CompactCache:
         self._versions: list[int | None] = [None] * slots
 
     def whole(self, slot: int) -> bool:
-        """True if all of the text is in the working cache, each token at its true position."""
         return self._copied[slot] == self.full.lengths[slot]
 
     def reading(self, slot: int, wanted: int) -> int:

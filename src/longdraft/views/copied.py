@@ -26,7 +26,6 @@ class Copied:
         self._starts = [0] * slots
 
     def whole(self, slot: int) -> bool:
-        """True if the copy holds all of the text."""
         return self._starts[slot] == 0
 
     def appends(self, slot: int, end: int, due: bool) -> bool:

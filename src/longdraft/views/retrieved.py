@@ -146,5 +146,4 @@ class CompactWindow(Window):
         return self._turned(x, torch.full((1,), shift, device=self._device)) if shift else x
 
     def _turned(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """Rotates x (H, T, d) by (T,) or (1,) positions."""
         return turned(x, *self._turns(by))
