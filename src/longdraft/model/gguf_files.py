@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import gguf_cache, stored
-from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
+from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
 from longdraft.model.collector import paused
 from longdraft.model.gguf_cache import Metadata
 from longdraft.model.gguf_rope import RopeError, scaling
@@ -234,29 +234,24 @@ def read_gguf(
             is of an unknown kind.
     """
     needs("gguf", path)
-    try:
-        with quiet():
-            file = File(path)
-            why = file.unserved()
-            unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
-            metadata = None if unpacked else file.metadata(say)
-            config = file.config() if metadata is None else metadata.config
-            if weights == "stored" and why:
-                raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
-            if rope_factor is not None:
-                stretch_rope(config.get_text_config(), rope_factor)
-            config._name_or_path = str(path)
-            vars(config).pop("_model_name_or_path", None)  # its name before it was a file
-            loaded = None if metadata is None else LoadedModel(file.model(config), metadata.tokenizer)
-    except (LongdraftError, MemoryError):
-        raise
-    except Exception as error:  # a bad file can raise any type
-        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
+    failure = f"{path} cannot be read as a GGUF model"
+    with reading(failure, _REMEDY), quiet():
+        file = File(path)
+        why = file.unserved()
+        unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
+        metadata = None if unpacked else file.metadata(say)
+        config = file.config() if metadata is None else metadata.config
+        if weights == "stored" and why:
+            raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
+        if rope_factor is not None:
+            stretch_rope(config.get_text_config(), rope_factor)
+        config._name_or_path = str(path)
+        vars(config).pop("_model_name_or_path", None)  # its name before it was a file
+        loaded = None if metadata is None else LoadedModel(file.model(config), metadata.tokenizer)
     unpacking = f"Unpacking {path.name}, as at every start" + (f": {why}" if why else "")
     if loaded is None:
         needs("accelerate", path)
         say(unpacking)
-        failure = f"{path} cannot be read as a GGUF model"
         folder, name = str(path.parent), path.name
         loaded = read_checkpoint(
             folder, dtype, None, config=config, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True
