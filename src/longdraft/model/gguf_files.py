@@ -57,17 +57,20 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = reader_of(path)
-        field = self._reader.get_field("general.architecture")
-        if field is None:
+        if (architecture := self._value("general.architecture")) is None:
             raise ValueError("it names no architecture")
-        self.architecture = str(field.contents())
+        self.architecture = str(architecture)
         self._tensors: list[ReaderTensor] = self._reader.tensors
+
+    def _value(self, name: str) -> Any:
+        field = self._reader.get_field(name)
+        return None if field is None else field.contents()
 
     @property
     def file_type(self) -> int | None:
         """The type of most weights, as a number of gguf's ``LlamaFileType``; None if the file does not say."""
-        field = self._reader.get_field("general.file_type")
-        return None if field is None else int(field.contents())
+        number = self._value("general.file_type")
+        return None if number is None else int(number)
 
     def config(self) -> Any:
         """The configuration, as transformers reads it, with scaled rotary frequencies.
@@ -84,9 +87,9 @@ class File:
         known = self.architecture in ARCHITECTURES
         if known:
             # Some versions of transformers ignore this field, and some take the rotated dimensions for a head's.
-            size = self._reader.get_field(f"{self.architecture}.attention.key_length")
-            config.head_dim = int(size.contents()) if size else config.hidden_size // config.num_attention_heads
-            if self._reader.get_field(f"{self.architecture}.attention.sliding_window") is None:
+            size = self._value(f"{self.architecture}.attention.key_length")
+            config.head_dim = config.hidden_size // config.num_attention_heads if size is None else int(size)
+            if self._value(f"{self.architecture}.attention.sliding_window") is None:
                 config.sliding_window = None  # transformers sets one for every Mistral
         if scaled := self._rope(config if known else None):
             config.rope_parameters = {**config.rope_parameters, **scaled}
@@ -118,14 +121,9 @@ class File:
 
     def _rope(self, config: Any) -> dict[str, Any]:
         """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
-
-        def value(name: str) -> Any:
-            field = self._reader.get_field(f"{self.architecture}.rope.{name}")
-            return None if field is None else field.contents()
-
         factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == _FACTORS), None)
         try:
-            return scaling(value, factors, config)
+            return scaling(lambda name: self._value(f"{self.architecture}.rope.{name}"), factors, config)
         except RopeError as error:
             raise CapabilityError(
                 f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
