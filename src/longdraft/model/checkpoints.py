@@ -78,34 +78,25 @@ def read_checkpoint(
         source: further arguments of each ``from_pretrained``.
     """
     tokenizer: Any = None
-    failure = failure or f"The model in {name} cannot be read"
-    with quiet():
-        try:
-            if config is None:
-                config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
-            if rope_factor is not None:
-                stretch_rope(config.get_text_config(), rope_factor)
-            if with_tokenizer:
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                use_safetensors=use_safetensors,
-                weights_only=True,
-                # Let through here, to be named below: transformers would only log them.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **source,
-            )
-        except (LongdraftError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # a bad file can raise any type
-            reason = reason_of(error)
-            if isinstance(error, pickle.UnpicklingError):  # its own text advises to unpickle the file anyway
-                reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
-            raise CheckpointError(f"{failure}: {reason}. {remedy}") from error
+    with reading(failure or f"The model in {name} cannot be read", remedy), quiet():
+        if config is None:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+        if rope_factor is not None:
+            stretch_rope(config.get_text_config(), rope_factor)
+        if with_tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=use_safetensors,
+            weights_only=True,
+            # Let through here, to be named below: transformers would only log them.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **source,
+        )
     # transformers fills missing weights with random numbers; tied weights are not in its list.
     gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
@@ -114,6 +105,20 @@ def read_checkpoint(
         advice = "It is incomplete or made for another architecture: fetch or save it again."
         raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
     return LoadedModel(model, tokenizer)
+
+
+@contextmanager
+def reading(failure: str, remedy: str = "") -> Iterator[None]:
+    """Turns any error that a bad file sets off in another library into a CheckpointError: failure, reason, remedy."""
+    try:
+        yield
+    except (LongdraftError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # no list of types would be complete
+        reason = reason_of(error)
+        if isinstance(error, pickle.UnpicklingError):  # its own text advises to unpickle the file anyway
+            reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
+        raise CheckpointError(f"{failure}: {reason}. {remedy}".rstrip()) from error
 
 
 def check_folder(folder: Path) -> bool:

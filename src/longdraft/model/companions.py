@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from longdraft.errors import CheckpointError, LongdraftError, reason_of
+from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
 from longdraft.model import hosting, stored
-from longdraft.model.checkpoints import check_gguf, load_weights, quiet
+from longdraft.model.checkpoints import check_gguf, load_weights, quiet, reading
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf_files import File, needs
 from longdraft.model.loading import load
@@ -45,26 +45,19 @@ def describe(name: str) -> Described:
             raise CheckpointError(f"There is no file {name!r}: check the path.")
         check_gguf(path)
         needs("gguf", path)
-    with quiet():
-        try:
-            if gguf:
-                config = File(path).config()
-            else:
-                config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            return Described(
-                stored.weight_shape(model.get_output_embeddings())[0],
-                sum(p.numel() for p in model.parameters()),
-                hosting.context_length(model),
-            )
-        except LongdraftError:
-            raise
-        except Exception as error:  # a bad file can raise any type
-            raise CheckpointError(
-                f"{name} is not the {'file' if gguf else 'folder or hub id'} of a causal language model that "
-                f"transformers can read: {reason_of(error)}."
-            ) from error
+    kind = "file" if gguf else "folder or hub id"
+    with reading(f"{name} is not the {kind} of a causal language model that transformers can read"), quiet():
+        if gguf:
+            config = File(path).config()
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return Described(
+            stored.weight_shape(model.get_output_embeddings())[0],
+            sum(p.numel() for p in model.parameters()),
+            hosting.context_length(model),
+        )
 
 
 def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

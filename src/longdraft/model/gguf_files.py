@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import gguf_cache, stored
-from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, stretch_rope
+from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
 from longdraft.model.collector import paused
 from longdraft.model.gguf_cache import Metadata
 from longdraft.model.gguf_rope import RopeError, scaling
@@ -57,17 +57,20 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = reader_of(path)
-        field = self._reader.get_field("general.architecture")
-        if field is None:
+        if (architecture := self._value("general.architecture")) is None:
             raise ValueError("it names no architecture")
-        self.architecture = str(field.contents())
+        self.architecture = str(architecture)
         self._tensors: list[ReaderTensor] = self._reader.tensors
+
+    def _value(self, name: str) -> Any:
+        field = self._reader.get_field(name)
+        return None if field is None else field.contents()
 
     @property
     def file_type(self) -> int | None:
         """The type of most weights, as a number of gguf's ``LlamaFileType``; None if the file does not say."""
-        field = self._reader.get_field("general.file_type")
-        return None if field is None else int(field.contents())
+        number = self._value("general.file_type")
+        return None if number is None else int(number)
 
     def config(self) -> Any:
         """The configuration, as transformers reads it, with scaled rotary frequencies.
@@ -84,9 +87,9 @@ class File:
         known = self.architecture in ARCHITECTURES
         if known:
             # Some versions of transformers ignore this field, and some take the rotated dimensions for a head's.
-            size = self._reader.get_field(f"{self.architecture}.attention.key_length")
-            config.head_dim = int(size.contents()) if size else config.hidden_size // config.num_attention_heads
-            if self._reader.get_field(f"{self.architecture}.attention.sliding_window") is None:
+            size = self._value(f"{self.architecture}.attention.key_length")
+            config.head_dim = config.hidden_size // config.num_attention_heads if size is None else int(size)
+            if self._value(f"{self.architecture}.attention.sliding_window") is None:
                 config.sliding_window = None  # transformers sets one for every Mistral
         if scaled := self._rope(config if known else None):
             config.rope_parameters = {**config.rope_parameters, **scaled}
@@ -118,14 +121,9 @@ class File:
 
     def _rope(self, config: Any) -> dict[str, Any]:
         """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
-
-        def value(name: str) -> Any:
-            field = self._reader.get_field(f"{self.architecture}.rope.{name}")
-            return None if field is None else field.contents()
-
         factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == _FACTORS), None)
         try:
-            return scaling(value, factors, config)
+            return scaling(lambda name: self._value(f"{self.architecture}.rope.{name}"), factors, config)
         except RopeError as error:
             raise CapabilityError(
                 f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
@@ -234,29 +232,24 @@ def read_gguf(
             is of an unknown kind.
     """
     needs("gguf", path)
-    try:
-        with quiet():
-            file = File(path)
-            why = file.unserved()
-            unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
-            metadata = None if unpacked else file.metadata(say)
-            config = file.config() if metadata is None else metadata.config
-            if weights == "stored" and why:
-                raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
-            if rope_factor is not None:
-                stretch_rope(config.get_text_config(), rope_factor)
-            config._name_or_path = str(path)
-            vars(config).pop("_model_name_or_path", None)  # its name before it was a file
-            loaded = None if metadata is None else LoadedModel(file.model(config), metadata.tokenizer)
-    except (LongdraftError, MemoryError):
-        raise
-    except Exception as error:  # a bad file can raise any type
-        raise CheckpointError(f"{path} cannot be read as a GGUF model: {reason_of(error)}. {_REMEDY}") from error
+    failure = f"{path} cannot be read as a GGUF model"
+    with reading(failure, _REMEDY), quiet():
+        file = File(path)
+        why = file.unserved()
+        unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
+        metadata = None if unpacked else file.metadata(say)
+        config = file.config() if metadata is None else metadata.config
+        if weights == "stored" and why:
+            raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
+        if rope_factor is not None:
+            stretch_rope(config.get_text_config(), rope_factor)
+        config._name_or_path = str(path)
+        vars(config).pop("_model_name_or_path", None)  # its name before it was a file
+        loaded = None if metadata is None else LoadedModel(file.model(config), metadata.tokenizer)
     unpacking = f"Unpacking {path.name}, as at every start" + (f": {why}" if why else "")
     if loaded is None:
         needs("accelerate", path)
         say(unpacking)
-        failure = f"{path} cannot be read as a GGUF model"
         folder, name = str(path.parent), path.name
         loaded = read_checkpoint(
             folder, dtype, None, config=config, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True

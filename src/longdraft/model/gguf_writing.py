@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from longdraft.errors import CapabilityError, CheckpointError, reason_of
-from longdraft.model.checkpoints import check_gguf
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.model.checkpoints import check_gguf, reading
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf_files import needs, reader_of
 from longdraft.model.rotary import Rotary
@@ -64,17 +64,13 @@ class TargetFile:
         check_gguf(path)
         needs("gguf", path)
         self.path = path
-        try:
+        with reading(f"{path} cannot be read as the GGUF file of a model", "Fetch it again."):
             self._reader = reader_of(path)
             self.architecture = str(self._value("general.architecture"))
             self.layers = int(self._value(f"{self.architecture}.block_count"))
             self.hidden_size = int(self._value(f"{self.architecture}.embedding_length"))
             self.context_length = int(self._value(f"{self.architecture}.context_length"))
             self.tokens = len(self._reader.fields["tokenizer.ggml.tokens"].data)
-        except Exception as error:  # a bad file can raise any type
-            raise CheckpointError(
-                f"{path} cannot be read as the GGUF file of a model: {reason_of(error)}. Fetch it again."
-            ) from error
 
     def _value(self, name: str) -> Any:
         return self._reader.fields[name].contents()
