@@ -8,8 +8,11 @@ torch code for norms, activations, rotary embeddings and storing KV.
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
+import importlib.machinery
 import os
 import sys
+import types
 
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -18,7 +21,27 @@ import torch
 import transformers.image_utils  # noqa: F401  # before the stubs, which it would take for torchvision
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.plugins.stubs import Stubs
+STUBBED = ("sgl_kernel", "torchvision")
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules in which every name exists; names without a stand-in raise when they are called."""
+
+    def find_spec(self, name, path, target=None):
+        del path, target
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in STUBBED else None
+
+    def create_module(self, spec):
+        class Stub(types.ModuleType):
+            def __getattr__(self, name):
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return STAND_INS.get(name) or Missing(f"{self.__name__}.{name}")
+
+        return Stub(spec.name)
+
+    def exec_module(self, module):
+        pass
 
 
 class Missing:
@@ -118,7 +141,7 @@ STAND_INS = {
     "reconstruct_indices_from_tree_mask": reconstruct_indices_from_tree_mask,
     "verify_tree_greedy_cpu": verify_tree_greedy,
 }
-sys.meta_path.append(Stubs(lambda module, name: STAND_INS.get(name) or Missing(f"{module}.{name}")))
+sys.meta_path.append(Stubs())
 torch.ops.sgl_kernel.decode_attention_cpu = decode_attention
 torch.ops.sgl_kernel.extend_attention_cpu = extend_attention
 

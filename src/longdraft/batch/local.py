@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from longdraft.batch.rows import Defaults, Line, Row
-from longdraft.batch.run import Answer
+from longdraft.batch.run import Answer, Figures
 from longdraft.engine.stats import Result
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
@@ -61,9 +61,9 @@ class Local:
 
         def receive(update: Update) -> None:
             if isinstance(update, Result):
-                new = update.new_tokens
-                counts = new, update.rounds, new - 1 if update.rounds else 0
-                listener(Answer(line.number, row.answered(update), False, False, *counts))
+                new, rounds = update.new_tokens, update.rounds
+                figures = Figures(1, new, rounds, new - 1 if rounds else 0)
+                listener(Answer(line.number, row.answered(update), figures=figures))
             elif isinstance(update, Exception):
                 listener(Answer(line.number, row.failed(update), True, not isinstance(update, LongdraftError)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 from longdraft.batch.output import Output
@@ -18,21 +18,36 @@ _BROKEN = 8
 
 
 @dataclass(frozen=True)
+class Figures:
+    """Counts of rows: how many, their new tokens, verifications, and the tokens that these emitted."""
+
+    rows: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Emitted tokens / verifications, over all rows."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True)
 class Answer:
     """A row of the output.
 
     Attributes:
         failed: the row holds an error. unexpected: which is not one of longdraft's own.
-        tokens: new tokens. rounds: verifications. accepted: tokens that these emitted.
     """
 
     number: int
     row: dict[str, Any] = field(repr=False)
     failed: bool = False
     unexpected: bool = False
-    tokens: int = 0
-    rounds: int = 0
-    accepted: int = 0
+    figures: Figures = Figures(rows=1)
 
 
 class Decoder(Protocol):
@@ -58,27 +73,6 @@ class Decoder(Protocol):
 
     def take(self, timeout: float) -> Answer | None:
         """The next answer, of any row; None after ``timeout`` seconds."""
-
-
-@dataclass
-class Figures:
-    """Totals of this run: rows written, new tokens, verifications, and the tokens that these emitted."""
-
-    rows: int = 0
-    tokens: int = 0
-    rounds: int = 0
-    accepted: int = 0
-
-    def count(self, answer: Answer) -> None:
-        self.rows += 1
-        self.tokens += answer.tokens
-        self.rounds += answer.rounds
-        self.accepted += answer.accepted
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Emitted tokens / verifications, over all rows."""
-        return self.accepted / self.rounds if self.rounds else 0.0
 
 
 def run(
@@ -122,6 +116,6 @@ def run(
                     f"{_BROKEN} rows after row {output.rows} failed, each with an error of the engine: {written.row} "
                     f"The {output.rows} rows before are written. Fix the cause, and run the same command to go on."
                 )
-            figures.count(written)
+            figures += written.figures
             progress(figures)
     return figures

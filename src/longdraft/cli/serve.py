@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -213,8 +212,8 @@ def serve(
     with console.status() as status:
         service = service_options.service(status)
     server = Server(service, host, port, access_log=debug)
-    settings = service.settings
-    server.serve_beside(_listens(f"{settings.name} with {settings.methods[0]}", host))
+    what = f"{service.settings.name} with {service.settings.methods[0]}"
+    server.serve_beside(lambda port: _note_address(what, host, port))
     console.note("All requests have ended.")
 
 
@@ -222,27 +221,23 @@ def _on_ray(service_options: ServiceOptions, replicas: str, config: Path | None,
     from longdraft.serve.cluster import connected
     from longdraft.serve.replicas import fleet, serve
 
-    if service_options.settings.snapshots is not None:
+    settings, loading = service_options.settings, service_options.loading
+    if settings.snapshots is not None:
         raise RequestError("--snapshots: one process at a time keeps prompts in a folder, so not with --ray.")
-    loading = service_options.loading
     chosen = fleet(replicas, config, loading.on_gpu, loading.threads)
     service_options = service_options.as_replica(chosen.most, chosen.cpus)
-    settings = service_options.settings
     with console.status() as status:
         status("Starting Ray and the replicas")
         connected()
 
-        def listens(at: int) -> None:
+        def listens(port: int) -> None:
             status.close()
-            _listens(f"{settings.name or 'The model'}, on Ray", host)(at)
+            _note_address(f"{settings.name or 'The model'}, on Ray", host, port)
 
         serve(service_options.service_in_replica, settings, chosen, host, port, listens)
     console.note("All requests have ended.")
 
 
-def _listens(what: str, host: str) -> Callable[[int], None]:
-    def note(port: int) -> None:
-        where = f"http://{host}:{port}"
-        console.note(f"{what}: {where} (a page), {where}/v1 (the API). Ctrl-C ends it.")
-
-    return note
+def _note_address(what: str, host: str, port: int) -> None:
+    where = f"http://{host}:{port}"
+    console.note(f"{what}: {where} (a page), {where}/v1 (the API). Ctrl-C ends it.")

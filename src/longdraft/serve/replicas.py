@@ -67,14 +67,13 @@ class Fleet:
             "max_constructor_retry_count": 1,
             "request_router_config": {"request_router_class": _ROUTER},
         }
-        if self.most > self.least:
-            options["autoscaling_config"] = {
-                "min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": slots,
-            }  # fmt: skip
-        else:
-            options["num_replicas"] = self.least
-        if {"num_replicas", "autoscaling_config"} & self.more.keys():
-            options = {k: v for k, v in options.items() if k not in ("num_replicas", "autoscaling_config")}
+        if not {"num_replicas", "autoscaling_config"} & self.more.keys():
+            if self.most == self.least:
+                options["num_replicas"] = self.least
+            else:
+                options["autoscaling_config"] = {
+                    "min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": slots,
+                }  # fmt: skip
         return {**options, **self.more}
 
 

@@ -85,31 +85,36 @@ def _stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class Sampled(Strict):
-    """The fields that the endpoints share."""
+class Text(Strict):
+    """The fields of all endpoints that answer with text."""
 
     model: str = ""
     stream: bool = False
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
     # OpenAI's default; clients that want greedy text send 0.
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: int | None = None
+    method: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Sampled(Text):
+    """The fields of chats and completions."""
+
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    seed: int | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops), Field(max_length=16)] = Field(
         default_factory=list
     )
     n: Annotated[int, Field(ge=1, le=16)] = 1
     ignore_eos: bool = False
-    method: str | None = None
     prediction: Prediction | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
@@ -152,22 +157,14 @@ class Input(Strict):
     status: str | None = None
 
 
-class Responses(Strict):
+class Responses(Text):
     """``/v1/responses``: text in, text out; nothing is stored."""
 
-    model: str = ""
     input: str | list[Input]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    stream: bool = False
     store: bool = False
-    seed: int | None = None
-    method: str | None = None
     text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
     tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None
 
