@@ -1,7 +1,7 @@
 """Weights as they are stored against the same weights in float32, and against others, in one run.
 
     python benchmarks/stored_weights.py --data FOLDER [--parts steps verification prefill methods memory]
-        [--peers hf llama-cpp openvino openvino-lookup] [--rows 4 5 6 7] [--repeats N] [--model M] [--json FILE]
+        [--peers hf llama-cpp] [--rows 4 5 6 7] [--repeats N] [--model M] [--json FILE]
 
 FOLDER has govreport_8K.jsonl and so on, rows with `text`. Everything that is compared takes turns; times are medians of
 the turns, ratios those of two such medians on the same prompt, and geometric means of the prompts.
@@ -48,9 +48,9 @@ DEFAULT = "default"
 PARTS = ("steps", "verification", "prefill", "methods", "memory")
 LENGTHS = ("1K", "2K", "4K", "8K")
 OVER = {  # what each is set against, in this order
-    "ar": ("ar, float32", "hf", "llama-cpp", "openvino"),
+    "ar": ("ar, float32", "hf", "llama-cpp"),
     "ar, float32": ("hf",),
-    DEFAULT: (f"{DEFAULT}, float32", "hf", "llama-cpp", "openvino", "openvino-lookup"),
+    DEFAULT: (f"{DEFAULT}, float32", "hf", "llama-cpp"),
     f"{DEFAULT}, float32": ("hf",),
 }
 MIB = 2**20

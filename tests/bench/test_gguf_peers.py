@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
 from longdraft import LoadedModel, Sampling
-from longdraft.bench import openvino_peer, report
+from longdraft.bench import report
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.llama_peer import LlamaCpp
-from longdraft.bench.openvino_peer import OpenVINO, OpenVINOLookup
 from longdraft.bench.peers import Sources
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
@@ -53,31 +52,6 @@ class Llama:
             yield token
 
 
-class Pipeline:
-    """What of OpenVINO GenAI we use: it counts upwards, with a lookup in forwards of two tokens."""
-
-    def __init__(self, path, device, INFERENCE_NUM_THREADS, scheduler_config, prompt_lookup=False):
-        if "broken" in path:
-            raise RuntimeError("Check 'ctx' failed at gguf.cpp:317:\nFailed to open it with gguf_open")
-        assert (device, INFERENCE_NUM_THREADS) == ("CPU", torch.get_num_threads())
-        assert scheduler_config.enable_prefix_caching is False
-        self.step, self.configs = 2 if prompt_lookup else 1, []
-
-    def get_tokenizer(self):
-        return SimpleNamespace(get_vocab=lambda: dict.fromkeys(range(61)))
-
-    def generate(self, ids, config, streamer):
-        self.configs.append(vars(config))
-        (row,) = ids.tolist()
-        tokens = []
-        while len(tokens) < config.max_new_tokens and not set(tokens) & config.stop_token_ids:
-            count = min(self.step if tokens else 1, config.max_new_tokens - len(tokens))
-            new = [(row[-1] + len(tokens) + 1 + i) % 61 for i in range(count)]
-            streamer.write(new if count > 1 else new[0])
-            tokens += new
-        streamer.end()
-
-
 @pytest.fixture(scope="module")
 def loaded():
     return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
@@ -85,29 +59,10 @@ def loaded():
 
 @pytest.fixture
 def file(monkeypatch, tmp_path):
-    """A GGUF file, in a place where both packages are installed."""
-
-    class Core:
-        def get_property(self, device, name):
-            assert device == "CPU"
-            return SimpleNamespace(get_type_name=lambda: {"I": "f32", "K": "u8"}[name[0]])
-
-    modules = {
-        "llama_cpp": {"Llama": Llama},
-        "openvino": {"Tensor": lambda array: array, "Core": Core},
-        "openvino_genai": {
-            "LLMPipeline": Pipeline,
-            "StreamerBase": object,
-            "StreamingStatus": SimpleNamespace(RUNNING=0),
-            "SchedulerConfig": SimpleNamespace,
-            "GenerationConfig": SimpleNamespace,
-        },
-    }
-    for name, own in modules.items():
-        module = ModuleType(name)
-        vars(module).update(own)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(openvino_peer, "_weights", lambda file: "Q4_1")
+    """A GGUF file, where llama-cpp-python is installed."""
+    module = ModuleType("llama_cpp")
+    module.Llama = Llama
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF and so on")
     return file
@@ -117,86 +72,54 @@ def job(prompt, tokens=17, eos=(), **sampling):
     return Job((tuple(prompt),), tokens, Sampling(**sampling), 3, frozenset(eos))
 
 
-MAKE = {
-    "llama-cpp": lambda file, tokens: LlamaCpp(file, tokens, torch.device("cpu")),
-    "openvino": OpenVINO,
-    "openvino-lookup": OpenVINOLookup,
-}
-NAMES = tuple(MAKE)
+def peer_of(file, tokens=61) -> LlamaCpp:
+    return LlamaCpp(file, tokens, torch.device("cpu"))
 
 
 def test_beside_the_others(loaded, file):
-    settings = Settings(methods=("hf", *NAMES), max_tokens=16, repeats=2, sources=Sources(gguf=file))
+    settings = Settings(methods=("hf", "llama-cpp"), max_tokens=16, repeats=2, sources=Sources(gguf=file))
     bench = Bench(loaded, settings)
     groups, _ = grid(prepare([Sample("one two one two " * 4, "", "a", "a:1")], loaded, settings), settings)
     rows = report.document(bench.names, [bench.measure(group) for group in groups], bench.notes)["rows"]
     accepted = {row["method"]: row["mean_accepted_length"] for row in rows if row["mismatches"] is None}
-    assert accepted == {"llama-cpp": 1.0, "openvino": 1.0, "openvino-lookup": 15 / 8}
+    assert accepted == {"llama-cpp": 1.0}
     assert all(row["tokens_per_second"] > 0 for row in rows)
-    for name in NAMES:
-        assert "tiny.gguf, Q4_1 weights" in bench.notes[name]
-    assert "computed in f32, KV in u8" in bench.notes["openvino"]
+    assert "tiny.gguf" in bench.notes["llama-cpp"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_ends_where_it_should(file, name):
-    peer = MAKE[name](file, 61)
+def test_a_run_ends_where_it_should(file):
+    peer = peer_of(file)
     cold = peer.cold(job([3, 4, 5]))
     assert cold.tokens == (tuple(range(6, 23)),)
     assert peer.warm(job([3, 4, 5])).tokens == cold.tokens
     assert sum(accepted + 1 for accepted, _ in cold.accepted) == 16
-    assert len(cold.accepted) == cold.rounds[0] == (8 if name == "openvino-lookup" else 16)
+    assert len(cold.accepted) == cold.rounds[0] == 16
     ended = peer.warm(job([3, 4, 5], eos=[8]))
     assert ended.tokens == ((6, 7, 8),)
     assert len(peer.cold(job([1] * 600)).tokens[0]) == 17
 
 
 def test_llama_cpp_reads_a_prompt_once(file):
-    peer = MAKE["llama-cpp"](file, 61)
+    peer = peer_of(file)
     peer.cold(job([3, 4, 5]))
     peer.warm(job([3, 4, 5]))
     assert peer._model.read == 3
 
 
-def test_openvino_is_told_what_is_asked_for(file):
-    peer = MAKE["openvino-lookup"](file, 61)
-    peer.warm(job([3]))
-    peer.warm(job([3], eos=[9], temperature=0.5, top_k=7))
-    greedy, sampled = peer._pipeline.configs
-    lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3, "max_new_tokens": 17, "repetition_penalty": 1.0}
-    assert greedy == {**lookup, "ignore_eos": True, "stop_token_ids": set(), "do_sample": False}
-    sampling = {"do_sample": True, "temperature": 0.5, "top_k": 7, "rng_seed": 3}
-    assert sampled == {**lookup, "ignore_eos": False, "stop_token_ids": {9}, **sampling}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_that_cannot_be_used(file, tmp_path, name):
+def test_a_file_that_cannot_be_used(file, tmp_path):
     with pytest.raises(CapabilityError, match="61 tokens and the model 60"):
-        MAKE[name](file, 60)
+        peer_of(file, 60)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"bad magic|Failed to open it"):
-        MAKE[name](broken, 61)
+    with pytest.raises(CheckpointError, match="bad magic"):
+        peer_of(broken)
     text = tmp_path / "text.gguf"
     text.write_text("no")
     with pytest.raises(CheckpointError, match="not a GGUF file"):
-        Settings(methods=(name,), sources=Sources(gguf=text))
+        Settings(methods=("llama-cpp",), sources=Sources(gguf=text))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_package_that_is_missing(monkeypatch, name):
+def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        CapabilityError, match="pip install " + {"l": "llama-cpp-python", "o": "openvino-genai"}[name[0]]
-    ):
-        Settings(methods=(name,))
-
-
-def test_the_precision_of_a_real_file(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    assert openvino_peer._weights(tmp_path / "a.gguf") == "Q4_1"
+    with pytest.raises(CapabilityError, match="pip install llama-cpp-python"):
+        Settings(methods=("llama-cpp",))

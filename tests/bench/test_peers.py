@@ -148,6 +148,6 @@ def test_settings_of_peers_that_make_no_sense(tmp_path):
         Settings(methods=("hf", "hf-prompt-lookup", "hf-assisted"), batches=(1, 2))
     with pytest.raises(ValueError, match="--assistant is for hf-assisted"):
         Settings(methods=("hf",), sources=Sources(assistant="x"))
-    with pytest.raises(ValueError, match="--gguf is for llama-cpp, openvino, openvino-lookup"):
+    with pytest.raises(ValueError, match="--gguf is for llama-cpp"):
         Settings(methods=("hf",), sources=Sources(gguf=tmp_path))
     assert [name for name, peer in PEERS.items() if peer.batched] == ["hf"]

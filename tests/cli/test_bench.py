@@ -66,7 +66,6 @@ def test_transformers_runs_on_unpacked_weights(shell, tmp_path):
         (["--batch", "2", "--methods", "hf-prompt-lookup"], "one prompt at a time"),
         (["--assistant", "x"], "--assistant is for hf-assisted"),
         (["--methods", "llama-cpp"], "pip install llama-cpp-python"),
-        (["--methods", "openvino"], "pip install openvino-genai"),
         (["--llama-cpp-model", "x"], "--gguf is for llama-cpp"),
         (["--methods", "hf-assisted"], "--assistant DIR"),
         (["--data", "gov_report"], "--data gov_report=FILE"),

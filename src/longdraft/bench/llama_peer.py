@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 
 from longdraft.bench import precision
 from longdraft.bench.contenders import Job, Run
-from longdraft.bench.gguf_peer import GGUFPeer
-from longdraft.errors import CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.model.checkpoints import check_gguf
+from longdraft.model.embedded import packaged_file
 
 PACKAGE = "llama_cpp"
 MISSING = (
@@ -20,7 +22,23 @@ MISSING = (
 )
 
 
-class LlamaCpp(GGUFPeer):
+def check(file: Path | None) -> None:
+    """Refuses a run that cannot work, before anything is loaded.
+
+    Raises:
+        CapabilityError: llama-cpp-python is not installed.
+        CheckpointError: no such file, or not a GGUF file.
+    """
+    try:
+        installed = importlib.util.find_spec(PACKAGE) is not None
+    except ValueError:  # a module without a specification, such as a test's stand-in
+        installed = True
+    if not installed:
+        raise CapabilityError(MISSING)
+    check_gguf(file or packaged_file())
+
+
+class LlamaCpp:
     """Plain decoding, on as many threads as torch has, or all on the GPU.
 
     Args:
@@ -35,15 +53,30 @@ class LlamaCpp(GGUFPeer):
     name = "llama-cpp"
 
     def __init__(self, file: Path | None, vocabulary: int, device: torch.device) -> None:
-        super().__init__(file)
+        self.file = file or packaged_file()
+        self.draft: Path | None = self.file
         self._device = device
         self._room = 0
         self._model = self._opened(512)
-        self.check_tokens(self._model.n_vocab(), vocabulary)
+        if (own := self._model.n_vocab()) != vocabulary:
+            raise CapabilityError(
+                f"{self.file} has {own} tokens and the model {vocabulary}: name a GGUF file of the same model "
+                "with --gguf."
+            )
         weights = precision.of_file_type(self._model.metadata.get("general.file_type", ""))
         self.note = (
             f"llama.cpp on {self.file.name}, {weights} weights; it rounds in its own way, so its tokens are others"
         )
+
+    def comparable(self, greedy: bool, batch: int) -> bool:
+        return False  # its weights and its arithmetic are rounded
+
+    def cold(self, job: Job) -> Run:
+        self.release()
+        return self.warm(job)
+
+    def release(self) -> None:
+        self._model.reset()
 
     def warm(self, job: Job) -> Run:
         (prompt,) = job.prompts
@@ -70,11 +103,8 @@ class LlamaCpp(GGUFPeer):
                 break
         return Run.streamed(tuple(tokens), job, start, times, [1] * len(tokens))
 
-    def release(self) -> None:
-        self._model.reset()
-
     def _opened(self, room: int) -> Any:
-        """The model with a cache of so many tokens."""
+        """The model, with a cache of ``room`` tokens."""
         from llama_cpp import Llama
 
         threads = torch.get_num_threads()

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from longdraft.bench import gguf_peer, llama_peer, openvino_peer
+from longdraft.bench import llama_peer
 from longdraft.bench.assistant import assistant
 from longdraft.bench.contenders import Contender
 from longdraft.bench.hf import AssistantModel, Generate, PromptLookup
 from longdraft.bench.llama_peer import LlamaCpp
-from longdraft.bench.openvino_peer import OpenVINO, OpenVINOLookup
 from longdraft.model.runner import TargetRunner
 
 
@@ -49,30 +48,17 @@ def _hf(make: Callable[[TargetRunner, Sources], Contender], batched: bool = Fals
     return Peer(make, unpacked=True, batched=batched, takes=takes)
 
 
-def _on_gguf(make: Callable[[TargetRunner, Path | None], Contender], package: str, missing: str) -> Peer:
-    return Peer(
-        lambda target, sources: make(target, sources.gguf),
-        takes="gguf",
-        check=lambda sources: gguf_peer.check(package, missing, sources.gguf),
-    )
-
-
-def _openvino(kind: type[OpenVINO]) -> Peer:
-    made = lambda target, file: kind(file, target.vocab_size)  # noqa: E731
-    return _on_gguf(made, openvino_peer.PACKAGE, openvino_peer.MISSING)
-
-
 PEERS = {
     Generate.name: _hf(lambda target, _: Generate(target.model), batched=True),
     PromptLookup.name: _hf(lambda target, _: PromptLookup(target.model)),
     AssistantModel.name: _hf(
         lambda target, sources: AssistantModel(target.model, *assistant(target, sources.assistant)), takes="assistant"
     ),
-    LlamaCpp.name: _on_gguf(
-        lambda target, file: LlamaCpp(file, target.vocab_size, target.device), llama_peer.PACKAGE, llama_peer.MISSING
+    LlamaCpp.name: Peer(
+        lambda target, sources: LlamaCpp(sources.gguf, target.vocab_size, target.device),
+        takes="gguf",
+        check=lambda sources: llama_peer.check(sources.gguf),
     ),
-    OpenVINO.name: _openvino(OpenVINO),
-    OpenVINOLookup.name: _openvino(OpenVINOLookup),
 }
 HF = Generate.name
 """The peer that every row is compared with."""

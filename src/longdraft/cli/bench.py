@@ -100,7 +100,7 @@ def bench(
         typer.Option(
             "--gguf",
             "--llama-cpp-model",
-            help="For llama-cpp, openvino and openvino-lookup: a GGUF file.",
+            help="For llama-cpp: a GGUF file.",
             show_default="the embedded model's",
         ),
     ] = None,

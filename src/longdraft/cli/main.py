@@ -22,7 +22,6 @@ from longdraft.cli.chat import chat
 from longdraft.cli.completion import completion
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
-from longdraft.cli.gamma import gamma
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
@@ -61,7 +60,7 @@ for verb, panel in (
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (
-    ("acceptance", acceptance), ("gamma", gamma), ("quality", quality), ("needle", needle), ("report", bench_report),
+    ("acceptance", acceptance), ("quality", quality), ("needle", needle), ("report", bench_report),
 ):  # fmt: skip
     app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.spread(part)))
 
