@@ -28,7 +28,7 @@ def opened(cache: PromptCache, prompts: list[list[int]], capacity: int) -> KVSto
 
 
 def run(cache: PromptCache, prompts: list[list[int]], capacity: int = 20) -> KVStore:
-    """What an engine does: opens, reads what is missing, remembers. A token's KV is the token itself."""
+    """Does what an engine does: opens, computes missing rows, remembers. A token's KV is the token itself."""
     store = opened(cache, prompts, capacity)
     for slot, prompt in enumerate(prompts):
         n = store.lengths[slot]

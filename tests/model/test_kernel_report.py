@@ -1,4 +1,4 @@
-"""Which kernels compute a target: said as it is."""
+"""The report of the kernels that compute a target."""
 
 from __future__ import annotations
 
@@ -18,47 +18,59 @@ compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here
 SIZES = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 2}
 
 
-def of(model, **options):
+def report(model, **options):
     return kernel_report(TargetRunner(model, **options))
 
 
 @compiles
-def test_what_a_model_is_computed_with():
-    whole = of(tiny_model())
-    assert whole.level == native.kernels().level and whole.reason is whole.cost is None
-    assert (whole.weights, whole.kv, whole.whole) == (("float32",), "float32", True)
-    assert (
-        CALLED[whole.level] in whole.line
-        and "in one call: weights in float32, float32 arithmetic, keys and values in float32" in whole.line
-    )
-    assert of(tiny_model(), kv_dtype=torch.int8).kv == "int8"
-    kept = of(keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES)))
-    assert (kept.weights, kept.kv) == (("bfloat16",), "float32")
-
-
-@compiles
-def test_of_a_model_in_bfloat16_the_products():
-    found = of(tiny_model(dtype=torch.bfloat16, **SIZES))
-    assert (found.weights, found.kv, found.whole) == (("bfloat16",), None, False)
-    assert "call by call: weights in bfloat16, bfloat16 arithmetic; torch does the rest" in found.line
+@pytest.mark.parametrize(
+    ("model", "options", "expected", "line"),
+    [
+        (
+            tiny_model,
+            {},
+            (("float32",), "float32", True),
+            "in one call: weights in float32, float32 arithmetic, keys and values in float32",
+        ),
+        (tiny_model, {"kv_dtype": torch.int8}, (("float32",), "int8", True), "keys and values in int8"),
+        (
+            lambda: keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES)),
+            {},
+            (("bfloat16",), "float32", True),
+            "weights in bfloat16, float32 arithmetic",
+        ),
+        (
+            lambda: tiny_model(dtype=torch.bfloat16, **SIZES),
+            {},
+            (("bfloat16",), None, False),
+            "call by call: weights in bfloat16, bfloat16 arithmetic; torch does the rest",
+        ),
+    ],
+    ids=["float32", "rounded KV", "stored in bfloat16", "in bfloat16"],
+)
+def test_the_kernels_of_a_model(model, options, expected, line):
+    found = report(model(), **options)
+    assert found.level == native.kernels().level and found.reason is found.cost is None
+    assert (found.weights, found.kv, found.whole) == expected
+    assert CALLED[found.level] in found.line and line in found.line
 
 
 @compiles
 def test_a_model_that_they_do_not_serve():
-    found = of(tiny_model(dtype=torch.float64))
+    found = report(tiny_model(dtype=torch.float64))
     assert found.level is None and "none of this model's layers (float64 on a CPU)" in found.line
 
 
-def test_without_any_it_says_why_and_what_that_costs(monkeypatch):
+def test_without_kernels_it_says_why_and_what_that_costs(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
-    found = of(tiny_model())
+    found = report(tiny_model())
     assert found.line.startswith("torch's, not longdraft's own: LONGDRAFT_NATIVE=0. Decoding takes")
     assert re.search(r"weights take .*iB, in float32$", found.line)
-    assert "each product unpacks" in of(keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES))).cost
+    assert "each product unpacks" in report(keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES))).cost
     assert kernel_report(None).reason == "LONGDRAFT_NATIVE=0"
 
 
-def test_of_the_machine_alone():
+def test_the_kernels_of_the_machine_alone():
     found = kernel_report(None)
     assert found.level is None or found.line == f"longdraft's own for {CALLED[found.level]}"
 

@@ -9,9 +9,6 @@ from torch import nn
 from longdraft.model import packing
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.packing import PackedLinear
-from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
-from tests.tiny import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -85,16 +82,3 @@ def test_the_switch_and_full_memory_leave_layers_as_they_are(monkeypatch, produc
     FewRowsModule(module)
     torch.testing.assert_close(module(x), expected)
     assert not products
-
-
-@pytest.mark.parametrize("size", [3, 7])
-def test_a_target_gives_the_same_logits(monkeypatch, size):
-    model = tiny_model()
-    found = []
-    for switch in ("0", "1"):
-        monkeypatch.setenv(packing.SWITCH, switch)
-        runner = TargetRunner(model)
-        store = runner.new_store(1, 16)
-        logits = forward(runner, [list(range(size))], store, [0]).logits
-        found.append(logits)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

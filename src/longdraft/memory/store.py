@@ -180,9 +180,9 @@ class KVStore:
         keys, values = self.layer(layer)
         if self.device.type == "cpu" and not block.captured:
             for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-                own = slice(n + block.offset, n + block.width)
-                keys[slot, :, own] = k[b]
-                values[slot, :, own] = v[b]
+                places = slice(n + block.offset, n + block.width)
+                keys[slot, :, places] = k[b]
+                values[slot, :, places] = v[b]
             return
         # Only device tensors and static shapes: a CUDA graph can record this form.
         rows = block.lengths_t[:, None] + torch.arange(block.offset, block.width, device=self.device)

@@ -206,11 +206,11 @@ def check_unchanged(model: nn.Module) -> None:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Inside, modules that this thread makes get parameters without memory, and buffers as usual."""
-    own = threading.get_ident()
+    thread = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         # A tied parameter comes here twice.
-        if parameter is not None and threading.get_ident() == own and not parameter.is_meta:
+        if parameter is not None and threading.get_ident() == thread and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
