@@ -1,4 +1,4 @@
-"""What the planner decides, given what things cost and what was accepted."""
+"""The planner's decisions, by given costs and given acceptance."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def begun(planner: Planner, sequences=None) -> Plan:
 
 
 def event(s: Sequence, verified: TokenTree, accepted: int) -> Event:
-    """Of a chain of zeros, so many of which were right."""
+    """The event of a chain of zeros, the first ``accepted`` of them right."""
     accepted = min(accepted, verified.drafted)
     came = (0,) * accepted + (1,)
     return Event(s, verified, accepted, tuple(range(accepted + 1)), came, accepted, target_tokens=came)
