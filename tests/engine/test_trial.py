@@ -8,7 +8,7 @@ from longdraft.engine.trial import AGAIN, ROUNDS, Trial
 
 
 def decode(trial: Trial, speeds: dict[bool, float], tokens: int, plain: float = 1.0) -> list[bool]:
-    """Decodes so many tokens and returns the way of each; a cycle is one round of the way off, or eight of the way on."""
+    """Decodes so many tokens; returns the way of each. A cycle is one round of the way off, eight of the way on."""
     taken = []
     for i in range(tokens):
         taken.append(trial.on)
