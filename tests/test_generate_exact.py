@@ -174,7 +174,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
-    """What transformers returns, found once a case."""
+    """Outputs of transformers alone, computed once a case."""
     return {}
 
 

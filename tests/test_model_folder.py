@@ -47,7 +47,7 @@ def exported(tmp_path_factory, target, draft):
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """Where transformers copies the code of folders to, instead of the user's cache."""
+    """A folder, in place of the user's cache, that transformers copies the code of folders to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield
@@ -55,7 +55,7 @@ def modules(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Of the Speculator: the method, and the draft that it decoded with."""
+    """The Speculator's calls: the method, and the draft that it decoded with."""
     found = []
     call = Speculator.__call__
 

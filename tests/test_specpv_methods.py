@@ -42,7 +42,7 @@ def test_specpv_says_that_it_is_approximate(model):
 
 
 def test_two_runs_on_one_prompt_cache(model):
-    """What a run leaves behind is exact, whatever was drafted or guessed when it ended."""
+    """The rows that a run leaves behind are exact, whatever was drafted or guessed when it ended."""
     ar = Speculator("ar", target=model)
     for method in ("specpv", "specpv-exact"):
         cache = PromptCache()

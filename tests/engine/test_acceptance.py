@@ -25,7 +25,7 @@ def target(text: list[int]) -> torch.Tensor:
 
 
 def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
-    """What one forward of the target returns; the root is the prefix's last token."""
+    """Logits that one forward of the target returns; the root is the prefix's last token."""
     rows = [target(prefix[:-1] + [tree.tokens[i] for i in tree.path(node)]) for node in range(tree.size)]
     return torch.stack(rows)
 

@@ -1,10 +1,9 @@
 """Sampled acceptance has the target's distribution, for trees of many shapes and any processors.
 
-Acceptance is random through the tokens that the target picks, and through nothing else. So its law is computed: every
-pick is taken in every way that it can go, with its probability, and what comes out is compared with the product of the
-target's processed distributions. That finds any error, however small, but it takes the picks for what they say they
-are. So a few cases are drawn, 10,000 times each. Wrong ways of accepting, among them those of published code, have to
-fail.
+Acceptance is random through the tokens that the target samples, and through nothing else. So its distribution is
+computed: every sample is taken in every way that it can go, with its probability, and the result is compared with the
+product of the target's processed distributions. That finds any error, however small, but it trusts the sampler. So a
+few cases are sampled too, 10,000 times each. Wrong ways of accepting, some of them published, have to fail.
 """
 
 from __future__ import annotations
@@ -22,22 +21,76 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
 from tests import chi_square
-from tests.engine.table_target import PROMPT, SETTINGS, VOCABULARY, Memory, logits_after, text_law, tree_logits
 
-DRAWS = 10_000
-# Tokens whose joint law is compared: exactly, and drawn.
-WRITTEN, DRAWN = 3, 2
+RUNS = 10_000
+# Tokens whose joint distribution is compared: computed, and sampled.
+COMPUTED, SAMPLED = 3, 2
+# A target that is a table: the next token's logits depend on the last two tokens, so its distributions are known.
+VOCABULARY = 8
+PROMPT = [3, 1, 3, 5]
+TABLE = torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4)) * 1.3
+SETTINGS = {
+    "plain": Sampling(1.0),
+    "temperature": Sampling(0.7),
+    "top-k": Sampling(1.0, top_k=3),
+    "top-p": Sampling(1.0, top_p=0.8),
+    "min-p": Sampling(1.0, min_p=0.15),
+    "repetition penalty": Sampling(1.0, repetition_penalty=1.8),
+    "all": Sampling(0.8, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=1.5),
+}
+
+
+def logits_after(text: list[int]) -> torch.Tensor:
+    return TABLE[text[-2], text[-1]]
+
+
+def tree_logits(tree: TokenTree) -> torch.Tensor:
+    """(nodes, vocabulary): what one forward over the tree behind the prompt gives; the prompt ends with the root."""
+    before = [PROMPT[-2], *(tree.tokens[parent] for parent in tree.parents[1:])]
+    return TABLE[before, list(tree.tokens)]
+
+
+def next_distribution(text: list[int], sampling: Sampling) -> torch.Tensor:
+    """The target's processed distribution, computed plainly."""
+    scores = sampling.processors()(torch.tensor([text]), logits_after(text)[None].clone())
+    return torch.softmax(scores, -1)[0].double()
+
+
+def text_distribution(sampling: Sampling, tokens: int) -> torch.Tensor:
+    """(vocabulary,) * tokens: how likely plain decoding writes each text after the prompt."""
+
+    def following(text: list[int], left: int) -> torch.Tensor:
+        p = next_distribution(text, sampling)
+        if left == 1:
+            return p
+        return torch.stack([p[t] * following([*text, t], left - 1) for t in range(VOCABULARY)])
+
+    return following(PROMPT, tokens)
+
+
+class Memory(LogitsProcessorList):
+    """The same processors, each distinct input computed once."""
+
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        super().__init__(processors)
+        self.known: dict[tuple, torch.Tensor] = {}
+
+    def __call__(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        key = (*text[0].tolist(), *scores[0].tolist())
+        if key not in self.known:
+            self.known[key] = super().__call__(text, scores)
+        return self.known[key]
 
 
 def random_trees(count: int) -> list[TokenTree]:
     g = torch.Generator().manual_seed(8)
-    made = []
+    trees = []
     for _ in range(count):
         size = int(torch.randint(1, 13, (), generator=g))
         tokens = torch.randint(VOCABULARY, (size - 1,), generator=g).tolist()
         parents = [-1] + [int(torch.randint(i, (), generator=g)) for i in range(1, size)]
-        made.append(TokenTree((5, *tokens), tuple(parents)))
-    return made
+        trees.append(TokenTree((5, *tokens), tuple(parents)))
+    return trees
 
 
 # Each shape is a list of trees.
@@ -52,27 +105,27 @@ TREES = {
 }
 
 
-class NotSaid(Exception):
-    """A script ends before this pick."""
+class Unscripted(Exception):
+    """A script ends before this sample."""
 
-    def __init__(self, law: torch.Tensor) -> None:
-        self.law = law
+    def __init__(self, distribution: torch.Tensor) -> None:
+        self.distribution = distribution
 
 
 class Scripted(Sampler):
-    """Picks what a script says, and knows how likely that is."""
+    """Samples what a script says, and computes how likely that is."""
 
     def __init__(self, sampling: Sampling, script: tuple[int, ...]) -> None:
         super().__init__(sampling.greedy, sampling.processors())
-        self.script, self.chance, self.said = script, 1.0, 0
+        self.script, self.chance, self.position = script, 1.0, 0
 
     def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
-        law = self.distribution(text, logits).double()
-        if self.said == len(self.script):
-            raise NotSaid(law)
-        token = self.script[self.said]
-        self.said += 1
-        self.chance *= float(law[token])
+        p = self.distribution(text, logits).double()
+        if self.position == len(self.script):
+            raise Unscripted(p)
+        token = self.script[self.position]
+        self.position += 1
+        self.chance *= float(p[token])
         return token
 
 
@@ -91,50 +144,50 @@ def written(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, walk, count
     return emitted
 
 
-def accepted_law(tree: TokenTree, sampling: Sampling, walk=accept) -> torch.Tensor:
-    """(vocabulary,) * WRITTEN: how likely each text comes out."""
-    logits, found, scripts = tree_logits(tree), torch.zeros([VOCABULARY] * WRITTEN, dtype=torch.double), [()]
+def accepted_distribution(tree: TokenTree, sampling: Sampling, walk=accept) -> torch.Tensor:
+    """(vocabulary,) * COMPUTED: how likely each text comes out."""
+    logits, found, scripts = tree_logits(tree), torch.zeros([VOCABULARY] * COMPUTED, dtype=torch.double), [()]
     while scripts:
         sampler = Scripted(sampling, scripts.pop())
         try:
-            text = written(tree, logits, sampler, walk, WRITTEN)
-        except NotSaid as more:
-            scripts += [(*sampler.script, token) for token in more.law.nonzero().flatten().tolist()]
+            text = written(tree, logits, sampler, walk, COMPUTED)
+        except Unscripted as more:
+            scripts += [(*sampler.script, token) for token in more.distribution.nonzero().flatten().tolist()]
         else:
             found[tuple(text)] += sampler.chance
     return found
 
 
 @cache
-def plain_law(setting: str, tokens: int) -> torch.Tensor:
-    return text_law(SETTINGS[setting], tokens)
+def plain_distribution(setting: str, tokens: int) -> torch.Tensor:
+    return text_distribution(SETTINGS[setting], tokens)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("shape", TREES)
-def test_accepted_text_has_the_targets_law(shape, setting):
+def test_accepted_text_has_the_targets_distribution(shape, setting):
     # Of the random trees a share each: as many settings meet all of them.
     trees = TREES[shape][list(SETTINGS).index(setting) :: len(SETTINGS)] if shape == "random" else TREES[shape]
     for tree in trees:
-        found = accepted_law(tree, SETTINGS[setting])
-        torch.testing.assert_close(found, plain_law(setting, WRITTEN), atol=1e-7, rtol=1e-4)
+        found = accepted_distribution(tree, SETTINGS[setting])
+        torch.testing.assert_close(found, plain_distribution(setting, COMPUTED), atol=1e-7, rtol=1e-4)
 
 
-def drawn_p_value(shape: str, setting: str, walk=accept, seed: int = 0) -> float:
-    """Of the draws, the trees of a shape taken in turn."""
+def sampled_p_value(shape: str, setting: str, walk=accept, seed: int = 0) -> float:
+    """Chi-square of sampled texts, with the trees of a shape taken in turn."""
     sampling = SETTINGS[setting]
     sampler = Sampler(sampling.greedy, Memory(sampling.processors()), OwnDraws(torch.Generator().manual_seed(seed)))
     cases = [(tree, tree_logits(tree)) for tree in TREES[shape]]
-    counts = torch.zeros([VOCABULARY] * DRAWN)
-    for draw in range(DRAWS):
-        counts[tuple(written(*cases[draw % len(cases)], sampler, walk, DRAWN))] += 1
-    return chi_square.p_value(counts, plain_law(setting, DRAWN), cells=9)
+    counts = torch.zeros([VOCABULARY] * SAMPLED)
+    for run in range(RUNS):
+        counts[tuple(written(*cases[run % len(cases)], sampler, walk, SAMPLED))] += 1
+    return chi_square.p_value(counts, plain_distribution(setting, SAMPLED), cells=9)
 
 
 # One right case in a hundred falls below 0.01; over 40 seeds the p-values of a case were uniform.
 @pytest.mark.parametrize(("shape", "setting"), [("random", "plain"), ("beam", "all")])
 def test_sampled_output_has_the_targets_distribution(shape, setting):
-    assert drawn_p_value(shape, setting, seed=100 + list(TREES).index(shape)) > 0.01
+    assert sampled_p_value(shape, setting, seed=100 + list(TREES).index(shape)) > 0.01
 
 
 # --- the tests have teeth ---
@@ -164,7 +217,7 @@ def tries_each_child(tree, logits, sampler, text, stop):
 
 
 def argmax_of_the_draft_first(tree, logits, sampler, text, stop):
-    """Walks greedily and draws only where it leaves the tree: typical of code that was tested at temperature 0."""
+    """Walks greedily and samples only where it leaves the tree: typical of code that was tested at temperature 0."""
     best = int(logits[0].argmax())
     if tree.child(0, best) is not None:
         node = tree.child(0, best)
@@ -174,16 +227,16 @@ def argmax_of_the_draft_first(tree, logits, sampler, text, stop):
 
 def forgets_the_path(tree, logits, sampler, text, stop):
     """Lets processors see the prompt alone at every node."""
-    pick = sampler.sample
-    sampler.sample = lambda upto, row: pick(upto[: len(PROMPT)], row)
+    sample = sampler.sample
+    sampler.sample = lambda upto, row: sample(upto[: len(PROMPT)], row)
     try:
         return accept(tree, logits, sampler, text, stop)
     finally:
-        sampler.sample = pick
+        sampler.sample = sample
 
 
 def forgets_the_processors(tree, logits, sampler, text, stop):
-    """Draws from the raw logits."""
+    """Samples from the raw logits."""
     own, sampler.processors = sampler.processors, LogitsProcessorList()
     try:
         return accept(tree, logits, sampler, text, stop)
@@ -202,10 +255,10 @@ def forgets_the_processors(tree, logits, sampler, text, stop):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_wrong_acceptance_has_another_law(wrong, shape, setting):
+def test_a_wrong_acceptance_has_another_distribution(wrong, shape, setting):
     (tree,) = TREES[shape]
-    found = accepted_law(tree, SETTINGS[setting], wrong)
-    assert (found - plain_law(setting, WRITTEN)).abs().max() > 1e-3
+    found = accepted_distribution(tree, SETTINGS[setting], wrong)
+    assert (found - plain_distribution(setting, COMPUTED)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -213,5 +266,5 @@ def test_a_wrong_acceptance_has_another_law(wrong, shape, setting):
     [(sometimes_takes_the_first_child, "binary", "plain"), (tries_each_child, "wide", "temperature")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_wrong_acceptance_is_seen_in_its_draws(wrong, shape, setting):
-    assert drawn_p_value(shape, setting, wrong) < 1e-6
+def test_a_wrong_acceptance_is_seen_in_its_samples(wrong, shape, setting):
+    assert sampled_p_value(shape, setting, wrong) < 1e-6

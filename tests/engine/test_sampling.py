@@ -78,18 +78,18 @@ def test_a_value_out_of_its_range_is_refused_at_once(bad, temperature):
         Sampling(**({"temperature": temperature} | bad))
 
 
-def test_a_pick_is_a_draw_from_the_generator_it_was_given():
+def test_a_token_is_sampled_with_the_generator_it_was_given():
     logits, text = torch.randn(61), torch.tensor([1])
 
-    def picks(seed: int) -> list[int]:
+    def sampled(seed: int) -> list[int]:
         sampler = Sampler(False, Sampling(1.0).processors(), OwnDraws(torch.Generator().manual_seed(seed)))
         torch.manual_seed(int(torch.randint(10**6, ())))  # the global state plays no part
         return [sampler.sample(text, logits) for _ in range(20)]
 
-    assert picks(1) == picks(1) != picks(2)
+    assert sampled(1) == sampled(1) != sampled(2)
 
 
-def test_half_precision_logits_are_drawn_from_in_float32():
+def test_half_precision_logits_are_sampled_in_float32():
     logits = torch.zeros(61, dtype=torch.float16)
     logits[7] = 100.0
     assert Sampler(False, Sampling(1.0).processors()).sample(torch.tensor([1]), logits) == 7

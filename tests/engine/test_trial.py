@@ -1,4 +1,4 @@
-"""Which of two ways goes on."""
+"""Trials of two ways to decode: the faster one goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longdraft.engine.trial import AGAIN, ROUNDS, Trial
 
 
 def decode(trial: Trial, speeds: dict[bool, float], tokens: int, plain: float = 1.0) -> list[bool]:
-    """Which way each of so many tokens went; a cycle is a round without, eight rounds with."""
+    """Decodes so many tokens; returns the way of each. A cycle is one round of the way off, eight of the way on."""
     taken = []
     for i in range(tokens):
         taken.append(trial.on)

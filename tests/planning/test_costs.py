@@ -1,4 +1,4 @@
-"""What verifications cost: measured once, kept, and followed as the machine's speed changes."""
+"""Costs of verifications: measured once, kept, and followed as the machine's speed changes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_batch_is_reckoned_until_it_was_seen():
 
 
 class Said:
-    """What progress was told, each line once."""
+    """Lines of progress, each once."""
 
     def __init__(self):
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Whether other processes are in the way."""
+"""Other processes on the cores of a run."""
 
 from __future__ import annotations
 

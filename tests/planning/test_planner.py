@@ -1,4 +1,4 @@
-"""What the planner decides, given what things cost and what was accepted."""
+"""The planner's decisions, by given costs and given acceptance."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def begun(planner: Planner, sequences=None) -> Plan:
 
 
 def event(s: Sequence, verified: TokenTree, accepted: int) -> Event:
-    """Of a chain of zeros, so many of which were right."""
+    """The event of a chain of zeros, the first ``accepted`` of them right."""
     accepted = min(accepted, verified.drafted)
     came = (0,) * accepted + (1,)
     return Event(s, verified, accepted, tuple(range(accepted + 1)), came, accepted, target_tokens=came)
@@ -66,8 +66,8 @@ def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0
     plan, sequences = planner.start(), sequences or [sequence()]
     asked, seconds = [], 0.0
     for _ in range(count):
-        budget = plan.node_limit(sequences)
-        chosen = budget.choose(sequences, [free] * len(sequences))
+        limit = plan.node_limit(sequences)
+        chosen = limit.choose(sequences, [free] * len(sequences))
         asked.append(len(chosen))
         verified = plan.prune([drafted if s in chosen else free for s in sequences])
         drafting = forwards * each if chosen else 0.0
@@ -215,8 +215,8 @@ def test_texts_come_and_go():
     plan = planner.start()
     for present in ([0], [0, 1], [1, 2, 3], [3]):
         sequences = [sequence(i, greedy=i % 2 == 0) for i in present]
-        budget = plan.node_limit(sequences)
-        chosen = budget.choose(sequences, [ROOT] * len(sequences))
+        limit = plan.node_limit(sequences)
+        chosen = limit.choose(sequences, [ROOT] * len(sequences))
         verified = plan.prune([tree(0.8) if s in chosen else ROOT for s in sequences])
         plan.observe([event(s, t, 1) for s, t in zip(sequences, verified, strict=True)], 1, 0.1, 1.0)
         assert sorted(plan._gains) == present
@@ -290,8 +290,8 @@ def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, aske
     drafter = SuffixDrafter()
     drafter.prior_acceptance, drafter.rows_read = 0.8, lambda n: min(n, 1000)
     s, plan = sequence(), planner.start(drafter)
-    budget = plan.node_limit([s], [length])
-    assert budget.choose([s], [ROOT]) == ([s] if asked else [])
+    limit = plan.node_limit([s], [length])
+    assert limit.choose([s], [ROOT]) == ([s] if asked else [])
 
 
 @given(st.floats(0.05, 0.98), st.floats(0.01, 2.0))

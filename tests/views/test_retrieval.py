@@ -1,4 +1,4 @@
-"""Which chunks are retrieved, and when; what any sequence of events must leave true."""
+"""Retrieval: the chosen chunks, the time of choices, and invariants after any sequence of events."""
 
 from __future__ import annotations
 

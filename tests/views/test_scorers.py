@@ -97,7 +97,7 @@ def test_quests_bound_is_one():
 
 @pytest.mark.parametrize("name", CHOOSING)
 def test_small_masses_of_a_long_text_do_not_vanish(name):
-    """Where 1 / n is not a number of half precision's sums any more, two chunks still differ."""
+    """Two chunks differ even if 1 / n is too small for sums in half precision."""
     keys = torch.zeros(1, 32768, 8, dtype=torch.float16)
     keys[:, 320:352] = 0.01
     (scores,) = score(name, "mean", torch.ones(2, 1, 8, dtype=torch.float16), Candidates(keys, 0, 1000, 32))

@@ -30,7 +30,7 @@ def fill(store: KVStore, slot: int, start: int, end: int, seed: int) -> None:
 
 
 def positions(cache: TrueCache, slot: int, layer: int, head: int) -> list[int]:
-    """Which positions a slot's rows hold; that keys and values are those of the full store is checked."""
+    """Returns the positions of a slot's rows; checks that keys and values are those of the full store."""
     n = cache.store.lengths[slot]
     values = cache.store.values[layer, slot, head, :n]
     rows = (values[:, 0] - 1e5 * layer - 1e4 * head).long()

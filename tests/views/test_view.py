@@ -1,4 +1,4 @@
-"""Which rows a view shows: sorted, once each, sink and window among them, never more than it may hold."""
+"""The rows that a view shows: sorted, once each, sink and window among them, never more than it may hold."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def decode(
     rows, width = input_ids.shape
     # generate asks its criteria after each token, so it returns at least one.
     limit = getattr(stopping_criteria, "max_length", None)
-    budget = max(1, (config.max_length if limit is None else limit) - width)
+    new_tokens = max(1, (config.max_length if limit is None else limit) - width)
     # generate takes the random numbers of all rows together; a processor that is not transformers' own may take some.
     alone = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
     draws = StepDraws(rows, runner.device, alone) if config.do_sample else None
@@ -73,8 +73,8 @@ def decode(
         prompt = row if mask is None else row[mask[i].bool().to(row.device)]
         own = processors.of_row(logits_processor, i, rows)
         sampler = Sampler(True, own) if draws is None else Sampler(False, own, draws.row(i))
-        sequences.append(Sequence(i, prompt.tolist(), budget, runner.device, row.tolist(), draws is None, sampler))
-    support.check_length(runner.model, max(len(s.prompt) for s in sequences) + budget, drafter.max_nodes)
+        sequences.append(Sequence(i, prompt.tolist(), new_tokens, runner.device, row.tolist(), draws is None, sampler))
+    support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
     endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)
     # A planner may measure for a while: the last thing before work begins.
     engine = Engine(runner, drafter, schedule, planner=planner(), slots=rows)
