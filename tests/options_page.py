@@ -1,4 +1,4 @@
-"""The tables of options in docs/methods.md, made from the catalogue: ``python -m tests.options_page`` writes them."""
+"""The table of options in docs/methods.md, made from the catalogue: ``python -m tests.options_page`` writes it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,30 @@ def groups_of(method: Method) -> list[type[Options]]:
     return found + ([LookupOptions] if method.needs_draft or method.joined else [])
 
 
-def tables() -> str:
+def bases_of(group: type[Options]) -> list[type[Options]]:
+    """A group behind the groups that it inherits options from."""
+    return [each for each in reversed(group.__mro__) if issubclass(each, Options) and each is not Options]
+
+
+def table() -> str:
+    """One table: a bold row for each group of options, then its own options. Inherited ones stand in the base's group."""
     owners: dict[type[Options], list[str]] = {}
     for method in METHODS.values():
-        for group in dict.fromkeys(groups_of(method)):
+        for group in dict.fromkeys(base for group in groups_of(method) for base in bases_of(group)):
             owners.setdefault(group, []).append(f"`{method.name}`")
-    parts = []
+    rows = ["| option | takes | default | what it is |", "|---|---|---|---|"]
     for group, names in owners.items():
         first_line = inspect.getdoc(group).partition("\n")[0]
         title = first_line.partition(". ")[0].rstrip(".").replace("``", "`")
-        rows = []
+        rows.append(f"| **{title}** | | | of {', '.join(names)} |")
+        inherited = [option for base in bases_of(group)[:-1] for option in declared(base).values()]
         for o in declared(group).values():
-            all_names = ", ".join(f"`{name}`" for name in (o.name, *o.aliases))
-            rows.append(f"| {all_names} | {o.range} | {o.default_in_words} | {o.help} |")
-        head = "| option | takes | default | what it is |\n|---|---|---|---|"
-        parts.append("\n".join([f"**{title}** ({', '.join(names)})\n", head, *rows, ""]))
-    return "\n".join(parts)
+            if o not in inherited:
+                all_names = ", ".join(f"`{name}`" for name in (o.name, *o.aliases))
+                rows.append(f"| {all_names} | {o.range} | {o.default_in_words} | {o.help} |")
+    return "\n".join([*rows, ""])
 
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + tables() + END + rest.partition(END)[2], encoding="utf-8")
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")

@@ -150,7 +150,7 @@ def test_flags_of_commands_exist(page, line):
     assert given <= known, f"{line}: {sorted(given - known)}"
 
 
-def test_the_tables_of_options_are_the_catalogues():
+def test_the_table_of_options_is_the_catalogue():
     text = options_page.PAGE.read_text(encoding="utf-8")
     message = "run: python -m tests.options_page"
-    assert text.partition(options_page.BEGIN)[2].partition(options_page.END)[0] == options_page.tables(), message
+    assert text.partition(options_page.BEGIN)[2].partition(options_page.END)[0] == options_page.table(), message

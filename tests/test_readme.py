@@ -52,7 +52,7 @@ def test_the_python_lines_run(folder):
 
 def test_the_python_lines_of_many_prompts_run(monkeypatch):
     """With a tiny model, whose texts are made short."""
-    text = (Path(__file__).parent.parent / "docs" / "requests.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "batch.md").read_text()
     spec = longdraft.Speculator("prompt-lookup", target=tiny_model(context=512), tokenizer=tiny_tokenizer(chat=True))
     names = {"spec": spec, "prompts": ["one two", "three", "four"] * 4}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
