@@ -1,11 +1,13 @@
 """Chained heads: the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, arXiv:2502.18890).
 
-The state is that of the last token which the target has verified; it lies in the store, so drafting costs one product
-with the target's head and no forward. Head i then says the i-th token behind the root.
+    h_i = h_{i-1} + W_i RMSNorm(h_{i-1})        i = 1 .. heads
+    logits_i = target_head(RMSNorm(h_i))        the target's own head, by reference
 
-The paper drafts from the root's own state instead, which a forward of the target on a part of its KV gives
-(:mod:`longdraft.drafters.tokenswift`); the target's own next token is then the first level, and head i says the one i
-levels further. Whatever brings states, a :class:`StateSource`, can be put underneath.
+h_0 is the hidden state of the last verified token, before the target's final norm. It lies in the store, so drafting
+costs one product with the target's head and no forward. Head i predicts the i-th token behind the root.
+
+The paper starts from the root's own state instead, which a forward of the target on a part of its KV gives
+(:mod:`longdraft.drafters.tokenswift`). Any :class:`StateSource` can provide the states.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""LongSpec: a one-block drafter whose memory does not grow with the context (Yang et al. 2025, section 3).
+"""LongSpec: a one-block drafter whose memory does not grow with the context (Yang et al. 2025, section 3.1).
 
-Its self-attention sees a window of the last tokens, its cross-attention the KV that the target keeps anyway, read
-where it lies. A round: the tokens emitted since the last one enter the window, the newest of them, the root, goes
-through the whole block; then the tree grows level by level.
+    h = x + SelfAttn(RMSNorm(x))            keys of the last `window` positions
+    h = h + CrossAttn(RMSNorm(h))           keys and values: the target's last layer, read in its KV cache
+    h = h + SwiGLU(RMSNorm(h))
+    logits = target_head(h)                 no final norm in the paper; `final_norm` adds one
+
+x is the target's token embedding; embedding, head and rotary embedding are the target's own, by reference.
+
+A round: the tokens emitted since the last one enter the window; the newest of them, the root, goes through the whole
+block; then the tree grows level by level.
 """
 
 from __future__ import annotations

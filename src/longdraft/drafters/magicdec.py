@@ -1,8 +1,11 @@
-"""MagicDec's drafters: the target or a small language model, on a part of its KV, with a chain (Sadhukhan et al. 2024).
+"""MagicDec: the target or a small language model drafts a chain on a part of its KV (Sadhukhan et al. 2024).
 
-The view's size is fixed, so a draft forward costs the same at any length, and beside a large batch or a long text it
-costs ever less of a verification. How long a chain pays follows from that: with a planner, each ends where another
-token would promise less than its time is worth.
+The view's size is fixed, so a draft forward costs the same at any length, and ever less compared with a verification
+of a large batch or a long text. With a planner, a chain ends where another token would not be worth its time.
+
+A small language model keeps its KV of the whole text beside the target's. A round feeds it the tokens emitted since
+the last one on all of that KV, as a verification would; their rows enter the view, and the chain is drafted on the
+view. So its KV is never computed on a part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """One pass: all levels of a tree from one forward of EAGLE-3's layer (P-EAGLE, arXiv:2602.01469; DSpark, 2607.05147).
 
-The rows that are new enter as EAGLE-3's do; behind the root stand rows for the tokens further on, in the same forward.
-They say which tokens are likely there; which of them follows which, a bigram of low rank says, level by level, from
-numbers that are at hand. Memory is a window: it does not grow with the text.
+    row 0:         x = embed(root),         g = fc(f_t)           the row that EAGLE-3 begins with
+    row k > 0:     x = embed(root) + m_k,   g = fc(f_t) + s_k     m_k, s_k learned; sees rows 0 .. k - 1
+    logits_k = head(RMSNorm(o_k)) + W_out W_in[token before]      a bigram of low rank
+
+Rows k > 0 stand where tokens are not known yet; the bigram corrects each level for the token just before, left to
+right, without another forward. Memory is a window: it does not grow with the text.
 """
 
 from __future__ import annotations

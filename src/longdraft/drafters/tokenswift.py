@@ -1,7 +1,10 @@
-"""TokenSwift's drafter, put together: the target on a part of its KV, chained heads, and phrases of the output.
+"""TokenSwift: the target on a part of its KV, chained heads, and phrases of the output (Wu et al. 2025, section 3).
 
-root -> target on a view of its KV -> 1 token -> heads -> 3 tokens each, level by level     (1, 3, 3, 3)
-root -> phrases of the output that began with it                                            one tree with these
+    root -> target on a view of its KV -> 1 token -> heads -> 3 tokens each, level by level     (1, 3, 3, 3)
+    root -> phrases of the output that began with it                                            one tree with these
+
+A forward of the target reads the root on a sparse view and gives its hidden state; the heads go on from there. Every
+phrase of n tokens that was emitted is counted, and the k that began most often with the last token are proposed too.
 """
 
 from __future__ import annotations
