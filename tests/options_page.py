@@ -29,10 +29,10 @@ def bases_of(group: type[Options]) -> list[type[Options]]:
 
 
 def table() -> str:
-    """One table: a bold row for each group of options, then its own options. Inherited ones stand in the base's group."""
+    """One table: a bold row for each group, then its own options. Inherited ones stand in the base's group."""
     owners: dict[type[Options], list[str]] = {}
     for method in METHODS.values():
-        for group in dict.fromkeys(base for group in groups_of(method) for base in bases_of(group)):
+        for group in dict.fromkeys(base for own in groups_of(method) for base in bases_of(own)):
             owners.setdefault(group, []).append(f"`{method.name}`")
     rows = ["| option | takes | default | what it is |", "|---|---|---|---|"]
     for group, names in owners.items():
