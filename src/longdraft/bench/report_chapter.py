@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
-
 from longdraft.bench import charts, report, tree_drawing
 from longdraft.bench import report_words as words
 from longdraft.bench.charts import DARK, LIGHT, Chart, Look, Point
@@ -241,7 +239,7 @@ class Chapter:
                     f"{p['method']}, {p['dataset']}, {p['context_tokens']:,} prompt tokens: {accepted} of {drafted} "
                     "drafted tokens accepted"
                 )
-                found[p["method"]] = {"caption": caption, "svg": Markup(tree_drawing.draw(tree))}
+                found[p["method"]] = {"caption": caption, "text": tree_drawing.draw(tree)}
         return list(found.values())
 
     def _drawn(self, name: str, alt: str, chart: Chart) -> Picture:
