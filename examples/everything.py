@@ -1,11 +1,11 @@
-"""A method that no paper has: three that know different things draft into one tree.
+"""A method that no paper has: three drafters that know different things propose one tree.
 
     longdraft generate --load examples/everything.py --method everything --file report.txt -p "Summarise this."
     longdraft bench --load examples/everything.py --methods ar,specextend,everything --data prompts.jsonl
 
-Prompt lookup knows what the prompt says, TokenSwift's phrases what the output keeps saying, and SpecExtend's small
-language model, on the chunks that the target attends to, what comes next. The planner keeps the likeliest nodes of all
-three, and asks the small model only where the lookups are not sure.
+Prompt lookup knows what the prompt says, TokenSwift's phrases what the output repeats, and SpecExtend's small language
+model, on the chunks that the target attends to, what comes next. The planner keeps the likeliest nodes of all three,
+and asks the small model only where the lookups are not sure.
 """
 
 from longdraft import compose

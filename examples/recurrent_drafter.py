@@ -1,15 +1,15 @@
-"""A trained drafter of one's own, in one file: a recurrent cell on the target's last hidden state.
+"""A trained drafter of your own in one file: a recurrent cell on the target's last hidden state.
 
     python examples/recurrent_drafter.py                      # trains it on a few answers of the embedded model
     longdraft generate --load examples/recurrent_drafter.py --draft recurrent-draft/best -p "Why is the sky blue?"
     longdraft train --load examples/recurrent_drafter.py recurrent data=answers.jsonl rows=2048
 
-The state h_t of the target's last layer says token t+1, the root of the next round. A GRU cell goes on from there:
+The state h_t of the target's last layer predicts token t+1, the root of the next round. A GRU cell continues there:
 
     s_0 = norm(h_t)    s_i = GRU(norm(embedding(token t+i)), s_{i-1})    p(token t+i+1) = softmax(head(norm(s_i)))
 
-Embedding and head are the target's. The file has the five parts that any kind of draft has: its module, its draft (what
-lies in the folder), its drafter (what it proposes), its training, and the line that makes it known to longdraft.
+Embedding and head are the target's. The file has the five parts of any kind of draft: module, draft (the folder),
+drafter (what it proposes), training, and the line that registers it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cell(nn.Module):
         return self.cell(self.read(embedded), state)
 
 
-# 2. The draft: what lies in a folder, and what drafts with it. The base reads, checks, refuses, binds and saves it.
+# 2. The draft: a folder of weights. The base class reads, checks, refuses, binds and saves it.
 @dataclass(frozen=True)
 class Bound:
     """The module on a target: embedding (ids -> rows), head (vocabulary, hidden), ids of the head's rows or None."""
@@ -77,7 +77,7 @@ class RecurrentDraft(TrainedDraft[Bound]):
         return Bound(self.placed(runner), runner.parts.embedding, *self.head(runner))
 
 
-# 3. The drafter: proposes a chain. Whatever it proposes, the output stays the target's.
+# 3. The drafter: it proposes a chain. Whatever it proposes, the output stays the target's.
 class RecurrentDrafter(Drafter):
     """Its keyword parameters are the method's options: ``-o depth=6``."""
 
@@ -96,7 +96,7 @@ class RecurrentDrafter(Drafter):
     def propose(self, sequences: list[Text], limit: NodeLimit | None = None) -> list[TokenTree]:
         bound, features = self._bound, self._store.features
         assert features is not None
-        # The root has no state yet: the row before it says it.
+        # The root has no state yet: start from the state of the row before it.
         state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
         tokens, scores = [last], [torch.zeros(len(sequences), device=state.device)]
@@ -116,17 +116,17 @@ def _chain(tokens: Sequence[int], log_probs: Sequence[float]) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(log_probs))
 
 
-# 4. The training: one step, from documents' features to a loss; the project's session does the rest. What needs the
-#    extra `train` is imported when a run begins.
+# 4. The training: one step, from documents' features to a loss; the project's session does the rest. Modules that
+#    need the extra `train` are imported when a run begins.
 class CellTrainee(Trainee):
     """The cell, reading the text's tokens from every learned state on, as deep as it will draft."""
 
     block: Cell
-    ahead = 2  # the token after a row's is the root, which the target says itself
+    ahead = 2  # the token after a row's is the root, which the target predicts itself
 
     def forward(self, documents: Sequence[Any], shifts: Sequence[int] = (), levels: int = LEVELS) -> StepOutput:
         device = self.device
-        said: list[list[torch.Tensor]] = [[] for _ in range(levels)]
+        hidden: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         truth: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         for document in documents:
             tokens, first = document.tokens.to(device), document.start - 1
@@ -134,15 +134,15 @@ class CellTrainee(Trainee):
                 embedded = self.parts.embedding(tokens).float()
             state = self.block.begin(document.hidden[first : len(tokens) - 2].to(device).float())
             for level in range(levels):
-                rows = len(tokens) - 2 - first - level  # those that have a token so far behind them
+                rows = len(tokens) - 2 - first - level  # rows that have a token this far ahead
                 state = self.block.step(embedded[first + 1 + level :][:rows], state[:rows])
-                said[level].append(self.block.norm(state))
+                hidden[level].append(self.block.norm(state))
                 truth[level].append(self.to_draft[tokens[first + 2 + level :]])
         depths = [torch.full((sum(map(len, each)),), i + 1) for i, each in enumerate(truth)]
         wanted = torch.cat([t for each in truth for t in each])
-        hidden = torch.cat([h for each in said for h in each])
+        states = torch.cat([h for each in hidden for h in each])
         known = (wanted >= 0)[:, None]  # the draft's vocabulary may lack a token
-        loss, ranks = soft_cross_entropy(hidden, self.target_head, wanted.clamp_min(0)[:, None], known.float())
+        loss, ranks = soft_cross_entropy(states, self.target_head, wanted.clamp_min(0)[:, None], known.float())
         return StepOutput(loss, torch.where(known[:, 0], ranks, len(self.target_head)), torch.cat(depths).to(device))
 
 

@@ -29,7 +29,7 @@ def bases_of(group: type[Options]) -> list[type[Options]]:
 
 
 def table() -> str:
-    """One table: a bold row for each group, then its own options. Inherited ones stand in the base's group."""
+    """One table: a bold row for each group of options, then its options, without those that a base has."""
     owners: dict[type[Options], list[str]] = {}
     for method in METHODS.values():
         for group in dict.fromkeys(base for own in groups_of(method) for base in bases_of(own)):

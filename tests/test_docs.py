@@ -1,4 +1,4 @@
-"""What the docs say exists: links, files and names of the code, signatures of the API, flags of the commands."""
+"""The docs name only things that exist: links, files and names of the code, signatures, flags of commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     heads = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head) for head in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE))
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page):
 
 
 def names_in(path: Path) -> set[str]:
-    """What a file defines: `name`, and `Class.name`."""
+    """The names that a file defines: `name`, and `Class.name`."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
@@ -64,7 +64,7 @@ def names_in(path: Path) -> set[str]:
 
 @each_page
 def test_files_and_names_of_the_code_exist(page):
-    """In tables of a paper beside the code: `file.py` `Name.method`, `other`."""
+    """Tables of a paper beside the code name `file.py` `Name.method`, `other`."""
     for name, called in re.findall(r"`([\w/]+\.py)`((?:(?: |, | and )`[A-Z][\w.]*`| `[a-z_]\w*`)*)", prose(page)):
         place = next((p for p in (SOURCE / name, ROOT / name) if p.is_file()), None)
         if place is None:
@@ -76,7 +76,7 @@ def test_files_and_names_of_the_code_exist(page):
 
 
 def shown(name: str) -> str:
-    """A signature as the page has it: no annotations, no self, functions and classes as dots."""
+    """Returns a signature as the page shows it: no annotations, no self, functions and classes as dots."""
     made = longdraft.methods if name == "longdraft.methods" else pkgutil.resolve_name(name)  # also a module
     parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
     words, starred = [], False
@@ -133,7 +133,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_flags_of_commands_exist(page, line):
-    """Of each `longdraft` command in a block; what stands for something of the reader's own is not looked at."""
+    """Checks the flags of each `longdraft` command in a block; placeholders in capitals are not read."""
     found: Any = typer.main.get_command(app)
     words = shlex.split(line, comments=True)[1:]
     while words and hasattr(found, "get_command"):

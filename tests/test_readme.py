@@ -1,4 +1,4 @@
-"""What the README says runs: its Python lines and its shell commands, on a tiny model."""
+"""The README's Python lines and shell commands run, on a tiny model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with the files that the commands name, and a tiny chat model."""
+    """Returns a working folder with the files that the commands name, and a tiny chat model."""
     tiny_model(context=1024).save_pretrained(tmp_path / "model")
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
     (tmp_path / "report.txt").write_text("the rain in spain stays mainly in the plain. " * 3)
@@ -51,7 +51,6 @@ def test_the_python_lines_run(folder):
 
 
 def test_the_python_lines_of_many_prompts_run(monkeypatch):
-    """With a tiny model, whose texts are made short."""
     text = (Path(__file__).parent.parent / "docs" / "batch.md").read_text()
     spec = longdraft.Speculator("prompt-lookup", target=tiny_model(context=512), tokenizer=tiny_tokenizer(chat=True))
     names = {"spec": spec, "prompts": ["one two", "three", "four"] * 4}
