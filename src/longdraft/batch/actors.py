@@ -30,7 +30,7 @@ class Actor:
         self._local.worker.start()
 
     async def about(self) -> tuple[dict[str, Any], int]:
-        """What its texts depend on, and how many rows to submit ahead."""
+        """The settings its texts depend on, and the number of rows to submit ahead."""
         return self._local.decisive, self._local.ahead
 
     async def answer(self, line: Line) -> Answer:

@@ -37,7 +37,7 @@ class Local:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What the texts depend on. An exact method is not part of it, nor are the slots."""
+        """The settings the texts depend on. An exact method is not part of it, nor are the slots."""
         spec = self._spec
         decisive = asdict(self._defaults) | {"target": spec.runner().fingerprint}
         if not spec.exact:

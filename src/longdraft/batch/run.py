@@ -51,7 +51,7 @@ class Answer:
 
 
 class Decoder(Protocol):
-    """What decodes the rows: the engine of this process, or Ray's actors.
+    """Decodes the rows: the engine of this process, or Ray's actors.
 
     Attributes:
         ahead: how many rows to submit before their answers are needed.

@@ -44,7 +44,7 @@ READ_ANEW = 64
 
 
 class Short(Enum):
-    """What becomes of a text that is shorter than a length: left out; joined by the next ones; kept as it is."""
+    """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
 
     leave = "leave"
     join = "join"
@@ -81,7 +81,7 @@ Work = dict[float | None, dict[Sample, list[Text]]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What decides a run's figures, beside what is the same for all of a file.
+    """Settings of one run, beside those that are the same for the whole file.
 
     Attributes:
         options: of the method, as JSON. draft: fingerprint of its draft; empty where it has none.
@@ -156,7 +156,7 @@ def by_default(target: TargetRunner) -> tuple[str, ...]:
 
 
 def _bare(drafter: object) -> object:
-    """What builds a drafter, without the options that were put into it."""
+    """A drafter's factory, without the options that were put into it."""
     return drafter.func if isinstance(drafter, partial) else drafter
 
 
@@ -283,7 +283,7 @@ class Acceptance:
         self._contenders = {name: Ours(name, specs[name], kept) for kept, names in self._sharing for name in names}
 
     def work(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> tuple[Work, list[str]]:
-        """What is to be measured, and what has to be said of texts that are not as they were asked for.
+        """The runs to measure, and notes on texts that differ from what was asked for.
 
         Raises:
             ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.

@@ -73,7 +73,7 @@ def _ratio(runs: Sequence[Accepted]) -> float:
 
 
 def _standard_error(runs: Sequence[Accepted]) -> float | None:
-    """Of the ratio of two sums over prompts: the jackknife's, which leaves out one prompt after the other."""
+    """Jackknife standard error of the ratio of two sums over prompts: each prompt is left out in turn."""
     n = len(runs)
     if n < 2:
         return None

@@ -38,7 +38,7 @@ PART_NAMES = {"draft": "draft", "attention": "verify: attention", "forward": "ve
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn: its colour on a light and on a dark page."""
+    """A method's colours on a light and on a dark page, its marker and its line."""
 
     colours: tuple[str, str]
     marker: str
@@ -226,7 +226,7 @@ class Lines:
 
 
 def _beside(drawn: Mapping[str, Sequence[Point]], xs: Sequence[float], log: bool) -> Callable[[str, float], float]:
-    """Where a method's point stands: spreads at one x would hide each other, so they stand side by side."""
+    """The x of a method's point: spreads at the same x are moved side by side, so that none hides another."""
     names = [name for name, points in drawn.items() if any(p.low != p.high for p in points)]
     step = 0.012 * (math.log(xs[-1] / xs[0]) if log else xs[-1] - xs[0])
     moved = {name: step * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
@@ -239,7 +239,7 @@ def _beside(drawn: Mapping[str, Sequence[Point]], xs: Sequence[float], log: bool
 
 
 def _apart(xs: list[float], log: bool) -> list[float]:
-    """Those whose labels do not run into each other, the last one always."""
+    """The ticks whose labels do not overlap; always the last one."""
     place = math.log if log else float
     whole = place(xs[-1]) - place(xs[0])
     kept = [xs[-1]]
@@ -318,7 +318,7 @@ def _legend(figure: Any, axes: Any, most: int = 3) -> None:
 
 
 def _legend_columns(labels: Sequence[str], most: int) -> int:
-    """As many as the figure's width holds."""
+    """Columns of a legend that fit the figure's width."""
     return max(1, min(most, 84 // (8 + max(map(len, labels)))))
 
 

@@ -1,4 +1,4 @@
-"""What is measured: anything that decodes a batch of prompts and says how long each part took."""
+"""Contenders: anything that decodes a batch of prompts and reports how long each part took."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT_FROM = 512
 
 @dataclass(frozen=True)
 class Job:
-    """What to decode, the same for every contender.
+    """A batch to decode, the same for every contender.
 
     Attributes:
         eos: token ids that end a sequence; empty to decode ``max_tokens`` whatever comes.
@@ -122,14 +122,14 @@ class Contender(Protocol):
 
     @property
     def note(self) -> str:
-        """What a reader of its figures has to know; empty where there is nothing."""
+        """A note for readers of its figures; empty if there is none."""
 
     @property
     def draft(self) -> Path | None:
         """Folder or file of the weights that it has beside the target's, or in their place."""
 
     def comparable(self, greedy: bool, batch: int) -> bool:
-        """Whether its tokens are meant to be those of ``ar``."""
+        """True if its tokens should be those of ``ar``."""
 
     def cold(self, job: Job) -> Run:
         """Decodes with nothing read before. What was kept of an earlier job is given up first."""
@@ -158,7 +158,7 @@ class Kept:
         self.cache = PromptCache(self.feature_layers)
 
     def file(self, prompt: Sequence[int], target: str) -> Path | None:
-        """Where a prompt's KV is kept; None: nowhere, as are prompts that are soon read.
+        """The file that keeps a prompt's KV; None for short prompts, which are read again.
 
         Args:
             target: its fingerprint.

@@ -144,11 +144,11 @@ class Assisted(Generate):
         return Run.streamed(tokens, job, clock.start, clock.times[1:], clock.counts[1:])
 
     def _arguments(self) -> dict[str, Any]:
-        """Of ``generate``, beside those of plain decoding."""
+        """Further arguments of ``generate``, beside those of plain decoding."""
         return {}
 
     def _options(self) -> dict[str, Any]:
-        """Of the generation configuration, likewise."""
+        """Further entries of the generation configuration."""
         return {}
 
 

@@ -33,7 +33,7 @@ DEFINITIONS = (
 
 @dataclass
 class Page:
-    """What is written: the page, and PNG files by name."""
+    """The report: the page, and PNG files by name."""
 
     html: str = ""
     images: dict[str, bytes] = field(default_factory=dict)

@@ -145,14 +145,14 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """What this process was started with, as a shell takes it."""
+    """The command line of this process, quoted for a shell."""
     program, *arguments = sys.argv
     name = Path(program).name
     return shlex.join(["longdraft" if name == "__main__.py" else name, *arguments])
 
 
 def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
-    """What differs between a file's header and a run's, a text each."""
+    """Differences between a file's header and a run's, a text each."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in dict.fromkeys((*there, *here)):
             yield from _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)

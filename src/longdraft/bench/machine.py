@@ -1,4 +1,4 @@
-"""What this machine is, as reports and ``longdraft doctor`` say it, and the memory that a run takes at most."""
+"""Describes this machine for reports and ``longdraft doctor``, and measures a run's peak memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _peak_resident() -> int | None:
 
 
 def _cores() -> int:
-    """Those that this process may use: a container often has fewer than the machine."""
+    """Count of cores that this process may use, which in a container may be fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -29,7 +29,7 @@ SLACK = 16
 
 @dataclass(frozen=True)
 class Search:
-    """What to build haystacks from.
+    """Settings of haystacks.
 
     Attributes:
         path: JSONL as for the bench, or plain text.
@@ -58,7 +58,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is put in a text, and asked.
+    """A needle: the sentence put into a text, and the question about it.
 
     Attributes:
         needles: depth and sentence of each. asked: the question.
@@ -186,7 +186,7 @@ def place(text: str, sentence: str, depth: float) -> str:
 
 
 def found(answer: str, code: str) -> bool:
-    """Whether the first number in an answer is the code."""
+    """True if the first number in an answer is the code."""
     number = re.search(r"\d[\d,]*", answer)
     return number is not None and number.group().replace(",", "") == code
 

@@ -1,4 +1,4 @@
-"""How well drafters foresee a needle, by what they see of the text (SpecExtend, section 2.2 and table 1).
+"""Measures how well drafters foresee a needle, by the part of the text they see (SpecExtend, section 2.2, table 1).
 
 The needle is fed token by token, as if the target had answered with it, so that all views are asked for the same tokens
 after the same text. For each but the first (the prefill's) the drafter proposes as in decoding; what counts is the
@@ -264,7 +264,7 @@ class _Listening(Static):
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bool) -> Foreseen:
-    """What logits over a vocabulary, whose target ids are ``ids``, say about a target's token."""
+    """Judges a target's token by a draft's logits; ``ids`` are the target ids of the draft's vocabulary."""
     at = [token] if ids is None else (ids == token).nonzero().flatten().tolist()
     if not at or at[0] >= len(logits):
         return Foreseen(False, None, code)

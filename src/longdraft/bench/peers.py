@@ -1,4 +1,4 @@
-"""What this package is measured against, by name."""
+"""Peers that this package is measured against, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longdraft.model.runner import TargetRunner
 
 @dataclass(frozen=True)
 class Sources:
-    """Where peers have their own weights from.
+    """Sources of the peers' own weights.
 
     Attributes:
         assistant: draft folder, or folder or hub id of a model of transformers; None: the shipped draft.

@@ -10,7 +10,7 @@ from longdraft.native.stored import Stored
 
 
 def of_model(model: nn.Module) -> str:
-    """Of a model's weights, those that there are most of first: ``float32``, ``Q4_1 and Q8_0``."""
+    """Precisions of a model's weights, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
     counts: Counter[str] = Counter()
     seen: set[int] = set()
     for module in model.modules():
@@ -28,7 +28,7 @@ def of_model(model: nn.Module) -> str:
 
 
 def of_file_type(number: object) -> str:
-    """Of a GGUF file's weights, by its ``general.file_type``, as GGUF names it: ``Q4_1``."""
+    """Precision of a GGUF file's weights by its ``general.file_type``, in GGUF's words: ``Q4_1``."""
     try:
         from gguf import LlamaFileType
 

@@ -1,4 +1,4 @@
-"""Where the rounds of a method spend their time, what they hold in memory, and what one round's tree looked like.
+"""Profiles rounds of a method: the time of each part, the memory held, and one round's tree.
 
 Measured in rounds of their own, never in those that are timed for tokens/s: the clocks below wait for the device
 whenever they are read, which costs a GPU its head start.
@@ -37,7 +37,7 @@ _DRAFTING = ("propose", "observe")
 
 @dataclass(frozen=True)
 class Profile:
-    """What was seen of a few rounds of one method.
+    """The profile of a few rounds of one method.
 
     Attributes:
         rounds: how many.

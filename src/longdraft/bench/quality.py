@@ -1,4 +1,4 @@
-"""What partial verification costs in quality: its texts beside those of full verification with the same drafter.
+"""Measures the quality of partial verification: its texts beside those of full verification with the same drafter.
 
 Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it greedily from the
 same KV, and ``ar`` from KV that was rounded as it was read. Full verification against ``ar`` is the noise floor: both
@@ -50,19 +50,19 @@ class Variant:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As options of the method."""
+        """The variant as options of the method."""
         given = {"selector": self.selector, "budget": self.budget, "margin": self.margin}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def name(self) -> str:
-        """As the bench writes contenders."""
+        """The variant as the bench writes contenders."""
         return ":".join([METHOD, *(f"{name}={value}" for name, value in self.options.items())])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compare.
+    """Settings of a comparison.
 
     Attributes:
         budgets, margins, selectors: every combination is a variant.
@@ -132,7 +132,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How like its reference a text is.
+    """Similarity of a text and its reference.
 
     Attributes:
         rouge_l: F1. same: tokens before the first difference. share: of the longer of the two, 1.0 for equal ones.
@@ -219,21 +219,21 @@ class Quality:
 
     @property
     def approximate(self) -> list[str]:
-        """Those whose output need not be the target's."""
+        """Contenders whose output may differ from the target's."""
         return [*self.variants, *self._rounded]
 
     def reference(self, name: str) -> str | None:
-        """Whose text a contender's is compared with."""
+        """The contender whose text is the reference of another's."""
         return None if name == REFERENCE else FULL if name in self.variants else REFERENCE
 
     def view(self, name: str) -> View:
-        """What a variant's partial verification sees."""
+        """The view of a variant's partial verification."""
         schedule = self._recipes[name].schedule()
         assert isinstance(schedule, SpecPV)
         return schedule.view
 
     def cut(self, lengths: Sequence[int]) -> dict[str, int]:
-        """How many texts of these lengths each variant's partial cache really cuts.
+        """Counts the texts of these lengths that each variant's partial cache shortens.
 
         Raises:
             ContextError: a variant cuts none, so that all its rounds would be full.

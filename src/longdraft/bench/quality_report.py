@@ -173,7 +173,7 @@ def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
 
 
 def definitions(report: dict[str, Any]) -> list[str]:
-    """What the figures mean, of the tables that are there."""
+    """Definitions of the figures in the tables present."""
     return [
         *(DEFINITIONS if report["rows"] else ()),
         *((DRIFT_DEFINITION,) if report["drift"] else ()),

@@ -44,7 +44,7 @@ _COUNTED = ("faster_than_ar", "slower_than_ar")
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Those of :data:`COLUMNS` that say something of these rows: ``hf`` may not have been measured, say."""
+    """The :data:`COLUMNS` that these rows have values for: ``hf`` may not have been measured."""
     alone = all(row["samples"] == row["batch"] for row in rows)  # of one, its speed-up says it
     return filled(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
 
@@ -109,7 +109,7 @@ def _spread(
 
 
 def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Of all rounds, the share that accepted d drafted tokens or more; d from 1 as deep as any.
+    """Share of rounds that accepted at least d drafted tokens, for d from 1 to the deepest.
 
     Args:
         rounds: drafted tokens that each accepted, and how many its token budget had room for.
@@ -152,7 +152,7 @@ def document(
 
 
 def difference(found: Disagreement) -> dict[str, Any]:
-    """As JSON has it."""
+    """A difference as a JSON object."""
     d = found.difference
     return {
         "method": found.method,

@@ -78,7 +78,7 @@ class Chapter:
             self._groups.setdefault((row["dataset"], row["batch"]), []).append(row)
 
     def content(self) -> dict[str, Any]:
-        """What the template shows."""
+        """Values for the template."""
         part = self._part
         return {
             "title": words.title(part),
@@ -102,7 +102,7 @@ class Chapter:
         }
 
     def _name(self, group: tuple[str, int]) -> str:
-        """What a dataset and batch size are called; batches where there are several, or one of more than one."""
+        """Name of a data set, with the batch size if there are several or one above 1."""
         dataset, batch = group
         return dataset + (f", batches of {batch}" if batch > 1 or len({b for _, b in self._groups}) > 1 else "")
 
@@ -208,7 +208,7 @@ class Chapter:
         return found
 
     def _memory(self) -> Table | None:
-        """What the profile saw, or the peaks alone: the most of all datasets."""
+        """Memory by the profile, or the peaks alone: the maximum over all data sets."""
         held: dict[tuple[int | None, int, str], dict[str, int]] = {}
         tokens: dict[int | None, int] = {}
         for row in sorted(self._part.rows, key=lambda row: row["context_tokens"]):

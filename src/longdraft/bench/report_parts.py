@@ -1,4 +1,4 @@
-"""What a report is made of: results files, put together where their figures can be set beside each other."""
+"""Reads results files, and joins those whose figures can be compared."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _join(home: Part, other: Part) -> None:
 
 
 def _kind(part: Part) -> dict[str, Any]:
-    """What has to be equal for figures to be set beside each other, by what people call it."""
+    """Properties that must be equal for figures to be compared, by name."""
     header = decisive(part.header)
     return {
         "machine": header["hardware"],

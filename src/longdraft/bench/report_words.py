@@ -1,4 +1,4 @@
-"""What a report says in sentences."""
+"""The sentences of a report."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def precision(part: Part) -> str | None:
 
 
 def processor(part: Part) -> str:
-    """What computed: the GPU where one did, else the processor and the cores that could be used."""
+    """The GPU that computed, else the processor and its usable cores."""
     hardware = _of(part, "hardware")
     gpus = hardware.get("gpus") or []
     if str(_of(part, "model").get("device") or "").startswith("cuda") and gpus:
@@ -115,7 +115,7 @@ def _times(won: Tally) -> str:
 
 
 def basis(part: Part) -> str:
-    """What the headline rests on: prompts, outputs, model, machine, precision."""
+    """The basis of the headline: prompts, outputs, model, machine, precision."""
     lengths = [n for m in part.measured for n in m.prompt_tokens]
     span = f"{min(lengths):,} to {max(lengths):,}" if min(lengths) != max(lengths) else f"{lengths[0]:,}"
     found = best(part)
@@ -134,7 +134,7 @@ def _output(found: Best) -> str:
 
 
 def circumstances(part: Part) -> str:
-    """How texts were decoded, in a line."""
+    """The settings of decoding in one line."""
     sampling = part.setting("sampling") or {}
     temperature = sampling.get("temperature")
     said = []
@@ -178,7 +178,7 @@ def difference(found: Mapping[str, Any]) -> str:
 
 
 def facts(part: Part) -> list[tuple[str, str]]:
-    """Where the figures come from: name and value."""
+    """The origin of the figures: names and values."""
     hardware, versions = _of(part, "hardware"), _of(part, "versions")
     target = _of(part, "model")
     cpu = hardware.get("cpu")

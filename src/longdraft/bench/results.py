@@ -69,7 +69,7 @@ def header(
 
 
 def model_of(target: TargetRunner, name: str) -> dict[str, Any]:
-    """What a header says of a model that the user named so."""
+    """The header's entry for a model, by the name the user gave."""
     return {
         "name": name,
         "dtype": str(target.kv_shape.dtype).removeprefix("torch."),
@@ -93,7 +93,7 @@ class Results(JsonLines[Measured]):
         super().__init__(path, header, _measured)
 
     def has(self, group: Group) -> bool:
-        """Whether a batch was measured already."""
+        """True if a batch was measured already."""
         return _key(group[0].sample.dataset, group[0].context, [p.sample.origin for p in group]) in {
             _key(m.dataset, m.context, m.samples) for m in self.measured
         }

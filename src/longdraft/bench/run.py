@@ -151,7 +151,7 @@ class Bench:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What has to be said of a contender, by name."""
+        """Notes on contenders, by name."""
         return {name: c.note for name, c in self._contenders.items() if c.note}
 
     def wake(self, prompt: Prompt) -> None:
@@ -203,18 +203,18 @@ class Bench:
         )
 
     def _profiles(self, job: Job) -> dict[str, dict[str, Any]]:
-        """Of our methods, by name; the prompts' KV is still there."""
+        """Profiles of our methods by name, on the prompts' KV that is still there."""
         ours = {name: c.spec for name, c in self._contenders.items() if isinstance(c, Ours)}
         found = {name: profile(spec, job, self._kept.cache) for name, spec in ours.items()}
         return {name: seen.as_dict() for name, seen in found.items() if seen is not None}
 
     def runs(self, batch_count: int) -> int:
-        """How many times ``tick`` is called for so many batches."""
+        """Count of calls of ``tick`` for a number of batches."""
         reading = sum(map(self._reads, self._contenders))
         return batch_count * (reading + len(self._contenders) * self.settings.repeats)
 
     def _reads(self, name: str) -> bool:
-        """Whether a contender has a cold run."""
+        """True if a contender has a cold run."""
         return self.settings.cold or name == REFERENCE or not isinstance(self._contenders[name], Ours)
 
     def _job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:

@@ -1,4 +1,4 @@
-"""What a benchmark measures: contenders, their options, lengths and batches."""
+"""Settings of a benchmark: contenders, their options, lengths and batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCE = "ar"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Settings of a benchmark.
 
     Attributes:
         methods: names of methods and peers.
@@ -101,17 +101,17 @@ class Settings:
         return {**self._shared(name), **{k: x for k, x in own.items() if k not in ("plan", "kv_dtype")}}
 
     def plan_of(self, name: str) -> str | None:
-        """How a contender of ours sizes its trees."""
+        """The plan of one of our contenders."""
         plan: str | None = self.own_options.get(name, {}).get("plan", self.plan)
         return plan
 
     def kv_dtype_of(self, name: str) -> str | None:
-        """What a contender of ours rounds the KV cache to."""
+        """The KV cache's dtype of one of our contenders."""
         kv_dtype: str | None = self.own_options.get(name, {}).get("kv_dtype")
         return kv_dtype
 
     def takes_draft(self, name: str) -> bool:
-        """Whether the draft options are for this contender."""
+        """True if the draft options apply to this contender."""
         return name not in PEERS and METHODS[method_name(name)].takes_draft
 
     def _shared(self, name: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""How likely the target holds a text that something else wrote: its own word on what an approximation costs."""
+"""Measures how likely the target finds a text that an approximation wrote."""
 
 from __future__ import annotations
 

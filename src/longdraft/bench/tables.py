@@ -1,4 +1,4 @@
-"""What the reports of the bench share: sums over samples, figures as text, and tables for a terminal."""
+"""Shared parts of the bench's reports: sums over samples, figures as text, tables for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Column = tuple[str, str, str]
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """Of those that there are; None where there are none."""
+    """Over the values that are not None; None if there are none."""
     known = [v for v in values if v is not None]
     return median(known) if known else None
 
@@ -32,7 +32,7 @@ LEVEL = 0.02
 
 @dataclass(frozen=True)
 class Tally:
-    """What one figure would hide: on how many prompts a method is faster than another, and on how many slower.
+    """Counts of prompts on which a method is faster than another, and slower, which a mean would hide.
 
     Attributes:
         ratios: tokens/s / the other's, one a prompt (a batch, where prompts are decoded together); one at least.
@@ -59,7 +59,7 @@ class Tally:
 
 
 def tally(ratios: Iterable[float | None]) -> Tally | None:
-    """Of those that there are; None where there are none."""
+    """Over the values that are not None; None if there are none."""
     known = [x for x in ratios if x is not None]
     return Tally(known) if known else None
 

@@ -1,4 +1,4 @@
-"""Where two outputs differ, and whether rounding explains it.
+"""Finds where two outputs differ, and whether rounding explains it.
 
 Two correct programs compute a token's logits in different orders, so the last bits differ. Where the two best tokens
 are that close, either may win. Such a place is a near tie; any other difference is a mismatch. Between longdraft's own
@@ -29,7 +29,7 @@ best logits changes by up to 3 spacings in bfloat16 and float16, and by up to 14
 
 
 def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
-    """Whether rounding may turn round two logits that are ``gap`` apart, the larger of which is ``logit``."""
+    """True if rounding can swap two logits that are ``gap`` apart, the larger one being ``logit``."""
     if not math.isfinite(gap) or not math.isfinite(logit):
         return False
     spacing = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps

@@ -86,7 +86,7 @@ def bar(share: float, width: int = 20) -> Text:
 
 
 class Status:
-    """What is being done, on stderr: one line that goes away on a terminal, else a line each.
+    """Shows on stderr what is being done: one line that is replaced on a terminal, else a line each.
 
     Args:
         animated: turn a spinner. It wakes up many times a second, so not while something is timed.

@@ -48,7 +48,7 @@ class Bar:
         self._said = float("-inf")
 
     def draw(self, what: str, done: int, total: int | None = None, figures: str = "", anew: bool = True) -> None:
-        """What is being done, and how much of it is done. Nothing where no terminal is.
+        """Draws the bar; does nothing without a terminal.
 
         Args:
             total: None: as before. anew: another ``what`` is another activity, whose speed is not the last one's.

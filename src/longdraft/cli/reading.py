@@ -96,7 +96,7 @@ def _text(data: bytes, name: str) -> str:
 
 
 def _piped(needed: bool) -> bool:
-    """Whether standard input is to be read: a pipe or a file.
+    """True if standard input is a pipe or a file.
 
     A socket or device, which a parent process may have left there without a thought, only where nothing else is.
     """

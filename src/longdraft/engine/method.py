@@ -64,7 +64,7 @@ class Method:
 
     @property
     def needs_draft(self) -> bool:
-        """Whether it drafts with trained weights from a folder."""
+        """True if it drafts with trained weights from a folder."""
         return self.drafter is not None and self.draft_kind is not None
 
     @property
@@ -110,7 +110,7 @@ class Method:
 
     @property
     def takes_draft(self) -> bool:
-        """Whether it can use a draft folder."""
+        """True if it can use a draft folder."""
         return "draft" in self.options
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:

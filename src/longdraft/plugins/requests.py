@@ -31,7 +31,7 @@ class Tracked:
 
     @property
     def known(self) -> int:
-        """How many tokens have KV in the engine's cache: all but the newest."""
+        """Count of tokens with KV in the engine's cache: all but the newest."""
         return len(self.sequence.prompt) + len(self.sequence.output) - 1
 
 

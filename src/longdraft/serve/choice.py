@@ -83,7 +83,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step adds to an answer.
+    """The text that one step adds to an answer.
 
     Attributes:
         scored: the new tokens, if log-probabilities were asked for.

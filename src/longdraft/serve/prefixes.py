@@ -79,7 +79,7 @@ class DiskPrefixes(PromptCache):
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
-        """As :meth:`PromptCache.begin`, but first reads rows from a file if it has more of the prompt than any slot."""
+        """The same as :meth:`PromptCache.begin`, but first reads rows from a file if it has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
         known = max(common_prefix(tokens, text) for tokens in self.tokens) // piece * piece
@@ -162,7 +162,7 @@ class DiskPrefixes(PromptCache):
         return True
 
     def _begins(self, file: _File, text: array[int]) -> bool:
-        """Whether a file of the text would make this file superfluous."""
+        """True if a file of the text would make this file superfluous."""
         assert self.store is not None
         superfluous = not file.feature_layers or file.feature_layers == self.store.feature_layers
         return superfluous and 0 < len(file.tokens) == common_prefix(file.tokens, text)

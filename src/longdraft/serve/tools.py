@@ -92,7 +92,7 @@ def with_tools(
 
 
 def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str, Any]]) -> bool:
-    """Whether the chat template writes the tools into the prompt."""
+    """True if the chat template writes the tools into the prompt."""
     if tokenizer.chat_template is None:
         return False
     turn = [{"role": "user", "content": "-"}]

@@ -142,7 +142,7 @@ class Worker:
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests are being decoded, and how many wait."""
+        """Counts of requests that are decoded and that wait."""
         return sum(map(len, list(self._running.values()))), len(self._waiting) + len(self._suspects)
 
     # --- the engine thread ---

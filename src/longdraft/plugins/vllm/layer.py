@@ -99,7 +99,7 @@ def side_by_side(cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
 
 
 def packed(cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`side_by_side`, for pages that the CPU backend packs for "vec"."""
+    """The same as :func:`side_by_side`, for pages that the CPU backend packs for "vec"."""
     pages, heads, block, both = cache.shape
     keys, values = cache.view(pages, heads, 2, -1).unbind(2)
     keys = keys.view(pages, heads, both // 2, block)

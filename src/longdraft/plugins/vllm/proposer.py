@@ -41,7 +41,7 @@ class Proposer(RequestTracker, ABC):
 
     @property
     def slots(self) -> int:
-        """How many requests are drafted for at a time; others are decoded without drafts."""
+        """Count of requests drafted for at a time; others are decoded without drafts."""
         return int(self.config.scheduler_config.max_num_seqs)
 
     @abstractmethod
