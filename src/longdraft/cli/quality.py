@@ -64,7 +64,7 @@ def quality(
     loading: options.ModelOptions,
     output: options.Output,
 ) -> None:
-    """Measure the quality of specpv and of a rounded KV cache: texts (ROUGE-L), drift of hidden states, needles found."""
+    """Measure the quality of specpv and of a rounded KV: texts (ROUGE-L), drift of hidden states, needles found."""
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
     given = method_options.method_options(METHOD, option or []) | drafting.options()
