@@ -79,7 +79,7 @@ class DiskPrefixes(PromptCache):
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
-        """Like :meth:`PromptCache.begin`, but first reads rows from a file that has more of the prompt than any slot."""
+        """Like :meth:`PromptCache.begin`, but first reads a file that has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
         known = max(common_prefix(tokens, text) for tokens in self.tokens) // piece * piece
