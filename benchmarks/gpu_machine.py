@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attention_triton as kernel_timing
+import kernel_timing
 import torch
 from gpu_common import can_be_recorded, device_of, environment, half_of, short, sizes_of
 from gpu_results import Rows, Skipped, Stage

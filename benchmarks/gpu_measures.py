@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attention_triton as kernel_timing
 import gpu_on_paper
+import kernel_timing
 import torch
 from gpu_common import (
     Sizes,
