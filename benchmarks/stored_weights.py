@@ -1,4 +1,4 @@
-"""Weights as they are stored against the same weights in float32, and against others, in one run.
+"""Compares stored weights with the same weights in float32, and with other libraries, in one run.
 
     python benchmarks/stored_weights.py --data FOLDER [--parts steps verification prefill methods memory]
         [--peers hf llama-cpp] [--rows 4 5 6 7] [--repeats N] [--model M] [--json FILE]
@@ -83,7 +83,7 @@ def bandwidth() -> float:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What of a model's weights a plain step reads: each of its tensors once."""
+    """Bytes of weights that a plain step reads: each tensor once."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.itemsize for t in tensors.values())
 
