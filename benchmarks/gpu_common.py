@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import longdraft
-from longdraft.attention import dispatch
+from longdraft.attention import dispatch, reference
 from longdraft.model import graphs
 from longdraft.model.checkpoints import LoadedModel
 
@@ -122,7 +122,7 @@ def _set(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, dispatch.Attend]:
+def paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, reference.Attend]:
     """The attention paths that run here, without the reference."""
     found = {}
     for name in dispatch.PATHS:

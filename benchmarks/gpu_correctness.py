@@ -78,7 +78,7 @@ def correctness(stage: Stage, options: argparse.Namespace) -> None:
 
 def attention_error(
     name: str,
-    attend: dispatch.Attend,
+    attend: reference.Attend,
     sizes: Sizes,
     lengths: tuple[int, ...],
     device: torch.device,

@@ -172,12 +172,13 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
     recorded.clear()
     for size in sizes:
         q, keys, values, block = inputs(dtype, head_dim, size, tree=size > 1)
-        default = triton_backend._choice(q, keys)
-        kind = Kind("", head_dim, triton_backend._tiles(q, keys)[0], str(dtype), triton.__version__)
+        launched = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 1.0)
+        default = triton_backend._choice(launched)
+        kind = Kind("", head_dim, launched.tiles[0], str(dtype), triton.__version__)
         # float32 is never tuned.
         tuned = [default] if defaults or q.element_size() != 2 else triton_tuning.candidates(kind, default)
         for choice in tuned:
-            with replaced("_choice", lambda q, keys, choice=choice: choice):
+            with replaced("_choice", lambda inputs, choice=choice: choice):
                 triton_backend.attend(q, keys, values, block, 1.0)
         triton_backend.attend(*inputs(dtype, head_dim, size, tree=False), 1.0)
     if 1 in sizes:  # Triton makes constants of numbers that are 1: all at once

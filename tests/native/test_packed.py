@@ -86,8 +86,8 @@ def test_paths_read_them_with_and_without_kernels(dtype, native_kernels, monkeyp
         torch.testing.assert_close(
             cpu.attend(q, k, v, block, 0.2), attend(q, *floats, block, 0.2), rtol=1e-4, atol=1e-4
         )
-        wanted = prefix.reference(q[0], floats[0][1], floats[1][1], 0.2)
-        torch.testing.assert_close(prefix.cpu(q[0], k[1], v[1], 0.2), wanted, rtol=1e-4, atol=1e-4)
+        wanted = prefix.PATHS["reference"](q, *floats, block, 0.2)
+        torch.testing.assert_close(prefix.PATHS["cpu"](q, k, v, block, 0.2), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_what_eight_bits_say():
