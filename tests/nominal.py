@@ -1,12 +1,12 @@
-"""A GPU in name: tensors that say they are on ``cuda``, and whose numbers lie in the host's memory.
+"""A simulated GPU: tensors that claim to be on ``cuda``, with their numbers in the host's memory.
 
-What a real one would refuse or wait for is found here without one. Every operation of torch is seen on its way:
+It finds operations that a real GPU would refuse or wait for. Every operation of torch is intercepted:
 
-* a tensor of the device and one of the host in one operation is an error, but for numbers without dimensions;
-* reading a number of the device on the host, shapes that follow from numbers of the device, and copies from memory
-  that is not pinned make the host wait: :attr:`Card.waits` has the place in our code of each;
-* while something is recorded (:attr:`Card.recording`), these and copies from the host are errors: a CUDA graph would
-  repeat the copy of what the host's memory held then.
+* an operation on tensors of the device and of the host is an error, except for tensors without dimensions;
+* the host waits if it reads a number of the device, if a shape depends on numbers of the device, or if it copies from
+  memory that is not pinned: :attr:`Card.waits` lists the places in our code;
+* while something is recorded (:attr:`Card.recording`), waits and copies from the host are errors: a CUDA graph would
+  copy the host's old memory again.
 """
 
 from __future__ import annotations

@@ -12,15 +12,10 @@ from longdraft.attention import cpu, prefix
 from longdraft.attention.block import Block
 from longdraft.attention.reference import attend, partial_attention
 from longdraft.native.scaled import KeptRows, Scaled
-from tests.native.levels import LEVELS, kernels_of
+from tests.native.levels import LEVELS
 from tests.native.test_bits import PREFIXES, random_tree
 
 DTYPES = [torch.bfloat16, torch.int8]
-
-
-@pytest.fixture(scope="module", params=LEVELS)
-def kernels(request):
-    return kernels_of(request.param)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
