@@ -77,7 +77,7 @@ def _efficient(
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """torch's dispatcher knows them for CPU tensors."""
+    """Registers the stand-ins with torch's dispatcher for CPU tensors."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("_flash_attention_forward", _flash, "CPU")

@@ -19,7 +19,7 @@ import torch
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.nibbled import Nibbled
-from longdraft.native.operators import launch
+from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
@@ -47,26 +47,21 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level, self.library = level, library
         self.lanes = int(library.longdraft_lanes())
-        library.longdraft_threads.argtypes, library.longdraft_threads.restype = [Pointer], None
-        library.longdraft_threads(_parallel_entry())
-        self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
-        self._unpack = library.longdraft_unpack
-        self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
-        self._nibble = library.longdraft_nibble
-        self._nibble.restype, self._nibble.argtypes = None, [Pointer, Long, Long, Pointer, ctypes.c_int]
-        self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
-        self._draft, self._on = library.longdraft_draft, library.longdraft_attend_on
-        self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
-        for function in (self._linear, self._attend, self._stack, self._chunk, self._draft, self._on):
-            function.restype = None
-        self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
-        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
+        declared(library, "threads", Pointer)(_parallel_entry())
+        kv, threads = ctypes.POINTER(KeysValues), ctypes.c_int
+        self._linear = declared(library, "linear", Pointer, Long, Long, ctypes.POINTER(Matrix), Long, threads)
+        self._unpack = declared(library, "unpack", Pointer, *(Long,) * 4, Pointer, threads)
+        self._nibble = declared(library, "nibble", Pointer, Long, Long, Pointer, threads)
         # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
-        self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
-        self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
+        last = (ctypes.c_float, Pointer, threads)
+        self._attend = declared(library, "attend", Pointer, kv, *(Long,) * 5, Pointer, Long, Long, *last)
+        # q; keys and values, their slot; heads, group, rows, d, n; scale; out; threads
+        self._chunk = declared(library, "attend_chunk", Pointer, kv, *(Long,) * 6, *last)
         # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
-        self._on.argtypes = [*kv[:2], Pointer, Pointer, *(Long,) * 4, ctypes.c_float, *(Pointer,) * 3, ctypes.c_int]
-        self._stack.argtypes = [*[Pointer] * 6, ctypes.c_int, Pointer, Long, Pointer, Pointer, ctypes.c_int]
+        rows = (Pointer, Pointer, *(Long,) * 4)
+        self._on = declared(library, "attend_on", Pointer, kv, *rows, ctypes.c_float, *(Pointer,) * 3, threads)
+        self._stack = declared(library, "stack", *(Pointer,) * 6, threads, Pointer, Long, Pointer, Pointer, threads)
+        self._draft = declared(library, "draft", *(Pointer,) * 4, Long, *(Pointer,) * 4, threads)
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
         """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix."""

@@ -5,6 +5,7 @@ Without a profiler a kernel is called directly, because an operator takes as lon
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,14 @@ def _run(tensors: list[torch.Tensor], call: int) -> None:
 for _name in NAMES:
     _LIBRARY.define(f"{_name}(Tensor[] tensors, int call) -> ()")
     _LIBRARY.impl(_name, _run, "CPU")
+
+
+def declared(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
+    """A function of the compiled library that returns nothing, with the types of its arguments."""
+    function = getattr(library, f"longdraft_{name}")
+    function.restype, function.argtypes = None, list(arguments)
+    typed: Callable[..., None] = function
+    return typed
 
 
 def launch(name: str, tensors: Sequence[torch.Tensor], function: Callable[..., None], *arguments: Any) -> None:

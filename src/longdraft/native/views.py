@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.native.library import Kernels
-from longdraft.native.operators import launch
+from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import KeysValues, Long, Pointer
 
@@ -43,19 +43,16 @@ class ViewKernels:
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        library = kernels.library
-        self._summarise, self._choose = library.longdraft_summarise, library.longdraft_choose
-        self._copy, self._rows = library.longdraft_copy_view, library.longdraft_copy_rows
-        for function in (self._summarise, self._choose, self._copy, self._rows):
-            function.restype = None
-        kv = ctypes.POINTER(KeysValues)
+        library, kv, threads = kernels.library, ctypes.POINTER(KeysValues), ctypes.c_int
         # keys; slot, layers, heads, d, chunk; summaries; from, to; threads
-        self._summarise.argtypes = [kv, *(Long,) * 5, ctypes.POINTER(_Summaries), Long, Long, ctypes.c_int]
-        self._choose.argtypes = [ctypes.POINTER(_Choice), Pointer, Pointer, ctypes.c_int]
+        summaries = ctypes.POINTER(_Summaries)
+        self._summarise = declared(library, "summarise", kv, *(Long,) * 5, summaries, Long, Long, threads)
+        self._choose = declared(library, "choose", ctypes.POINTER(_Choice), Pointer, Pointer, threads)
         # text, copy; slot, layers, heads, d; chosen, held; count, chunk, sink, window, end; threads
-        self._copy.argtypes = [kv, kv, *(Long,) * 4, Pointer, Pointer, *(Long,) * 5, ctypes.c_int]
+        places = (*(Long,) * 4, Pointer, Pointer, *(Long,) * 5)
+        self._copy = declared(library, "copy_view", kv, kv, *places, threads)
         # text, copy; slot, layers, heads, d, from, to, count; threads
-        self._rows.argtypes = [kv, kv, *(Long,) * 7, ctypes.c_int]
+        self._rows = declared(library, "copy_rows", kv, kv, *(Long,) * 7, threads)
 
     def summarise(
         self, keys: torch.Tensor, slot: int, chunk: int, kept: Mapping[str, torch.Tensor], first: int, behind: int
