@@ -1,4 +1,4 @@
-"""How far each attention path is from the definition in float32, by dtype and length.
+"""Measures the error of each attention path against the definition in float32, by dtype and length.
 
     python benchmarks/attention_errors.py [--lengths 64 1024 8192 32768] [--dtypes float32 bfloat16 float16]
         [--nodes 16] [--heads 8 2] [--head-dim 64] [--paths hybrid ...] [--device cpu]

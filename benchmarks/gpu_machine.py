@@ -1,4 +1,4 @@
-"""The first stage of benchmarks/gpu.py, what its figures are of, and whether the GPU still works."""
+"""The first stage of benchmarks/gpu.py, the header of all results, and the check that the GPU still works."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attention_triton as kernel_timing
+import kernel_timing
 import torch
 from gpu_common import can_be_recorded, device_of, environment, half_of, short, sizes_of
 from gpu_results import Rows, Skipped, Stage
@@ -35,17 +35,17 @@ PEAKS = {
 
 
 def peak(device: torch.device) -> Peak | None:
-    """Of this GPU; None where it is not among those whose figures stand here."""
+    """The vendor's figures for this GPU; None if it is not in :data:`PEAKS`."""
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def header(options: argparse.Namespace) -> dict[str, Any]:
-    """What figures of this process are of."""
+    """Device, driver, processor, versions and commit of this process's measurements."""
     gpus = machine.hardware()["gpus"]
     versions = machine.versions() | {"cuda": torch.version.cuda}
     return {
         "device": f"{gpus[0]['name']}, {sizes.human(gpus[0]['memory_bytes'])}" if gpus else "CPU",
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "processor": f"{machine.hardware()['cpu']}, {machine.hardware()['cores']} cores",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "commit": _commit(),
@@ -53,15 +53,15 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of this checkout, marked where files differ from it; None outside of one."""
+    """Commit of this checkout, marked if files differ from it; None outside a checkout."""
     folder = str(Path(__file__).parent)
-    commit = _said("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
-    changed = commit and _said("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    commit = _output_of("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    changed = commit and _output_of("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
     return f"{commit} and changes" if changed else commit
 
 
-def _said(*command: str) -> str | None:
-    """What a program says, None where it is not here or fails."""
+def _output_of(*command: str) -> str | None:
+    """The output of a program; None if it is missing, fails or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -70,7 +70,7 @@ def _said(*command: str) -> str | None:
 
 
 def healthy(options: argparse.Namespace) -> bool:
-    """Whether this process can still use its GPU."""
+    """True if this process can still use its GPU."""
     if not torch.cuda.is_initialized():
         return True
     try:
@@ -85,7 +85,7 @@ def environment_rows(values: dict[str, Any]) -> Rows:
 
 
 def environment_stage(stage: Stage, options: argparse.Namespace) -> None:
-    """What this machine has."""
+    """Measures the machine: hardware, attention paths, copy bandwidth."""
     device, sizes = device_of(), sizes_of(options)
     stage.measure("machine", lambda: environment_rows(_machine(device)))
     for dtype in dict.fromkeys((half_of(device), torch.float32)):
@@ -106,15 +106,15 @@ def _machine(device: torch.device) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
         }
         query = "driver_version,power.limit,clocks.max.sm,clocks.max.mem,mig.mode.current"
-        said = _said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-        if said is not None:
+        output = _output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+        if output is not None:
             names = ("driver", "power limit", "largest clock", "largest memory clock", "MIG")
-            found |= dict(zip(names, said.splitlines()[0].split(", "), strict=False))
+            found |= dict(zip(names, output.splitlines()[0].split(", "), strict=False))
     return found
 
 
 def _paths(device: torch.device, dtype: torch.dtype, head_dim: int) -> Rows:
-    """Which attention paths run, why others do not, which one is chosen, and whether it has graphs."""
+    """The attention paths that run, with or without graphs, reasons for those that do not, and the chosen one."""
     found: dict[str, Any] = {}
     label = f"{short(dtype)}, head size {head_dim}"
     for name in dispatch.PATHS:
@@ -133,7 +133,7 @@ def _bandwidth(device: torch.device) -> Rows:
     if device.type != "cuda":
         raise Skipped("it is measured on a GPU alone")
     measured, stated = kernel_timing.copy_bandwidth(), peak(device)
-    said = f"{measured / 1e12:.2f} TB/s"
+    text = f"{measured / 1e12:.2f} TB/s"
     if stated is not None:
-        said += f", {measured / stated.bandwidth:.0%} of the {stated.bandwidth / 1e12:.2f} that the vendor states"
-    return [{"what": "environment", "name": "copy bandwidth", "value": said, "bytes_per_second": measured}]
+        text += f", {measured / stated.bandwidth:.0%} of the {stated.bandwidth / 1e12:.2f} that the vendor states"
+    return [{"what": "environment", "name": "copy bandwidth", "value": text, "bytes_per_second": measured}]

@@ -1,4 +1,4 @@
-"""Stages of benchmarks/gpu.py that take times of their own: one layer's attention, steps of a large model."""
+"""Stages of benchmarks/gpu.py that time one layer's attention and the steps of a large model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attention_triton as kernel_timing
 import gpu_on_paper
+import kernel_timing
 import torch
 from gpu_common import (
     Sizes,
@@ -52,7 +52,7 @@ def attention_case(
     """Arguments of an attention path: random q, keys and values, a tree of so many rows behind each prefix.
 
     Args:
-        chain: no tree: each row sees those before it.
+        chain: rows form a causal chain instead of a tree.
     """
     batch, capacity = len(lengths), max(lengths) + rows
     g = torch.Generator(device).manual_seed(rows)
@@ -97,9 +97,9 @@ def kernels(stage: Stage, options: argparse.Namespace) -> None:
 
 
 def triton_bounds(sizes: Sizes, device: torch.device) -> dict[tuple[int, int], float]:
-    """Milliseconds that the Triton kernels take at least, by context and rows: benchmarks/triton_roofline.py's.
+    """Lower bounds of the Triton kernels in milliseconds, by context and rows, from benchmarks/triton_roofline.py.
 
-    In a process of its own: it puts stand-ins in the place of the kernels. Empty for a card that is not known.
+    That script replaces the kernels by stand-ins, so it runs in its own process. Empty for an unknown GPU.
     """
     if (card := peak(device)) is None:
         return {}
@@ -119,7 +119,7 @@ def triton_bounds(sizes: Sizes, device: torch.device) -> dict[tuple[int, int], f
 
 
 def _milliseconds(run: Callable[[], torch.Tensor], graph: bool, repeats: int, device: torch.device) -> float:
-    """Median of a call, as it is or as a graph; GPU time where there is a GPU."""
+    """Median milliseconds of a call, or of its CUDA graph; GPU time if there is a GPU."""
     if device.type != "cuda":
         return _median_ms(run, repeats, 1, device)
     run()  # compiles and tunes, which no graph may record
@@ -127,7 +127,7 @@ def _milliseconds(run: Callable[[], torch.Tensor], graph: bool, repeats: int, de
 
 
 def _median_ms(call: Callable[[], Any], repeats: int, warm_up: int, device: torch.device) -> float:
-    """Median time of a call as the host sees it, results waited for."""
+    """Median milliseconds of a call on the host's clock, including the wait for its result."""
     times = []
     for i in range(warm_up + repeats):
         if device.type == "cuda":
@@ -207,7 +207,7 @@ def _steps_at(runner: TargetRunner, name: str, context: int, sizes: Sizes) -> Ro
 
 
 def on_paper_ms(sizes: Sizes, device: torch.device, nodes: int, prefix: int) -> float | None:
-    """What benchmarks/gpu_on_paper.py allows this card; None for one that is not known."""
+    """The lower bound of benchmarks/gpu_on_paper.py for this GPU, in milliseconds; None for an unknown GPU."""
     if (card := peak(device)) is None:
         return None
     shape = sizes.model

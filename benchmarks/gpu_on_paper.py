@@ -1,4 +1,4 @@
-"""What plain decoding and the methods can take on one large GPU at best: from bytes and operations, without a GPU.
+"""Lower bounds for plain decoding and the methods on one large GPU, computed from bytes and operations.
 
     python benchmarks/gpu_on_paper.py [--config config.json] [--bandwidth GB/s --tflops N] [--context N ...] [--batch N]
 
@@ -89,7 +89,7 @@ CARDS = {"H100": Card(3.35e12, 989e12), "A100": Card(2.04e12, 312e12)}  # 80 GB,
 
 
 class Part(NamedTuple):
-    """What is done in one go, before the next part begins."""
+    """Work that runs as one part, before the next part begins."""
 
     bytes: int
     operations: int

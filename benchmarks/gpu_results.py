@@ -1,9 +1,8 @@
-"""Result files of benchmarks/gpu.py, one a stage, and what writes them: a process that measures unit by unit.
+"""Result files of benchmarks/gpu.py, one for each stage, and the process that writes them unit by unit.
 
-A unit is a measurement with a name and a few rows. The file is written anew before and after each, so whatever ends
-the process, and whenever, what was measured before stays, and the unit that was under way is known. A stage that is
-started again keeps the units that have rows, unless they were measured of something else: other options, another GPU,
-other versions. Nothing here needs torch.
+A unit is a measurement with a name and a few rows. The file is rewritten before and after each unit. However
+the process ends, earlier results stay and the unit under way is known. A stage that is started again keeps the units
+that have rows, unless options, GPU or versions have changed since. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ Result = dict[str, Any]
 
 
 class Skipped(Exception):
-    """What cannot be measured here: why, and what to do about it."""
+    """A measurement is impossible here. The message says why and what to do about it."""
 
 
 class DeviceLost(Exception):
-    """After an error the GPU refuses all further work of this process."""
+    """The GPU refuses all further work of this process after an error."""
 
 
 def file_of(out: Path, stage: str) -> Path:
@@ -62,14 +61,14 @@ def read(file: Path) -> Result | None:
 
 
 def write(file: Path, result: Result) -> None:
-    """Under a temporary name, then renamed: nobody ever sees half a file."""
+    """Writes under a temporary name and renames, so that nobody reads half a file."""
     part = file.with_name(file.name + ".part")
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     part.replace(file)
 
 
 def finished(result: Result | None, asked: dict[str, Any]) -> bool:
-    """Whether nothing is left to measure. What was ended because it hung is not tried a second time."""
+    """True if nothing is left to measure. A unit that hung is not tried a second time."""
     if result is None or result["header"].get("asked") != asked or result["state"] != "ended" or result["left_out"]:
         return False
     failed = [unit for unit in result["units"].values() if "failed" in unit]
@@ -104,13 +103,13 @@ def note_end(file: Path, why: str, hung: bool, out_of_time: bool) -> bool:
 
 
 class Stage:
-    """What a stage's process reports to.
+    """Records the units of one stage in its result file.
 
     Args:
-        header: what its figures are of.
-        seconds: that it has.
-        again: units that broke before are tried again.
-        healthy: whether the device still works after an error.
+        header: device, versions and options that the figures depend on.
+        seconds: time that the stage has.
+        again: also measure units again that failed before.
+        healthy: returns True if the device still works after an error.
     """
 
     def __init__(
@@ -138,11 +137,11 @@ class Stage:
 
     @property
     def in_time(self) -> bool:
-        """Whether another unit may begin."""
+        """True if another unit may begin."""
         return self.seconds_left > (1 - BEGIN_NOTHING_AFTER) * self._seconds
 
     def measure(self, unit: str, work: Callable[[], Rows]) -> None:
-        """Measures a unit, unless it has been measured or there is no time; notes what it found, or how it broke.
+        """Measures a unit unless it was measured before or time is short; records its rows or its error.
 
         Raises:
             DeviceLost: nothing further can be measured by this process.
@@ -176,7 +175,7 @@ class Stage:
         self._write()
 
     def say(self, line: str) -> None:
-        """Tells whoever watches: people, and the process that ends what gives no sign for long."""
+        """Prints a line, and shows the watching process that this stage is alive."""
         self.file.touch()
         print(f"  {self.name}: {line}", file=sys.stderr, flush=True)
 
@@ -197,16 +196,16 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def failed_units(out: Path, stage: str) -> dict[str, str]:
-    """Of another stage: the units that broke, and why."""
+    """The failed units of another stage: name -> reason."""
     found = read(file_of(out, stage))
     return {} if found is None else {n: unit["failed"] for n, unit in found["units"].items() if "failed" in unit}
 
 
 def run_stage(part: Any, name: str, options: argparse.Namespace, seconds: float, again: bool) -> None:
-    """A stage in a process of its own, which leads a process group: it ends with its children, and with its parent.
+    """Runs a stage in its own process, which leads a process group that ends together with its parent.
 
     Args:
-        part: of the stage: its ``work``, its ``header`` and whether the device is ``healthy``, as "module:function".
+        part: the stage, with ``work``, ``header`` and ``healthy`` as "module:function".
     """
     with contextlib.suppress(OSError):  # a new process group already
         os.setsid()

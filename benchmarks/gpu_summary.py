@@ -1,4 +1,4 @@
-"""From the result files of benchmarks/gpu.py to one page in Markdown, which is read on a screen as it is."""
+"""Writes the results of benchmarks/gpu.py as one Markdown page that is also readable on a screen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_results import Result
 
-# What a row says it is -> a title, and its columns as heading: key.
+# A row's "what" -> the title of its table, and the columns as heading: key.
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "environment": ("Environment", {"": "name", "found": "value"}),
     "attention": (
@@ -64,7 +64,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
          "near ties": "near_ties"},
     ),
 }  # fmt: skip
-# Of the columns, those whose figure needs more than two decimals.
+# Columns whose figures need more than two decimals.
 FINE = ("ms", "bound_ms", "error")
 
 
@@ -72,13 +72,13 @@ def summary(found: Mapping[str, Result | None]) -> str:
     """The page.
 
     Args:
-        found: each stage's result, None where it has none.
+        found: the result of each stage, or None if it has none.
     """
     return "\n".join([*_head(found), *_tables(found), *_remarks(found)]) + "\n"
 
 
 def problems(found: Mapping[str, Result | None]) -> list[str]:
-    """What came out wrong, and what broke."""
+    """Descriptions of wrong results and of failures."""
     said = []
     for name, result in found.items():
         for unit, rows, unit_found in _units(result):
@@ -182,7 +182,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _markdown(lines: list[list[str]]) -> Iterator[str]:
-    """A table whose columns stand below each other on a screen too."""
+    """The lines of a table whose columns are aligned on a screen."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for number, line in enumerate(lines):
         yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"

@@ -40,7 +40,7 @@ IN_BATCHES = ("ar", "prompt-lookup", "longspec", "eagle3", "magicdec", "specpv")
 
 
 def usable(model: PreTrainedModel) -> tuple[str, ...]:
-    """Methods that have all they need for this model."""
+    """Methods that need no draft, or whose draft is available for this model."""
     known = TargetRunner(model).parts.description
     return tuple(
         m.name for m in METHODS.values() if not m.needs_draft or shipped.fitting(known, m.draft_kind) is not None
@@ -67,7 +67,7 @@ def small_model(options: argparse.Namespace) -> LoadedModel:
     """SmolLM2 in the dtype whose speed is measured.
 
     Raises:
-        Skipped: it is not here.
+        Skipped: the model is not available.
     """
     try:
         return load(model_name(options), half_of(device_of()))
@@ -76,7 +76,7 @@ def small_model(options: argparse.Namespace) -> LoadedModel:
 
 
 def sound(stage: Stage, methods: Sequence[str]) -> tuple[str, ...]:
-    """Without those that broke where correctness was checked: they would take the figures of the others along."""
+    """The methods without those that failed in the stage `correctness`, which would spoil the other figures."""
     broken = {unit.rpartition(", ")[2] for unit in failed_units(stage.out, "correctness") if unit.startswith("exact, ")}
     if left_out := broken & set(methods):
         stage.say(f"without what broke in correctness: {', '.join(sorted(left_out))}")

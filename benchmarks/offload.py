@@ -1,10 +1,10 @@
-"""What offload costs and what it saves: tokens/s and resident KV memory, with the KV in memory and in a file.
+"""Measures offload: tokens/s and resident KV memory, with the KV in memory and in a file.
 
     python benchmarks/offload.py FILE [--context 2048 7000] [--method ar] [--offload disk] [--max-tokens 64]
 
 One prompt of FILE (JSONL as `longdraft bench --data` takes it), cut to each context length, decoded from nothing with
-either store, in turn --repeats times; the medians are shown. "resident KV" is the most that was seen, looking every
-20 ms of the run: what the store takes, or by how much the mapped file pages in memory grew (Linux). "same" says whether
+either store, in turn --repeats times; the medians are shown. "resident KV" is the peak of samples taken every 20 ms:
+the size of the store, or the growth of the mapped file pages in memory (Linux). "same" says whether
 the tokens are. On a GPU give --offload host: "resident KV" is then the store's share of the device's memory.
 """
 

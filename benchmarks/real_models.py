@@ -111,7 +111,7 @@ def _model(words: str) -> tuple[str, Path]:
 
 
 def settings_of(path: Path, args: Any) -> dict[str, Any]:
-    """What a cell depends on beside its name."""
+    """The settings that a cell depends on, besides its name."""
     names = ("threads", "arithmetic", "repeats", "steps", "new_tokens", "real_kv", "verify_rows", "verify_turns")
     more = ("data_rows", "prompt_tokens")
     return {"file": path.name, "bytes": path.stat().st_size} | {name: getattr(args, name) for name in (*names, *more)}

@@ -1,4 +1,4 @@
-"""Planned runs replayed: what a planner's choices would have taken, with measured costs and no quiet machine.
+"""Replays recorded runs and computes from measured costs how long a planner's choices would have taken.
 
     python benchmarks/replay_record.py ... --out FOLDER
     python benchmarks/replay.py FOLDER [--rows 4-7] [--temperature 0] [--batch 1] [--tokens N] [--noise 0.05]
@@ -14,7 +14,7 @@ prompts:
     prompt-lookup   the lookup alone: as it grows by itself, and planned
     draft           the draft alone, planned
     both            the draft in every round, beside the lookup; how much is verified is planned
-    default         what the planner makes of lookup and draft
+    default         lookup and draft, used as the planner decides
     hindsight       the least time that any choices could have taken: exactly the nodes that turned out right; of the
                     lookup alone, and with the draft
 """
@@ -62,7 +62,7 @@ class Recording:
 
     @staticmethod
     def read(file: Path, tokens: int | None = None) -> Recording:
-        """From a file, and no more than so many tokens of it."""
+        """Reads a recording; with ``tokens``, only so many tokens of its output."""
         found = json.loads(file.read_text())
         trees = [TokenTree(tuple(t["tokens"]), tuple(t["parents"]), tuple(t["log_probs"])) for t in found["trees"]]
         draft, whole = found["draft_forward_seconds"] or 0.0, found["round_seconds"] or 1.0
@@ -110,7 +110,7 @@ class Replayed(Drafter):
 
 @dataclass
 class Machine:
-    """What rounds take.
+    """The seconds that rounds take.
 
     Attributes:
         costs: of verifications. noise: standard deviation of the logarithm of a round's seconds.
@@ -158,7 +158,7 @@ def replay(texts: list[Recording], drafter: Drafter, planner: Planner | None, ma
 
 
 def proposed(drafter: Drafter, plan: Any, sequences: list[Sequence]) -> list[TokenTree]:
-    """What is verified of a round, as the engine asks for it."""
+    """The trees that a round verifies, chosen as the engine chooses them."""
     budget = None if plan is None else plan.node_limit(sequences)
     roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in sequences}
     asked = sequences if budget is None or drafter.free else budget.choose(sequences, list(roots.values()))
@@ -168,7 +168,7 @@ def proposed(drafter: Drafter, plan: Any, sequences: list[Sequence]) -> list[Tok
 
 
 def advanced(s: Sequence, tree: TokenTree, output: list[int]) -> Event:
-    """A verification: what was recorded comes out."""
+    """Verifies a tree: the recorded tokens are emitted."""
     path, start = [0], len(s.output)
     for token in output[start:]:
         s.append(token)
@@ -181,7 +181,11 @@ def advanced(s: Sequence, tree: TokenTree, output: list[int]) -> Event:
 
 
 def hindsight(text: Recording, machine: Machine, draft: bool = True) -> float:
-    """Seconds of the best choices, from the last position back to the first; without the draft: of the lookup alone."""
+    """Seconds of the best choices, computed from the last position back to the first.
+
+    Args:
+        draft: False if only the lookup may be chosen.
+    """
     s, lookup = Sequence(0, text.prompt, len(text.output)), SuffixDrafter()
     s.append(text.output[0])
     lookup.observe(Event(s, TokenTree((0,), (-1,)), emitted=(text.output[0],), mode="prefill"))
@@ -204,7 +208,7 @@ def hindsight(text: Recording, machine: Machine, draft: bool = True) -> float:
 
 
 class Always(Planner):
-    """Asks the draft in every round."""
+    """A planner that uses the draft in every round."""
 
     def start(self) -> Any:
         plan = super().start()

@@ -30,7 +30,7 @@ from longdraft.bench.data import read
 
 @dataclass
 class Answer:
-    """Of one request: seconds to its first piece, seconds from there to its end, and its tokens."""
+    """The answer to one request: seconds to its first piece, seconds from there to its end, number of tokens, text."""
 
     first: float
     rest: float

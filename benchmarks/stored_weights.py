@@ -1,4 +1,4 @@
-"""Weights as they are stored against the same weights in float32, and against others, in one run.
+"""Compares stored weights with the same weights in float32, and with other libraries, in one run.
 
     python benchmarks/stored_weights.py --data FOLDER [--parts steps verification prefill methods memory]
         [--peers hf llama-cpp] [--rows 4 5 6 7] [--repeats N] [--model M] [--json FILE]
@@ -20,6 +20,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from math import exp, log
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from verification import bandwidth, weight_bytes
+from torch import nn
 
 import longdraft
 from longdraft import LoadedModel, PromptCache, Sampling, Speculator
@@ -68,6 +69,23 @@ print(json.dumps({"code": code, "imports": before, "peak": machine.peak_bytes(pl
 
 Models = dict[str, LoadedModel]
 console = Console(width=None if sys.stdout.isatty() else 180)  # tables in a file are as wide as they are
+
+
+def bandwidth() -> float:
+    """Bytes a second that all threads read together."""
+    numbers = torch.zeros(2**27)
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - start)
+    return numbers.numel() * 4 / median(seconds)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights that a plain step reads: each tensor once."""
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.itemsize for t in tensors.values())
 
 
 def main() -> None:

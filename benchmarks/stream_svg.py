@@ -28,7 +28,7 @@ SVG = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).
 
 
 def shown(output: str) -> str:
-    """What is left of a terminal's output when bars and spinners have gone."""
+    """A terminal's output without progress bars and spinners."""
     lines = [line.rstrip() for line in output.splitlines() if not MOVES.search(line)]
     return "\n".join(lines).replace("\x1b[?25h", "").strip("\n")
 

@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def held(measured: list[Measured]) -> dict[str, dict[str, int]]:
-    """Of each method: bytes by holder, the most that any profile saw."""
+    """method -> holder -> bytes, the maximum over all profiles."""
     found: dict[str, dict[str, int]] = {}
     for m in measured:
         for name, profile in m.profiles.items():

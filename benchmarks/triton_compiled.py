@@ -1,10 +1,10 @@
-"""What the Triton kernels take of a GPU, found by compiling them: registers, spills, shared memory. No GPU is needed.
+"""Compiles the Triton kernels and prints their registers, spills and shared memory. No GPU is needed.
 
     python benchmarks/triton_compiled.py [--targets 80 90 100] [--dtypes bfloat16 float16 float32] [--heads 64 128]
                                          [--sizes 1 4 8 64] [--defaults] [--json FILE]
 
 The launches are those of the backend itself: it is called on tensors without storage (device "meta"), its launches are
-recorded instead of made, and Triton compiles what it would at that launch, down to which arguments are multiples of 16.
+recorded instead of made, and Triton compiles exactly what it would at that launch.
 Every tile that the tuner may try is among them, unless --defaults. It ends with code 1 where a kernel spills, does not
 fit a processor, or does not compile.
 
@@ -67,7 +67,7 @@ class Launch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What Triton compiles once for."""
+        """Launches with the same key share one compiled kernel."""
         kinds = [str(a.dtype) if isinstance(a, torch.Tensor) else _kind(a) for a in self.args]
         return self.kernel.__name__, *kinds, *sorted((n, str(v)) for n, v in self.options.items())
 
@@ -110,7 +110,7 @@ class Compiled:
 
     @property
     def wrong(self) -> str:
-        """What keeps it from running, or from running well; empty where nothing does."""
+        """Problems that keep the kernel from running, or from running well."""
         found = [f"spills {self.spills} bytes a thread"] if self.spills > SPILLED.get(self.dtype, 0) else []
         if self.shared > SHARED[self.target]:
             found.append(f"{self.shared} bytes of shared memory")
@@ -172,12 +172,13 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
     recorded.clear()
     for size in sizes:
         q, keys, values, block = inputs(dtype, head_dim, size, tree=size > 1)
-        default = triton_backend._choice(q, keys)
-        kind = Kind("", head_dim, triton_backend._tiles(q, keys)[0], str(dtype), triton.__version__)
+        launched = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 1.0)
+        default = triton_backend._choice(launched)
+        kind = Kind("", head_dim, launched.tiles[0], str(dtype), triton.__version__)
         # float32 is never tuned.
         tuned = [default] if defaults or q.element_size() != 2 else triton_tuning.candidates(kind, default)
         for choice in tuned:
-            with replaced("_choice", lambda q, keys, choice=choice: choice):
+            with replaced("_choice", lambda inputs, choice=choice: choice):
                 triton_backend.attend(q, keys, values, block, 1.0)
         triton_backend.attend(*inputs(dtype, head_dim, size, tree=False), 1.0)
     if 1 in sizes:  # Triton makes constants of numbers that are 1: all at once

@@ -1,4 +1,4 @@
-"""How fast the Triton kernels could be on a GPU, from the bytes and the products of their launches. No GPU is needed.
+"""Lower bounds of the Triton kernels' times, from the bytes and products of their launches. No GPU is needed.
 
     python benchmarks/triton_roofline.py [--heads 32 8] [--head-dim 128] [--prefix 32768] [--nodes 64] [--batch 1 8]
         [--card TB_A_SECOND TFLOPS PROCESSORS] [--json]
@@ -36,7 +36,7 @@ CARDS = [Card("A100", 108, 2.04e12, 312e12), Card("H100", 132, 3.35e12, 989e12)]
 
 @dataclass(frozen=True)
 class Work:
-    """What one launch reads and writes, in bytes, and what it computes."""
+    """Bytes that one launch reads and writes, and operations that it computes."""
 
     kernel: str
     programs: int
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def works(card: Card, batch: int, nodes: int, heads: tuple[int, int], head_dim: int, prefix: int) -> list[Work]:
-    """What the launches of one layer's attention do on a card."""
+    """The work of the launches of one layer's attention on a card."""
     triton_backend._processors = lambda device: card.processors
     compiled.recorded.clear()
     q, keys, values, block = compiled.inputs(torch.bfloat16, head_dim, nodes, nodes > 1, heads, batch, prefix)

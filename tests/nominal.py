@@ -1,12 +1,12 @@
-"""A GPU in name: tensors that say they are on ``cuda``, and whose numbers lie in the host's memory.
+"""A simulated GPU: tensors that claim to be on ``cuda``, with their numbers in the host's memory.
 
-What a real one would refuse or wait for is found here without one. Every operation of torch is seen on its way:
+It finds operations that a real GPU would refuse or wait for. Every operation of torch is intercepted:
 
-* a tensor of the device and one of the host in one operation is an error, but for numbers without dimensions;
-* reading a number of the device on the host, shapes that follow from numbers of the device, and copies from memory
-  that is not pinned make the host wait: :attr:`Card.waits` has the place in our code of each;
-* while something is recorded (:attr:`Card.recording`), these and copies from the host are errors: a CUDA graph would
-  repeat the copy of what the host's memory held then.
+* an operation on tensors of the device and of the host is an error, except for tensors without dimensions;
+* the host waits if it reads a number of the device, if a shape depends on numbers of the device, or if it copies from
+  memory that is not pinned: :attr:`Card.waits` lists the places in our code;
+* while something is recorded (:attr:`Card.recording`), waits and copies from the host are errors: a CUDA graph would
+  copy the host's old memory again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests import torch_kernels
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
-# Shapes of what these give follow from numbers.
+# Operations whose output shapes depend on numbers.
 _COUNTING = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
 _INDEXED = ("index", "index_put_", "index_put", "_index_put_impl_")
 _SOURCES = str(Path(__file__).parents[1] / "src" / "longdraft")
@@ -36,7 +36,7 @@ class Mixed(AssertionError):
 
 
 class OnCard(torch.Tensor):
-    """A tensor of the device. Attributes: ``numbers``, its numbers."""
+    """A tensor of the device, with its numbers in the host tensor ``numbers``."""
 
     numbers: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,9 +79,11 @@ class OnCard(torch.Tensor):
 
 
 class Card(TorchDispatchMode):
-    """Attributes:
-    waits: where the host has waited for the device: "file:line function (operation)".
-    recording: whether what is computed is being recorded.
+    """Intercepts torch's operations.
+
+    Attributes:
+        waits: places where the host has waited for the device: "file:line function (operation)".
+        recording: True while operations are being recorded.
     """
 
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ class Card(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ("_fused_sdp_choice", "is_pinned"):
             return 0
-        with self:  # inference mode hands over operations that consist of others
+        with self:  # inference mode passes composite operations
             composed = func.decompose(*args, **kwargs)
         if composed is not NotImplemented:
             return composed
@@ -121,7 +123,7 @@ class Card(TorchDispatchMode):
             return args[0]
         if "out" in kwargs:
             return kwargs["out"]
-        # torch wants views of tensors that were made outside inference mode to be such tensors too.
+        # Views of tensors that were made outside inference mode must be made outside of it too.
         with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
             return tree_map_only(torch.Tensor, OnCard, out) if there else out
 
@@ -159,10 +161,10 @@ class Card(TorchDispatchMode):
 
 
 class StandIn:
-    """Records a function; a replay runs it again, and leaves what it finds in the tensors of the recording.
+    """Stands in for CUDA graphs: a replay runs the function again and copies the results to the recorded tensors.
 
     Args:
-        card: is told what is being recorded, and finds what may not be.
+        card: finds operations that must not be recorded.
     """
 
     def __init__(self, card: Card | None = None) -> None:
@@ -199,7 +201,7 @@ def _real(x: Any) -> Any:
 
 
 def _place() -> str:
-    """The innermost line of longdraft's that is being run."""
+    """The innermost running line of longdraft."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(_SOURCES):
             return f"{frame.filename.removeprefix(_SOURCES + '/')}:{frame.lineno} {frame.name}"
@@ -208,7 +210,7 @@ def _place() -> str:
 
 @contextmanager
 def card(monkeypatch: Any) -> Iterator[Card]:
-    """As if there were an NVIDIA GPU of the Ampere kind with 80 GB, whose attention kernels are stand-ins."""
+    """Simulates an NVIDIA GPU of the Ampere kind with 80 GB, whose attention kernels are stand-ins."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     for name, value in {
         "get_device_capability": (8, 0),
@@ -238,7 +240,7 @@ def card(monkeypatch: Any) -> Iterator[Card]:
 
 
 def moved(module: torch.nn.Module) -> torch.nn.Module:
-    """Its parameters and buffers, on the device, in place."""
+    """Moves a module's parameters and buffers to the device, in place."""
     for part in module.modules():
         for name, x in list(part._parameters.items()):
             if x is not None:

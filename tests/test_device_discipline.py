@@ -1,6 +1,6 @@
-"""Every method's rounds on a GPU in name: no tensor of the host among the device's, and the host waits where it has to.
+"""Every method's rounds on a simulated GPU: no operation mixes devices, and the host waits no more than necessary.
 
-docs/gpu.md has these numbers, and why they are what they are.
+docs/gpu.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
 TOKENS, TREE, LEVEL = "decide", "to_trees", "levels"
-# Where the host waits in a round, at most: for the accepted tokens; for the tree, which is made on the host; and
-# in an OPT-Tree, once a level but the first and the last, for what goes on.
+# The most waits of the host in a round, by function: for the accepted tokens; for the tree, which is built on the host;
+# and in an OPT-Tree once for each level but the first and the last, for the nodes that go on.
 WAITS: dict[str, dict[str, int]] = {
     "ar": {TOKENS: 1},
     "prompt-lookup": {TOKENS: 1},
@@ -29,24 +29,24 @@ WAITS: dict[str, dict[str, int]] = {
     "eagle": {TOKENS: 1, TREE: 1},
     "onepass": {TOKENS: 1, TREE: 1},
     "small-lm": {TOKENS: 1, TREE: 1},
-    "specextend": {TOKENS: 1, TREE: 1, LEVEL: 1, "observe": 2},  # which chunks, of both prompts, when that is due
+    "specextend": {TOKENS: 1, TREE: 1, LEVEL: 1, "observe": 2},  # the chunks of both prompts, when they are chosen
     "specextend-eagle3": {TOKENS: 1, TREE: 1, LEVEL: 1, "observe": 2},
     "self": {TOKENS: 1, TREE: 1},
     "magicdec": {TOKENS: 1, TREE: 1},
     "heads": {TOKENS: 1, TREE: 1},
     "tokenswift": {TOKENS: 1, TREE: 1},
     "specpv-exact": {TOKENS: 1},
-    # Each verification of a level decides what comes next: it is read, and so is how sure the level was of each text.
+    # The result of each level's verification is read, and so is the level's confidence.
     "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
     "nested": {TOKENS: 6, "_step": 8},
 }
 NEW = 14
-# Whose forwards between two verifications are recorded too.
+# Methods whose draft forwards are recorded too.
 RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
 
 def rounds(spec: Speculator, found: Card, **settings: Any) -> tuple[list[list[int]], list[dict[str, int]]]:
-    """Tokens, and of each round where the host waited, but for the first."""
+    """Tokens, and the waits of each round except the first: function -> count."""
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     waits: list[dict[str, int]] = []
     for step in spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings):
@@ -82,19 +82,19 @@ def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
     assert outputs == [list(r.token_ids) for r in expected]
     most = {place: max(found.get(place, 0) for found in waits) for place in {p for found in waits for p in found}}
     assert most == WAITS[method]
-    # The first round is not among those counted, and is recorded too.
+    # The first round is recorded too, but not counted.
     assert recorder.replays > (len(waits) + 1 if method in RECORDED else len(waits))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.05}], ids=["plain", "filtered"])
 @pytest.mark.parametrize("method", ["ar", "longspec", "eagle3", "self"])
 def test_sampled_tokens_are_read_together(method, sampling, specs, there):
-    """The random numbers of coming samples are known: what the target says at every node goes to the host at once."""
+    """The random numbers of coming samples are known, so the samples of all nodes are read at once."""
     settings = {"temperature": 0.8, "seed": 5, **sampling}
     options = specs.options(method)
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings)
     moved(specs.model)
-    # A generator of the device does not exist without one.
+    # Without a GPU there is no generator on it.
     with pytest.MonkeyPatch.context() as patch:
         generator = torch.Generator
         patch.setattr(torch, "Generator", lambda *_: generator())
@@ -118,7 +118,7 @@ DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "dep
     ids=str,
 )  # fmt: skip
 def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there):
-    """Levels of several widths and depths, of sequences that end at different times: the same is accepted of them."""
+    """Levels of several widths and depths, of sequences that end at different times: the same tokens are accepted."""
     options = specs.options(method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
     moved(specs.model)
     found = []
@@ -130,14 +130,14 @@ def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, ther
     assert found[0] == found[1] and recorder.replays > len(found[0])
 
 
-# --- the card itself ---
+# --- the simulated GPU itself ---
 
 
 @torch.inference_mode()
 def test_what_a_gpu_would_refuse_is_refused(there):
     x = OnCard(torch.ones(3))
     assert (x.device.type, (x + 1).device.type) == ("cuda", "cuda")
-    assert torch.equal((x * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))  # a number goes along
+    assert torch.equal((x * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))  # a number may be mixed in
     with pytest.raises(Mixed, match=r"\(3,\)"):
         x + torch.ones(3)
 

@@ -1,8 +1,8 @@
-"""Stand-ins for torch's attention kernels for NVIDIA GPUs, on CPU tensors: what they promise, in plain torch.
+"""Stand-ins for torch's attention kernels for NVIDIA GPUs, which compute the same on CPU tensors.
 
-They are registered with torch's dispatcher, so calls are checked against the real schemas. What the kernels do not ask
-for they do not get: sequences lie where the starts say, in any order, overlapping or not, and have as many keys as
-``seqused_k`` says; a prefix without keys gives an infinite log-sum-exp from the one, and NaN from the other.
+They are registered with torch's dispatcher, so calls are checked against the real schemas. As with the real kernels,
+sequences may begin anywhere, in any order and overlapping, with ``seqused_k`` keys each; for a prefix without keys the
+log-sum-exp is infinite in one kernel and NaN in the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Of each call of the flash kernel, what matters for speed: queries, KV heads, max_q, max_k, causal.
+# For each call of the flash kernel the arguments that matter for speed: queries, KV heads, max_q, max_k, causal.
 calls: list[tuple[int, int, int, int, bool]] = []
 counted: Counter[str] = Counter()
 
@@ -77,7 +77,7 @@ def _efficient(
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """torch's dispatcher knows them for CPU tensors."""
+    """Registers the stand-ins with torch's dispatcher for CPU tensors."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("_flash_attention_forward", _flash, "CPU")

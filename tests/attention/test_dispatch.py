@@ -92,6 +92,10 @@ def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch,
     [
         ("cpu", [], CUDA, torch.float32, 64, "runs on a CPU"),
         ("hybrid", [], CPU, torch.float32, 64, "try sdpa"),
+        ("hybrid", [], torch.device("mps"), torch.float32, 64, "try sdpa"),
+        ("hybrid", [], CUDA, torch.float64, 64, "float64"),
+        ("hybrid", [], CUDA, torch.bfloat16, 320, "up to 256"),
+        ("hybrid", [], CUDA, torch.bfloat16, 36, "multiples of 8"),
         ("flash", [], CUDA, torch.bfloat16, 64, "pip install flash-attn"),
         ("flash", ["flash_attn"], CPU, torch.bfloat16, 64, "needs an NVIDIA GPU"),
         ("flash", ["flash_attn"], CUDA, torch.float32, 64, "dtype='bfloat16'"),
@@ -107,23 +111,19 @@ def test_a_path_that_cannot_run_says_why(monkeypatch, installed, name, packages,
     assert reason in (dispatch.unavailable(name, device, dtype, head_dim) or "")
 
 
-@pytest.mark.parametrize("name", ["reference", "sdpa"])
-def test_reference_and_sdpa_run_anywhere(installed, name):
-    installed()
-    for device in (CPU, CUDA):
-        assert dispatch.unavailable(name, device, torch.float64, 1000) is None
-
-
-@pytest.mark.parametrize("name", ["flash", "triton"])
-def test_the_gpu_paths_can_run_where_everything_is_there(installed, name):
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "head_dim"),
+    [
+        *((name, device, torch.float64, 1000) for name in ("reference", "sdpa") for device in (CPU, CUDA)),
+        *((name, CUDA, torch.bfloat16, 256) for name in ("flash", "triton")),
+        ("triton", CPU, torch.float32, 64),
+    ],
+    ids=str,
+)
+def test_a_path_that_can_run_has_no_reason_against_it(monkeypatch, installed, name, device, dtype, head_dim):
     installed("flash_attn", "triton")
-    assert dispatch.unavailable(name, CUDA, torch.bfloat16, 256) is None
-
-
-def test_the_interpreter_lets_triton_run_on_a_cpu(monkeypatch, installed):
-    installed("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.unavailable("triton", CPU, torch.float32, 64) is None
+    assert dispatch.unavailable(name, device, dtype, head_dim) is None
 
 
 def test_the_chosen_path_is_logged_once(caplog):

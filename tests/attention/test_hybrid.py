@@ -1,4 +1,4 @@
-"""Hybrid attention on torch's kernels: stand-ins for these on CPU tensors, and tensors without storage on a GPU."""
+"""Hybrid attention beyond the contract: the calls of torch's kernels, windows, recorded forwards, fake GPU tensors."""
 
 from __future__ import annotations
 
@@ -7,41 +7,18 @@ import math
 
 import pytest
 import torch
-from test_attention import GQA, TOLERANCE, assert_like_reference, case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longdraft.attention import dispatch, hybrid, reference
+from longdraft.attention import hybrid, reference
 from longdraft.attention.block import Block
 from tests import torch_kernels
+from tests.attention.cases import TOLERANCE, assert_like_reference, case
 
 
 @pytest.fixture(autouse=True)
 def kernels():
     with torch_kernels.registered():
         yield
-
-
-@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16])
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("heads", GQA, ids=str)
-def test_ragged_shuffled_sequences(monkeypatch, heads, tree, dtype):
-    monkeypatch.setitem(TOLERANCE, torch.float16, 4e-3)
-    for size in (1, 7):
-        assert_like_reference(hybrid.attend, *case([11, 0, 130, 1], size, heads=heads, tree=tree, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize(("size", "behind"), [(1, 1), (1, 9), (4, 1), (5, 30), (70, 65)])
-def test_behind_earlier_levels(size, behind, tree, dtype):
-    arguments = case([11, 0, 130, 1], size, heads=GQA[size % 4], tree=tree, dtype=dtype, behind=behind)
-    assert_like_reference(hybrid.attend, *arguments)
-
-
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_head_sizes(head_dim, dtype):
-    assert_like_reference(hybrid.attend, *case([0, 19], 5, head_dim=head_dim, dtype=dtype))
 
 
 @pytest.mark.parametrize("behind", [0, 3])
@@ -59,16 +36,13 @@ def test_rows_are_handed_over_as_heads_so_that_keys_are_read_once_and_cut():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_cache_with_the_heads_of_a_token_side_by_side(dtype):
+def test_other_layouts(dtype):
+    """The heads of a token side by side, and one layer of a larger cache."""
     q, keys, values, block, scale = case([11, 0, 30], 5, dtype=dtype)
-    keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
-    assert_like_reference(hybrid.attend, q, keys, values, block, scale)
-
-
-def test_a_part_of_a_larger_cache():
-    q, keys, values, block, scale = case([11, 0, 30], 5, dtype=torch.bfloat16)
-    layers = [torch.stack([torch.full_like(x, math.nan), x]) for x in (keys, values)]
-    assert_like_reference(hybrid.attend, q, layers[0][1], layers[1][1], block, scale)
+    side_by_side = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+    assert_like_reference(hybrid.attend, q, *side_by_side, block, scale)
+    layers = (torch.stack([torch.full_like(x, math.nan), x])[1] for x in (keys, values))
+    assert_like_reference(hybrid.attend, q, *layers, block, scale)
 
 
 def test_keys_by_column_are_refused():
@@ -117,17 +91,3 @@ def test_on_a_gpu_nothing_is_read_back(dtype, size, tree):
         block = Block((-1,) * 3, (300,) * 3, size, mask, slots, lengths, captured=True)
         found = [attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, hybrid.attend_prefix)]
     assert all(o.shape == q.shape and o.dtype == dtype and o.device.type == "cuda" for o in found)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "reason"),
-    [
-        ("cpu", torch.float32, 64, "try sdpa"),
-        ("mps", torch.float32, 64, "try sdpa"),
-        ("cuda", torch.float64, 64, "float64"),
-        ("cuda", torch.bfloat16, 320, "up to 256"),
-        ("cuda", torch.bfloat16, 36, "multiples of 8"),
-    ],
-)
-def test_what_it_does_not_serve_it_names(device, dtype, head_dim, reason):
-    assert reason in (dispatch.unavailable("hybrid", torch.device(device), dtype, head_dim) or "")

@@ -119,7 +119,8 @@ def test_the_interpreter_uses_the_defaults_and_any_choice_gives_the_same(monkeyp
     torch.testing.assert_close(triton_backend.attend(q, keys, values, block, 0.25), expected, atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(triton_backend, "_processors", lambda device: 4)
     for choice in (Choice(16, waves=1), Choice(32, 8, 3, 2), Choice(128, waves=4)):
-        monkeypatch.setattr(triton_backend, "_choice", lambda q, keys, choice=choice: choice)
-        assert triton_backend._choose_splits(q, keys, 650, choice) == min(2, 2 * choice.waves)
+        monkeypatch.setattr(triton_backend, "_choice", lambda inputs, choice=choice: choice)
+        inputs = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 0.25)
+        assert triton_backend._choose_splits(inputs, 650, choice) == min(2, 2 * choice.waves)
         got = triton_backend.attend(q, keys, values, block, 0.25)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -31,7 +31,7 @@ def library(level: str) -> Library:
 
 
 class Library:
-    """What is used of a ctypes.CDLL. Its functions take what ctypes would hand over, and work on this process's memory.
+    """The part of ctypes.CDLL that tests use. Its functions take the same arguments, and work on this process's memory.
 
     Args:
         command: emulated.cpp, compiled, and its argument.

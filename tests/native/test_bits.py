@@ -8,14 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longdraft import native
-from tests.native.levels import LEVELS, kernels_of
+from tests.native.levels import LEVELS
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
-
-
-@pytest.fixture(scope="module", params=LEVELS)
-def kernels(request):
-    return kernels_of(request.param)
 
 
 def random_tree(size: int, seed: int, deep: float = 0.5) -> tuple[list[int], torch.Tensor]:

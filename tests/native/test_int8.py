@@ -33,15 +33,14 @@ def test_rounded_rows_are_at_most_half_a_step_off():
     assert torch.equal(rounded_to_int8(torch.zeros(1, 32)), torch.zeros(1, 32))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=4, deadline=None)
 @given(rows=st.integers(1, 40), outs=st.integers(1, 90), blocks=st.integers(1, 3), seed=st.integers(0, 99))
-def test_products_are_those_of_rounded_rows(level, kind, rows, outs, blocks, seed):
+def test_products_are_those_of_rounded_rows(kernels, kind, rows, outs, blocks, seed):
     w = in_int8(kind, outs, blocks * 256, seed)
     generator = torch.Generator().manual_seed(seed)
     x, bias = (torch.randn(n, generator=generator) for n in ((rows, blocks * 256), (outs,)))
-    found = kernels_of(level).linear(x, [(w, bias)])[0]
+    found = kernels.linear(x, [(w, bias)])[0]
     want = expected(x, w) + bias
     # Sums of numbers that cancel: as far off as their sizes allow.
     room = rounded_to_int8(x).abs() @ w.floats().abs().T
@@ -61,32 +60,29 @@ def test_a_row_gets_the_same_bits_alone_among_others_and_with_every_instruction_
     assert all(torch.equal(together, next(iter(found.values()))) for together in found.values())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_rows_of_every_size_of_blocks_of_32(level):
+def test_rows_of_every_size_of_blocks_of_32(kernels):
     for blocks in (1, 2, 7, 8, 9, 18):
         w = in_int8("Q4_1", 20, 32 * blocks)
         x = torch.randn(3, 32 * blocks, generator=torch.Generator().manual_seed(blocks))
-        assert torch.allclose(kernels_of(level).linear(x, [(w, None)])[0], expected(x, w), rtol=1e-4, atol=1e-3)
+        assert torch.allclose(kernels.linear(x, [(w, None)])[0], expected(x, w), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [2, 12])
-def test_what_is_no_number_stays_none_and_harms_no_other_row(level, rows):
+def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, rows):
     w = in_int8("Q4_K", 33, 512)
     x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(0))
-    fine = kernels_of(level).linear(x, [(w, None)])[0]
+    fine = kernels.linear(x, [(w, None)])[0]
     for number in (float("nan"), float("inf"), float("-inf")):
         spoiled = x.clone()
         spoiled[1, 300] = number
-        found = kernels_of(level).linear(spoiled, [(w, None)])[0]
+        found = kernels.linear(spoiled, [(w, None)])[0]
         assert bool(found[1].isnan().all()) and torch.equal(found[0], fine[0]) and torch.equal(found[2:], fine[2:])
-    tiny = kernels_of(level).linear(torch.full_like(x, 1e-41), [(w, None)])[0]
+    tiny = kernels.linear(torch.full_like(x, 1e-41), [(w, None)])[0]
     assert torch.equal(tiny, torch.zeros_like(tiny))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_largest_numbers_do_not_overflow(level, kind):
+def test_largest_numbers_do_not_overflow(kernels, kind):
     plain = stored(kind, 16, 256)
     for number in (0xFF, 0x80, 0x7F):
         w = Stored(largest(plain, number), kind, int8=True)
@@ -94,9 +90,7 @@ def test_largest_numbers_do_not_overflow(level, kind):
         x[:, ::2] = -3.0
         for rows in (x, x.abs(), -x.abs()):
             room = rows.abs() @ w.floats().abs().T
-            assert bool(
-                ((kernels_of(level).linear(rows, [(w, None)])[0] - expected(rows, w)).abs() <= 2e-6 * room).all()
-            )
+            assert bool(((kernels.linear(rows, [(w, None)])[0] - expected(rows, w)).abs() <= 2e-6 * room).all())
 
 
 def largest(w: Stored, number: int) -> torch.Tensor:

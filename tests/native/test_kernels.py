@@ -9,17 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import native
-from longdraft.attention.reference import partial_attention
 from longdraft.memory.store import turned_rows
 from longdraft.training.branches import continued
 from tests.native.levels import LEVELS, kernels_of
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
-
-
-@pytest.fixture(scope="module", params=LEVELS)
-def kernels(request):
-    return kernels_of(request.param)
 
 
 # --- products ---
@@ -46,14 +40,6 @@ def test_several_matrices_in_one_call_and_threads(kernels):
         torch.set_num_threads(threads)
         for (w, _), y in zip(weights, kernels.linear(x, weights), strict=True):
             torch.testing.assert_close(y, F.linear(x, w), rtol=1e-5, atol=2e-5)
-
-
-def test_a_row_does_not_depend_on_the_rows_beside_it(kernels):
-    """What makes near ties rarer: a token verified in a tree gets the product that it would get alone, to the bit."""
-    x, w = torch.randn(40, 130), torch.randn(50, 130)
-    together = kernels.linear(x, [(w, None)])[0]
-    for rows in (1, 3, 7, 16):
-        assert torch.equal(kernels.linear(x[:rows], [(w, None)])[0], together[:rows])
 
 
 def test_strided_weights_and_rows(kernels):
@@ -183,14 +169,6 @@ def test_a_nan_is_not_lost(kernels):
     k = k.clone()
     k[0, 200, 3] = float("nan")
     assert torch.isnan(kernels.attend(torch.randn(1, 2, 16), k, v, None, 1.0)).all()
-
-
-def test_agrees_with_the_reference_of_the_prefix(kernels):
-    k, v = keys_and_values(2, 333, 32, True, 5)
-    q = torch.randn(2, 7, 32)
-    torch.testing.assert_close(
-        kernels.attend(q, k, v, None, 0.2), partial_attention(q, k, v, 0.2)[0], rtol=1e-5, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize(

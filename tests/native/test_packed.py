@@ -12,15 +12,10 @@ from longdraft.attention import cpu, prefix
 from longdraft.attention.block import Block
 from longdraft.attention.reference import attend, partial_attention
 from longdraft.native.scaled import KeptRows, Scaled
-from tests.native.levels import LEVELS, kernels_of
+from tests.native.levels import LEVELS
 from tests.native.test_bits import PREFIXES, random_tree
 
 DTYPES = [torch.bfloat16, torch.int8]
-
-
-@pytest.fixture(scope="module", params=LEVELS)
-def kernels(request):
-    return kernels_of(request.param)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
@@ -86,8 +81,8 @@ def test_paths_read_them_with_and_without_kernels(dtype, native_kernels, monkeyp
         torch.testing.assert_close(
             cpu.attend(q, k, v, block, 0.2), attend(q, *floats, block, 0.2), rtol=1e-4, atol=1e-4
         )
-        wanted = prefix.reference(q[0], floats[0][1], floats[1][1], 0.2)
-        torch.testing.assert_close(prefix.cpu(q[0], k[1], v[1], 0.2), wanted, rtol=1e-4, atol=1e-4)
+        wanted = prefix.PATHS["reference"](q, *floats, block, 0.2)
+        torch.testing.assert_close(prefix.PATHS["cpu"](q, k, v, block, 0.2), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_what_eight_bits_say():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from longdraft.native.dequantise import FORMATS
 from longdraft.native.stored import HALVES, Stored
-from tests.native.levels import LEVELS, kernels_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -56,21 +55,18 @@ def expected(w: Stored) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(w.data.numpy(), kind).reshape(w.shape).astype(np.float32))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_numbers_are_those_of_ggufs_dequantisation(level, kind):
+def test_the_numbers_are_those_of_ggufs_dequantisation(kernels, kind):
     for seed in range(5):
         w = stored(kind, 7, 512, seed)
-        assert torch.equal(kernels_of(level).unpack(w), expected(w))
+        assert torch.equal(kernels.unpack(w), expected(w))
         assert torch.equal(w.floats(), expected(w))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(max_examples=3, deadline=None)
 @given(rows=st.integers(1, 20), outs=st.integers(1, 60), blocks=st.integers(1, 3), seed=st.integers(0, 99))
-def test_products_are_those_of_the_unpacked_weights_to_the_bit(level, kind, rows, outs, blocks, seed):
-    kernels = kernels_of(level)
+def test_products_are_those_of_the_unpacked_weights_to_the_bit(kernels, kind, rows, outs, blocks, seed):
     w = stored(kind, outs, blocks * 256, seed)
     generator = torch.Generator().manual_seed(seed)
     x, bias = (torch.randn(n, generator=generator) for n in ((rows, blocks * 256), (outs,)))
@@ -80,15 +76,14 @@ def test_products_are_those_of_the_unpacked_weights_to_the_bit(level, kind, rows
     assert torch.equal(got, alone)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_half_precision_of_every_size(level, kind):
+def test_half_precision_of_every_size(kernels, kind):
     """Scales that are tiny, large, negative or zero; of the halves themselves infinity and NaN too."""
     if kind in HALVES:
         dtype = torch.bfloat16 if kind == "BF16" else torch.float16
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         w = Stored(bits.view(256, 256).view(torch.uint8), kind)
-        got, want = kernels_of(level).unpack(w), bits.view(256, 256).float()
+        got, want = kernels.unpack(w), bits.view(256, 256).float()
         assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7), want.nan_to_num(7))
         return
     w = stored(kind, 4, 256)
@@ -99,7 +94,7 @@ def test_half_precision_of_every_size(level, kind):
             at = SCALES[kind][0]
             w.data[row, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
     assert torch.equal(w.floats(), expected(w))
-    assert torch.equal(kernels_of(level).unpack(w), expected(w))
+    assert torch.equal(kernels.unpack(w), expected(w))
 
 
 def test_what_is_no_stored_matrix_is_refused():

@@ -1,4 +1,4 @@
-"""Attention of tree rows over a KV cache: one contract, six paths, and which one serves.
+"""Attention of tree rows over a KV cache: one contract, six paths, and the choice between them.
 
 May import: native.
 """

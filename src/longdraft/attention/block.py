@@ -1,4 +1,4 @@
-"""The block: what one forward of a model appends to each sequence. One object from the drafter to the attention."""
+"""The block: the rows that one forward of a model appends to each sequence."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from longdraft.attention.transfer import on_device
 
 @dataclass(frozen=True)
 class Block:
-    """T new tokens for each of B sequences, against each sequence's own prefix.
+    """T new rows for each of B sequences. Every row sees its sequence's whole prefix.
 
-    Row i of sequence b is written to cache row ``lengths[b] + offset + i`` of slot ``slots[b]``: scratch space, until
-    the accepted path is committed. A tree that grows level by level writes one block a level: its ``offset`` is the
-    number of rows that earlier levels wrote between the prefix and this block. Every row sees the whole prefix
-    ``[0, lengths[b])``; of the tree's rows, the block's own the last of them, it sees what ``mask`` allows.
+    Row i of sequence b is written to cache row ``lengths[b] + offset + i`` of slot ``slots[b]``, which is scratch space
+    until the accepted path is committed. A tree that grows level by level writes one block for each level; ``offset``
+    counts the rows that earlier levels wrote between the prefix and this block. A row sees all of the prefix
+    ``[0, lengths[b])`` and those of the tree's ``offset + T`` rows that ``mask`` allows.
 
     :meth:`longdraft.memory.store.KVStore.block` makes one.
 
-    Host integers and device tensors of the same numbers stand side by side: paths that loop over sequences
-    read the former, kernels read the latter, and neither has to synchronise.
+    Slots and lengths are kept twice, as host integers and as device tensors: paths that loop over sequences read the
+    integers, kernels read the tensors, and neither has to synchronise.
 
     Attributes:
         slots: cache slot of each sequence, B host integers.
         lengths: committed prefix length of each sequence, B host integers.
-        size: T, rows a sequence (shorter trees are padded up to it).
+        size: T, rows of each sequence (shorter trees are padded).
         mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
-        slots_t, lengths_t: the same numbers as (B,) int32 tensors on the cache's device.
-        tokens, positions: (B, T) token ids and position ids on the cache's device; None where only attention is
-            computed.
-        offset: the tree offset, uncommitted rows between the prefix and this block, the same for all sequences.
-        captured: the forward is recorded once and replayed with other numbers in the tensors: what depends on slots and
-            lengths has to be read from these. The host's slots then mean nothing, and its lengths are upper bounds.
-        prompt: part of a prompt that is read, not decoding. In decoding a row's result must not depend on the rows
-            beside it, so one product serves any number of rows; a long piece of a prompt takes the fastest.
-        derived: what an attention path computes of the numbers in its first layer and needs in the others. Good for one
-            forward: a copy of the block (``dataclasses.replace``) begins without.
+        slots_t, lengths_t: slots and lengths as (B,) int32 tensors on the cache's device.
+        tokens, positions: (B, T) token ids and position ids on the cache's device; None if only attention is computed.
+        offset: the tree offset, unverified rows between the prefix and this block, the same for all sequences.
+        captured: True if the forward is recorded once and replayed with other numbers in the tensors. Slots and lengths
+            must then be read from the tensors: the host's slots have no meaning, and its lengths are upper bounds.
+        prompt: True if the rows are part of a prompt, False in decoding. In decoding a row's result must not depend on
+            the rows beside it, so one product serves any number of rows; prompts use the fastest product.
+        derived: values that an attention path computes in its first layer and reuses in the others. They hold for one
+            forward: a copy of the block (``dataclasses.replace``) starts with an empty dict.
     """
 
     slots: tuple[int, ...]
@@ -89,7 +88,7 @@ class Block:
 
     @property
     def width(self) -> int:
-        """Rows of the tree behind the prefix, this block's included."""
+        """Rows of the tree behind the prefix, including this block's."""
         return self.offset + self.size
 
     def block_mask(self, index: int, device: torch.device) -> torch.Tensor:

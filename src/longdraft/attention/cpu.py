@@ -1,16 +1,16 @@
-"""Hybrid tree attention on a CPU: memory traffic decides, so K and V are read once per KV head.
+"""Hybrid tree attention on a CPU. Memory traffic is the limit, so K and V are read once per KV head.
 
-Two regimes, split by the number of query rows:
+There are two regimes, by the number of query rows:
 
-* A tree or chain of a few rows (decoding). The query heads of a group are folded into rows, legal because all of
-  them see the same prefix. Our own kernel (native/attention.cpp) takes them where it could be compiled; else each KV
-  head is one small matrix product with the cache as it lies. Scores of prefix and tree stand in one row, so the
-  softmax merges the two parts and the mask touches the tree's columns alone.
-* A long chain (a prefill chunk). Scores would not fit the processor's caches: our kernel takes the rows in tiles; or
-  torch's flash kernel runs over the prefix with folded heads and, causally, over the chunk, and the parts are merged
-  by log-sum-exp.
+* A tree or chain of a few rows (decoding). All query heads of a group see the same prefix, so they are folded into
+  rows. Our own kernel (native/attention.cpp) computes them if it could be compiled; otherwise each KV head is one small
+  matrix product with the cache in place. Scores of prefix and tree stand in one row, so one softmax covers both parts
+  and the mask applies to the tree's columns only.
+* A long chain (a prefill chunk), whose scores would not fit the processor's caches. Our kernel computes it in tiles;
+  without it torch's flash kernel runs over the prefix with folded heads and causally over the chunk, and the parts are
+  merged by log-sum-exp.
 
-Our kernels give a row the same bits in either regime, and in a tree those that it would get alone.
+Our kernels give a row the same bits in both regimes, and in a tree the bits that it would get alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from longdraft.attention.reference import merge
 
 # Query rows (T) up to which the score matrix is formed in full.
 FEW_ROWS = 96
-# Prefix rows from which one product per KV head, threaded inside, beats a batched product over the heads.
+# Prefix rows from which one threaded product per KV head is faster than a batched product over the heads.
 LONG_PREFIX = 1024
-# Scores formed at a time on a long prefix: memory that the allocator keeps, where more is mapped anew each time.
+# Scores computed at a time on a long prefix. The allocator keeps memory of this size; more is mapped anew each time.
 SCORES_AT_ONCE = 2**21
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -49,8 +49,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
             out[b] = ours.attend_chunk(q[b], k, v, scale).view_as(out[b])
         elif ours is not None or few:
             out[b] = few_rows(folded[b], k, v, tree, scale)
-        elif tree is None:  # the row sees every key: nothing to mask, nothing to merge
-            out[b] = _flash_prefix(folded[b], k, v, scale)[0]
+        elif tree is None:  # the row sees every key
+            out[b] = flash_prefix(folded[b], k, v, scale)[0]
         else:
             out[b] = _many_rows(q[b], folded[b], k, v, n, block, b, scale)
     return out.view(batch, heads, size, dim)
@@ -59,29 +59,19 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 def few_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """q (Hkv, G*T, d); k, v (Hkv, n+W, d); tree (T, W), or None when all is seen -> like q."""
+    """q (Hkv, G*T, d); k, v (Hkv, n+W, d); tree (T, W), or None if every key is seen -> like q."""
     kernels = native.kernels()
     if kernels is not None and native.fits(q, k, v):
         return kernels.attend(q, k, v, tree, scale)
-    k, v = k.to(q.dtype), v.to(q.dtype)  # of a view, they may be of another
-    out = torch.empty_like(q)
-    width = 0 if tree is None else tree.shape[1]
-    _products(q * scale, k, v, k.shape[1] - width, tree, out)
-    return out
-
-
-def _products(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int, tree: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """q (Hkv, G*T, d), already scaled; k, v (Hkv, n+W, d); tree (T, W) or None when all is seen."""
-    kt = k.transpose(1, 2)
+    k, v = k.to(q.dtype), v.to(q.dtype)  # a view may hold another dtype
+    q, kt, out = q * scale, k.transpose(1, 2), torch.empty_like(q)
     hidden = None if tree is None else (~tree).repeat(q.shape[1] // tree.shape[0], 1)
+    n = k.shape[1] if tree is None else k.shape[1] - tree.shape[1]
     if k.shape[1] < LONG_PREFIX:
         scores = torch.bmm(q, kt)
         if hidden is not None:
             scores[..., n:].masked_fill_(hidden, float("-inf"))
-        torch.bmm(torch.softmax(scores, -1), v, out=out)
-        return
+        return torch.bmm(torch.softmax(scores, -1), v, out=out)
     rows = max(1, SCORES_AT_ONCE // k.shape[1])
     for head in range(k.shape[0]):
         for a in range(0, q.shape[1], rows):
@@ -90,6 +80,7 @@ def _products(
             if hidden is not None:
                 scores[:, n:].masked_fill_(hidden[part], float("-inf"))
             torch.mm(torch.softmax(scores, -1), v[head], out=out[head, part])
+    return out
 
 
 def _many_rows(
@@ -102,7 +93,7 @@ def _many_rows(
     b: int,
     scale: float,
 ) -> torch.Tensor:
-    """q (Hq, T, d); folded (Hkv, G*T, d); k, v (Hkv, n+W, d), W the tree's rows so far -> (Hkv, G*T, d)."""
+    """q (Hq, T, d); folded (Hkv, G*T, d); k, v (Hkv, n+W, d), W rows of the tree so far -> (Hkv, G*T, d)."""
     heads, size, dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
@@ -117,18 +108,18 @@ def _many_rows(
     own = own.reshape(kv_heads, group * size, dim)
     if n == 0:
         return own
-    prefix, prefix_lse = _flash_prefix(folded, k[:, :n], v[:, :n], scale)
+    prefix, prefix_lse = flash_prefix(folded, k[:, :n], v[:, :n], scale)
     own_lse = own_lse.reshape(kv_heads, group * size)
     merged, _ = merge([prefix, own], [prefix_lse.reshape(kv_heads, group * size), own_lse])
     return merged.to(q.dtype)
 
 
-def _flash_prefix(
+def flash_prefix(
     folded: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """folded (Hkv, rows, d) sees all of k, v (Hkv, n, d) -> output like folded, log-sum-exp (Hkv, rows)."""
+    """folded (Hkv, rows, d) on all of k, v (Hkv, n, d) -> output like folded, log-sum-exp (Hkv, rows)."""
     k, v = k.to(folded.dtype), v.to(folded.dtype)
-    # The kernel wants each row contiguous; the copy of transposed keys is small beside a chunk's work.
+    # The kernel needs contiguous rows; copying transposed keys costs little compared with a chunk's work.
     if k.stride(-1) != 1:
         k = k.contiguous()
     out, lse = _flash(folded[None], k[None], v[None], 0.0, False, scale=scale)

@@ -1,7 +1,7 @@
-"""Which attention path runs: chosen once per target, logged, and forced with LONGDRAFT_ATTENTION.
+"""Chooses the attention path, once per target. LONGDRAFT_ATTENTION forces one.
 
-On a CPU it is our own. On a GPU it is hybrid attention on torch's kernels, unless flash-attn or Triton are installed
-and a measurement says that they are faster (:mod:`.choosing`).
+On a CPU the path is our own. On a GPU it is hybrid attention on torch's kernels, unless flash-attn or Triton is
+installed and measured to be faster (:mod:`.path_timing`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from longdraft.attention import flash, hybrid, path_timing, triton_tuning
-from longdraft.attention.block import Block
+from longdraft.attention.reference import Attend
 from longdraft.errors import CapabilityError, reason_of
 
 log = logging.getLogger("longdraft")
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
 
 PATHS = {
     "reference": "longdraft.attention.reference",
@@ -33,9 +30,9 @@ PATHS = {
     "flash": "longdraft.attention.flash",
     "triton": "longdraft.attention.triton_backend",
 }
-# Those that are chosen from on a GPU, in the order in which they are tried.
+# The paths that may be chosen on a GPU, in the order in which they are tried.
 ON_GPU = ("hybrid", "flash", "triton")
-# Those that take nothing but bounds from the host, so that a forward can be recorded.
+# The paths that read only bounds from the host, so that a forward can be recorded.
 CAPTURABLE = ON_GPU
 ENVIRONMENT = "LONGDRAFT_ATTENTION"
 
@@ -43,7 +40,7 @@ fastest = path_timing.Fastest()
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why a path cannot run here, with what to do about it; None when it can."""
+    """The reason why a path cannot run here, and what to do about it; None if it can."""
     if name == "cpu" and device.type != "cpu":
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
     if name == "hybrid":
@@ -64,7 +61,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The name of the path to use on this machine.
 
     Raises:
-        CapabilityError: when LONGDRAFT_ATTENTION forces a path that cannot run here.
+        CapabilityError: LONGDRAFT_ATTENTION forces a path that cannot run here.
     """
     forced = os.environ.get(ENVIRONMENT)
     if forced:
@@ -79,15 +76,14 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     if device.type != "cuda":
         return "sdpa"
     reasons = {name: unavailable(name, device, dtype, head_dim) for name in ON_GPU}
-    able = tuple(name for name, reason in reasons.items() if reason is None)
-    found = measured(device, dtype, head_dim, able)
-    if not found:
+    seconds = measured(device, dtype, head_dim, tuple(name for name in ON_GPU if reasons[name] is None))
+    if not seconds:
         if reasons["hybrid"] is None:
             return "hybrid"
         log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reasons["hybrid"])
         return "sdpa"
-    best = min(found, key=lambda name: found[name])
-    if math.isinf(found[best]):
+    best = min(seconds, key=lambda name: seconds[name])
+    if math.isinf(seconds[best]):
         log.warning("Attention runs on torch's masked kernels: no other path works on this machine.")
         return "sdpa"
     return best
@@ -96,10 +92,10 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 def measured(
     device: torch.device, dtype: torch.dtype, head_dim: int, paths: tuple[str, ...] | None = None
 ) -> dict[str, float]:
-    """Seconds that each path's attention takes on a GPU, as kept or measured now; empty where nothing is measured.
+    """Seconds of each path's attention on a GPU, measured now or by an earlier process; empty if nothing is measured.
 
     Args:
-        paths: that can run here; None: found out.
+        paths: paths that can run here; None to check them all.
     """
     if paths is None:
         paths = tuple(name for name in ON_GPU if unavailable(name, device, dtype, head_dim) is None)
@@ -110,18 +106,16 @@ def measured(
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     kind = path_timing.Kind(torch.cuda.get_device_name(device), head_dim, str(dtype), paths, versions)
-    found = fastest.known(kind)
-    if found is None:
-        try:
-            found = fastest.find(kind, path_timing.on_gpu(device, dtype, head_dim, PATHS))
-        except RuntimeError as error:  # no room for the tensors: another time
-            log.info("attention paths are not measured: %s", reason_of(error))
-            return {}
-    return found
+    try:
+        known = fastest.known(kind)
+        return fastest.find(kind, path_timing.on_gpu(device, dtype, head_dim, PATHS)) if known is None else known
+    except RuntimeError as error:  # no memory for the tensors; a later process tries again
+        log.info("attention paths are not measured: %s", reason_of(error))
+        return {}
 
 
 def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, Attend]:
-    """The chosen path and its function; logged once per call, so once per target."""
+    """Chooses a path, logs its name, and returns the name and the function."""
     name = choose(device, dtype, head_dim)
     log.info("attention path: %s (%s, %s, head size %d)", name, device, dtype, head_dim)
     attend: Attend = importlib.import_module(PATHS[name]).attend
@@ -129,5 +123,5 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[st
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:
-    """Whether the store should keep keys column-wise for this path (see :mod:`longdraft.attention.cpu`)."""
+    """True if the store should keep keys column-wise for this path (see :mod:`longdraft.attention.cpu`)."""
     return path == "cpu" and dtype == torch.float32

@@ -1,8 +1,8 @@
 """Hybrid tree attention with flash-attn: its kernel over the prefix, the tree beside it, merged by log-sum-exp.
 
-Two packages bring such kernels: ``flash_attn`` (version 2), and ``flash_attn_interface`` (version 3, for Hopper GPUs
-alone). Of both, the function for caches is called: it reads which slots and how many rows each sequence has on the
-device, cuts the keys for the whole GPU, and a chain's mask is aligned to the lower right.
+Two packages have such kernels: ``flash_attn`` (version 2) and ``flash_attn_interface`` (version 3, for Hopper GPUs
+only). longdraft calls their function for caches: it reads slots and lengths on the device, splits the keys over the
+whole GPU, and aligns a chain's mask to the lower right.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FUNCTION = "flash_attn_with_kvcache"
 
 
 def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why it cannot run here, with what to do about it; None when it can."""
+    """The reason why flash-attn cannot run here, and what to do about it; None if it can."""
     name = package(device)
     if name is None:
         return (
-            "flash-attn is not installed, or version 3 alone, which is for Hopper GPUs; `pip install flash-attn` "
+            "flash-attn is not installed, or only version 3, which needs a Hopper GPU; `pip install flash-attn` "
             "on a machine with an NVIDIA GPU"
         )
     if device.type != "cuda":
@@ -45,7 +45,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
 
 
 def package(device: torch.device) -> str | None:
-    """The package to use on a device: version 3 where it is installed and made for the GPU, else version 2, or None."""
+    """The package to use on a device: version 3 on a Hopper GPU, else version 2; None if it is not installed."""
     installed = [name for name in (THREE, TWO) if importlib.util.find_spec(name) is not None]
     if THREE in installed and not _hopper(device):
         installed.remove(THREE)
@@ -69,38 +69,39 @@ def _hopper(device: torch.device) -> bool:
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """A package's function; None where it is too old to return the log-sum-exp."""
-    found: Callable[..., Any] | None = getattr(importlib.import_module(name), FUNCTION, None)
-    return found if found is not None and "return_softmax_lse" in inspect.signature(found).parameters else None
+    """A package's function for caches; None if it is too old to return the log-sum-exp."""
+    function: Callable[..., Any] | None = getattr(importlib.import_module(name), FUNCTION, None)
+    known = function is not None and "return_softmax_lse" in inspect.signature(function).parameters
+    return function if known else None
 
 
 @cache  # looking for a package takes long, and attention is called often
 def _chosen(device: torch.device) -> Callable[..., Any]:
     name = package(device)
-    found = None if name is None else _function(name)
-    if found is None:
+    function = None if name is None else _function(name)
+    if function is None:
         raise CapabilityError("flash-attn is not installed, or not for this GPU; set LONGDRAFT_ATTENTION=hybrid.")
-    return found
+    return function
 
 
 def _on_cache(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, T, H, d), H a multiple of Hkv -> o like q, lse (B, H, T)."""
-    # How keys are cut follows from the rows that a cache could have: no more than any sequence does.
+    # The kernel splits keys by the capacity of the cache, so the cache is narrowed to the longest sequence.
     k, v = (x.narrow(2, 0, min(places.bound, x.shape[2])).transpose(1, 2) for x in (keys, values))
-    found = _chosen(q.device)(
+    results = _chosen(q.device)(
         q, k, v, cache_seqlens=places.lengths, cache_batch_idx=places.slots, softmax_scale=scale, causal=causal,
         return_softmax_lse=True,
     )  # fmt: skip
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def _prefix(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, size, d = q.shape
-    # Rows are handed over as heads, as to torch's kernel: the keys are then read once.
+    # Rows are passed as heads, as to torch's kernel, so that the keys are read once.
     o, lse = _on_cache(q.reshape(batch, 1, heads * size, d), keys, values, places, scale, False)
     return o.reshape(q.shape), lse.reshape(q.shape[:3])
 

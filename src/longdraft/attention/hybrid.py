@@ -1,17 +1,17 @@
-"""Hybrid tree attention on a GPU (LongSpec, section 3.3) with torch alone: its kernels on the prefix, the tree apart.
+"""Hybrid tree attention on a GPU (LongSpec, section 3.3) with torch's own kernels.
 
-    prefix   one call for all sequences, unmasked, with its log-sum-exp
-    tree     a product of the block's rows with the tree's, masked, in float32
-    merge    the prefix is one more column of the tree's scores: its log-sum-exp the score, its output the value
+    prefix   one call for all sequences, without a mask, which also returns the log-sum-exp
+    tree     a masked product of the block's rows with the tree's rows, in float32
+    merge    the prefix is one more column of the tree's scores: its log-sum-exp is the score, its output the value
 
-Keys and values are read where they lie, as far as each sequence has them: the cache is taken for one list of rows in
-which sequence b has those from ``starts[b]`` on. Starts and lengths are read by the kernels; of the host nothing is
-asked but bounds, so a forward can be recorded.
+Keys and values are read in place: the cache is treated as one list of rows, in which sequence b starts at row
+``starts[b]``. The kernels read starts and lengths on the device; the host only gives bounds, so a forward can be
+recorded.
 
-In 16 bits the kernel is flash attention. It cuts the keys into pieces for the whole GPU only where a sequence has one
-query and heads share keys. So the rows of a block are handed over as heads: of a KV head all rows see the same keys,
-whichever query head they are of, and these are then read once. float32 takes the memory-efficient kernel, which cuts no
-keys: it is for checks.
+In 16 bits the kernel is flash attention. It splits the keys over the whole GPU only if a sequence has one query and
+heads share keys. So the rows of a block are passed as heads: all rows of a KV head see the same keys, whatever their
+query head, and the keys are then read once. float32 uses the memory-efficient kernel, which does not split keys and
+serves for checks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 
 from longdraft.attention.block import Block
 
-# From so many rows on, a chain has programs enough for a GPU without cutting its keys.
+# A chain of at least so many rows keeps a GPU busy without splitting its keys.
 CAUSAL_ROWS = 128
 MAX_HEAD_DIM = 256
 
 
 def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why torch's kernels cannot do it here; None when they can."""
+    """The reason why torch's kernels cannot run here; None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"hybrid is made of torch's kernels for NVIDIA GPUs, the model is on {device}; try sdpa"
+        return f"hybrid uses torch's kernels for NVIDIA GPUs, the model is on {device}; try sdpa"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"hybrid works in float32, float16 and bfloat16, the model is {dtype}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
@@ -47,15 +47,15 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
 
 @dataclass(frozen=True)
 class Places:
-    """Where B sequences have what a forward's rows see, on the device: the same for all layers.
+    """Where the rows that a forward sees lie in the cache, as device tensors: the same for all layers.
 
     Attributes:
         slots: (B,) int32.
-        starts: (B + 1,) int32, where each prefix begins in the list of rows; the last is there for the kernels' sake.
+        starts: (B + 1,) int32, the first row of each prefix in the list of rows; the kernels require one more entry.
         lengths: (B,) int32, rows of each prefix.
-        bound: a host bound on the lengths: it guides how keys are cut, never the result.
-        empty: (B, 1, 1) bool: prefixes without a row; None: there are none.
-        tree: (B * W,) int32, the tree's rows in the list.
+        bound: upper bound on the lengths, a host integer. It affects how keys are split, never the result.
+        empty: (B, 1, 1) bool, True for a prefix without rows; None if no prefix is empty.
+        tree: (B * W,) int32, the tree's rows in the list of rows.
         hidden: (B, 1, 1, T, W) float32, -inf where row i may not see row j of the tree, else 0.
     """
 
@@ -78,13 +78,14 @@ class Places:
         begins: torch.Tensor | None = None,
         filled: bool = False,
     ) -> Places:
-        """Those of prefixes with a tree behind each.
+        """The places of prefixes and of the tree behind each.
 
         Args:
-            keys: (slots, Hkv, capacity, d), for its layout.
-            slots, lengths, begins: (B,) int32: sequence b sees rows [begin, begin + length) of its slot; None: from 0.
-            mask: (B, T, W) bool, True where row i may see row j of the W that follow; W = 0: there are none.
-            filled: no prefix is empty.
+            keys: (slots, Hkv, capacity, d); only its layout is read.
+            slots, lengths, begins: (B,) int32: sequence b sees rows [begin, begin + length) of its slot; begins None
+                for 0.
+            mask: (B, T, W) bool, True where row i may see row j of the W rows behind the prefix; W may be 0.
+            filled: True if no prefix is empty.
         """
         starts = slots * _slot_rows(keys)
         if begins is not None:
@@ -105,12 +106,13 @@ class Places:
 
 
 class Kernels(NamedTuple):
-    """What computes with a prefix, given q (B, Hq, T, d), keys, values, places and scale.
+    """Kernels that attend to a prefix, called with q (B, Hq, T, d), keys, values, places and scale.
 
     Attributes:
-        prefix: every row on all of it: o (B, Hq, T, d) in q's dtype and lse (B, Hq, T) in float32; anything where a
-            prefix is empty.
-        causal: the last row on all of it, the one before it on one row less: (B, Hq, T, d); None: there is none.
+        prefix: every row sees the whole prefix. Returns o (B, Hq, T, d) in q's dtype and lse (B, Hq, T) in float32,
+            both undefined for an empty prefix.
+        causal: the last row sees the whole prefix, each earlier row one row less. Returns (B, Hq, T, d). None if
+            missing.
     """
 
     prefix: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], tuple[torch.Tensor, torch.Tensor]]
@@ -127,10 +129,10 @@ def attend(
 ) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`; float32, float16 and bfloat16 on a GPU.
 
-    Keys and values lie alike, and a slot's are a whole number of rows from the next one's.
+    Keys and values have the same layout, and the distance between two slots is a whole number of rows.
 
     Args:
-        kernels: None: torch's.
+        kernels: None for torch's.
     """
     kernels, chain = kernels or _of_torch(q), block.mask is None
     if block.width == 1 or (chain and block.size == 1):  # the row sees everything
@@ -162,10 +164,10 @@ def attend_at(
     scale: float,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
-    """Every row on all of its sequence's prefix, and on what it sees of the tree behind: q -> (B, Hq, T, d)."""
+    """Every row attends to its sequence's whole prefix and to the tree rows that it may see: q -> (B, Hq, T, d)."""
     o, lse = (kernels or _of_torch(q)).prefix(q, keys, values, places, scale)
     if places.empty is not None:
-        # The kernels write infinity there, or NaN.
+        # The kernels return infinity or NaN for an empty prefix.
         o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
     return _with_tree(q, keys, values, o, lse, places, scale) if places.hidden.shape[-1] else o
 
@@ -179,7 +181,7 @@ def _with_tree(
     places: Places,
     scale: float,
 ) -> torch.Tensor:
-    """The prefix's o (B, Hq, T, d) and lse (B, Hq, T), merged with what each row sees of the tree -> (B, Hq, T, d)."""
+    """Merges the prefix's o (B, Hq, T, d) and lse (B, Hq, T) with attention to the tree -> (B, Hq, T, d)."""
     (batch, heads, size, d), kv_heads, width = q.shape, keys.shape[1], places.hidden.shape[-1]
     group = heads // kv_heads
     k, v = (_rows(x).index_select(0, places.tree).view(batch, width, kv_heads, d).float() for x in (keys, values))
@@ -193,7 +195,7 @@ def _with_tree(
 
 
 def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
-    """A block's, computed by its first layer; the tree's first ``seen`` rows are counted among the prefix."""
+    """The places of a block, computed by its first layer. The tree's first ``seen`` rows count as prefix."""
     key = "hybrid", _slot_rows(keys), seen
     if key not in block.derived:
         mask = block.mask
@@ -204,12 +206,12 @@ def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
         filled = seen > 0 or (not block.captured and min(block.lengths, default=1) > 0)
         lengths, bound = block.lengths_t + seen, max(block.lengths, default=0) + seen
         block.derived[key] = Places.of(keys, block.slots_t, lengths, bound, mask, filled=filled)
-    found: Places = block.derived[key]
-    return found
+    places: Places = block.derived[key]
+    return places
 
 
 def _slot_rows(keys: torch.Tensor) -> int:
-    """Rows from one slot's first to the next one's in the list of :func:`_rows`."""
+    """Distance between two slots in the list of :func:`_rows`."""
     step, row = keys.stride(0), keys.stride(2)
     if keys.stride(3) != 1 or step % row:
         raise ValueError(f"hybrid attention cannot read keys laid out by {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
@@ -217,7 +219,7 @@ def _slot_rows(keys: torch.Tensor) -> int:
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """(slots, Hkv, capacity, d) as a list of rows (N, Hkv, d), which overlap: rows of a head are rows of the next."""
+    """(slots, Hkv, capacity, d) as a list of rows (N, Hkv, d), which overlap between heads."""
     slots, kv_heads, capacity, d = cache.shape
     size = (slots - 1) * _slot_rows(cache) + capacity
     return cache.as_strided((size, kv_heads, d), (cache.stride(2), cache.stride(1), 1))
@@ -230,14 +232,14 @@ def _flash(
     alone = heads * size == kv_heads
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
     folded = q.reshape(batch, kv_heads, -1, d)
-    if alone:  # one row of a KV head has its keys read in one piece, two have not
+    if alone:  # the kernel splits the keys of two rows of a KV head, but not those of one
         folded = folded.expand(-1, -1, 2, -1)
     queries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    found = torch.ops.aten._flash_attention_forward(
+    results = torch.ops.aten._flash_attention_forward(
         folded.reshape(batch, -1, d), _rows(keys), _rows(values), queries, places.starts,
         1, places.bound, 0.0, False, False, scale=scale, seqused_k=places.lengths,
     )  # fmt: skip
-    o, lse = found[0].view(batch, kv_heads, -1, d), found[1].t().reshape(batch, kv_heads, -1)
+    o, lse = results[0].view(batch, kv_heads, -1, d), results[1].t().reshape(batch, kv_heads, -1)
     if alone:
         o, lse = o.narrow(2, 0, 1), lse.narrow(2, 0, 1)
     return o.reshape(q.shape), lse.reshape(q.shape[:3])
@@ -246,11 +248,11 @@ def _flash(
 def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
     batch, heads, size, d = q.shape
     queries = torch.arange(0, (batch + 1) * size, size, dtype=torch.int32, device=q.device)
-    found = torch.ops.aten._flash_attention_forward(
+    results = torch.ops.aten._flash_attention_forward(
         q.transpose(1, 2).reshape(batch * size, heads, d), _rows(keys), _rows(values), queries, places.starts,
         size, places.bound, 0.0, True, False, scale=scale, seqused_k=places.lengths,
     )  # fmt: skip
-    out: torch.Tensor = found[0].view(batch, size, heads, d).transpose(1, 2)
+    out: torch.Tensor = results[0].view(batch, size, heads, d).transpose(1, 2)
     return out
 
 
@@ -261,13 +263,13 @@ def _efficient(
     rows = heads // kv_heads * size
     folded = q.reshape(batch, kv_heads, rows, d).transpose(1, 2).reshape(1, batch * rows, kv_heads, d)
     queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
-    found = torch.ops.aten._efficient_attention_forward(
+    results = torch.ops.aten._efficient_attention_forward(
         folded, _rows(keys).unsqueeze(0), _rows(values).unsqueeze(0), None, queries, places.starts,
         rows, places.bound, 0.0, 0, True, scale=scale, seqlen_k=places.lengths,
     )  # fmt: skip
-    o = found[0].view(batch, rows, kv_heads, d).transpose(1, 2)
-    # Its log-sum-exp is padded to a multiple of 32 rows.
-    return o.reshape(q.shape), found[1].narrow(2, 0, rows).reshape(q.shape[:3])
+    o = results[0].view(batch, rows, kv_heads, d).transpose(1, 2)
+    # The log-sum-exp is padded to a multiple of 32 rows.
+    return o.reshape(q.shape), results[1].narrow(2, 0, rows).reshape(q.shape[:3])
 
 
 FLASH, EFFICIENT = Kernels(_flash, _causal), Kernels(_efficient, None)

@@ -1,7 +1,7 @@
-"""Which attention path is the fastest on this GPU: measured once, when a target is first loaded, and kept on disk.
+"""Measures which attention path is the fastest on this GPU, once, when a target is first loaded.
 
-All paths get the same made-up tensors: a row, and trees of 16 and 64, behind 16,384 keys. What counts is the geometric
-mean of the three times. A path that raises, or whose output is not that of the masked attention of torch, is not taken.
+All paths get the same random tensors: one row, a tree of 16 and a tree of 64 behind 16,384 keys. The geometric mean of
+the three times decides. A path that raises, or whose output differs from torch's masked attention, is not used.
 """
 
 from __future__ import annotations
@@ -12,42 +12,40 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from longdraft.attention import kept, sdpa
+from longdraft.attention import sdpa
 from longdraft.attention.block import Block
+from longdraft.attention.measurement_cache import MeasurementCache
+from longdraft.attention.reference import Attend
 from longdraft.errors import reason_of
 
 logger = logging.getLogger("longdraft")
 
-FOLDER = "attention"
-# Raise it when figures mean something else than before, or a path has become another.
-_FORMAT = 1
-# Query and KV heads, keys of the prefix, and rows of the trees that are measured: those of a model with 8B parameters.
+# Query and KV heads as in a model with 8B parameters, rows of the prefix, and rows of the trees.
 HEADS, KEYS, ROWS = (32, 8), 16384, (1, 16, 64)
 RUNS = 5
-# Seconds after which no further path is tried. Compiling may take one beyond it.
+# Seconds after which no further path is tried. Compiling may take longer.
 SECONDS = 1.0
-# The largest difference from masked attention, as a share of its largest output: 16-bit rounding is a tenth of it.
+# The largest difference from masked attention, over its largest output. 16-bit rounding causes a tenth of it.
 OFF = 0.05
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
-# A path's name -> seconds of its attention with each of ROWS. What it raises says that the path does not run here.
+# A path's name -> seconds of its attention with each of ROWS. It raises if the path does not run here.
 Measure = Callable[[str], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a choice is for.
+    """Everything that the times depend on.
 
     Attributes:
         device: the GPU's name.
-        paths: those that can run here, in the order in which they are tried.
-        versions: of torch and of the packages that paths are made of.
+        paths: paths that can run here, in the order in which they are tried.
+        versions: package -> version, for torch and the packages of the paths.
     """
 
     device: str
@@ -57,75 +55,74 @@ class Kind:
     versions: dict[str, str]
 
 
-@dataclass
 class Fastest:
-    """What was measured so far.
+    """Times of the attention paths, kept in memory and on disk.
 
-    Attributes:
-        folder: where it is kept; None: in the package's cache.
+    Args:
+        folder: where they are saved; None for the package's cache.
     """
 
-    folder: Path | None = None
-    _known: dict[str, dict[str, float]] = field(default_factory=dict)
+    def __init__(self, folder: Path | None = None) -> None:
+        # Raise the version when times mean something else than before, or a path has changed.
+        self._cache = MeasurementCache("attention", 1, folder)
+        self._known: dict[str, dict[str, float]] = {}
 
     def known(self, kind: Kind) -> dict[str, float] | None:
-        """Seconds by path, infinite for one that is not to be taken; None where nothing was measured."""
-        file = kept.file_of(_as_json(kind), FOLDER, self.folder)
-        if file.name not in self._known:
-            found = kept.read(file, _as_json(kind), _FORMAT)
-            if not isinstance(found, dict) or not all(type(s) is float for s in found.values()) or not found:
+        """Seconds by path, infinite for a path that does not work; None if nothing was measured."""
+        if repr(kind) not in self._known:
+            seconds = self._cache.load(kind)
+            if not isinstance(seconds, dict) or not seconds or not set(seconds) <= set(kind.paths):
                 return None
-            if not set(found) <= set(kind.paths):
+            if not all(type(s) is float for s in seconds.values()):
                 return None
-            self._known[file.name] = found
-        return self._known[file.name]
+            self._known[repr(kind)] = seconds
+        return self._known[repr(kind)]
 
     def find(self, kind: Kind, measure: Measure, clock: Callable[[], float] = time.monotonic) -> dict[str, float]:
-        """Measures the paths, as many as there is time for; as :meth:`known`. Kept where one of them works.
+        """Measures as many paths as there is time for, and returns the same as :meth:`known`.
 
         Raises:
-            torch.OutOfMemoryError: that says nothing of a path, and nothing is kept.
+            torch.OutOfMemoryError: there is no memory to measure; nothing is saved.
         """
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         start = clock()
         for path in kind.paths:
-            if found and clock() - start > SECONDS:
+            if seconds and clock() - start > SECONDS:
                 logger.info("attention paths on %s: no time to try %s", kind.device, path)
                 break
             try:
-                found[path] = math.exp(statistics.fmean(math.log(s) for s in measure(path)))
+                seconds[path] = math.exp(statistics.fmean(math.log(s) for s in measure(path)))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a compiler, a driver or a package may not like about this GPU
+            except Exception as error:  # a compiler, a driver or a package may fail in any way
                 logger.warning("The %s attention does not work on this machine (%s).", path, reason_of(error))
-                found[path] = math.inf
-        said = ", ".join(f"{path} {1e6 * s:.0f} us" for path, s in found.items())
-        logger.info("attention paths on %s (head size %d, %s): %s", kind.device, kind.head_dim, kind.dtype, said)
-        file = kept.file_of(_as_json(kind), FOLDER, self.folder)
-        self._known[file.name] = found
-        if not all(math.isinf(s) for s in found.values()):
-            kept.write(file, _as_json(kind), _FORMAT, found)
-        return found
+                seconds[path] = math.inf
+        times = ", ".join(f"{path} {1e6 * s:.0f} us" for path, s in seconds.items())
+        logger.info("attention paths on %s (head size %d, %s): %s", kind.device, kind.head_dim, kind.dtype, times)
+        self._known[repr(kind)] = seconds
+        if not all(math.isinf(s) for s in seconds.values()):
+            self._cache.save(kind, seconds)
+        return seconds
 
 
 def on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int, modules: dict[str, str]) -> Measure:
-    """Measures paths on a GPU.
+    """Returns a function that measures a path on a GPU.
 
     Args:
-        modules: of the paths' names.
+        modules: a path's name -> its module.
     """
     cases = [_case(rows, device, dtype, head_dim) for rows in ROWS]
     scale = head_dim**-0.5
     with torch.inference_mode():
-        expected = [sdpa.attend(q, k, v, block, scale).float() for q, k, v, block in cases]
+        expected = [sdpa.attend(*case, scale).float() for case in cases]
 
     @torch.inference_mode()
     def measure(path: str) -> list[float]:
         attend: Attend = importlib.import_module(modules[path]).attend
-        for (q, k, v, block), right in zip(cases, expected, strict=True):  # compiles, too
-            off = float((attend(q, k, v, block, scale).float() - right).abs().max() / right.abs().max())
+        for case, right in zip(cases, expected, strict=True):  # also compiles
+            off = float((attend(*case, scale).float() - right).abs().max() / right.abs().max())
             if not off <= OFF:
-                raise ArithmeticError(f"with {block.size} rows its output is off by {off:.1%}")
+                raise ArithmeticError(f"with {case[-1].size} rows its output is off by {off:.1%}")
         return [_seconds(partial(attend, *case, scale), device) for case in cases]
 
     return measure
@@ -134,7 +131,7 @@ def on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int, modules: dic
 def _case(
     rows: int, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block]:
-    """q, keys, values and a block: a binary tree of so many rows."""
+    """q, keys, values, and a block with a binary tree of so many rows."""
     g = torch.Generator(device).manual_seed(rows)
     heads, kv_heads = HEADS
     q, keys, values = (
@@ -148,7 +145,7 @@ def _case(
 
 
 def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """GPU time, median of a few runs; recorded, as verifications are: the host's part is no part of it."""
+    """Median GPU time of a few runs, recorded as a graph as verifications are, without the host's time."""
     times = []
     with torch.cuda.device(device):
         run = _recorded(call)
@@ -163,7 +160,7 @@ def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:
 
 
 def _recorded(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a graph; as it is where it cannot be recorded."""
+    """The call as a CUDA graph; the call itself if it cannot be recorded."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -172,7 +169,3 @@ def _recorded(call: Callable[[], object]) -> Callable[[], object]:
         logger.info("attention is timed without a graph (%s)", reason_of(error))
         return call
     return graph.replay
-
-
-def _as_json(kind: Kind) -> dict[str, object]:
-    return asdict(kind) | {"paths": list(kind.paths)}

@@ -1,11 +1,11 @@
-"""Prefix attention: queries that see every key of their slots' committed rows, and nothing else.
+"""Prefix attention: queries that see every committed row of their slot, and no other rows.
 
-What a drafter's cross-attention to the target's KV is (LongSpec, section 3.1). Each path reads K and V where they
-lie, once per KV head: the query heads of a group are folded into rows, legal because all of them see the same keys.
+A drafter's cross-attention to the target's KV is of this kind (LongSpec, section 3.1). Each path reads K and V in
+place, once per KV head: all query heads of a group see the same keys, so they are folded into rows.
 
-The contract, of every path: q (B, Hq, T, d) after RoPE; keys, values (slots, Hkv, capacity, d), any strides, Hq a
-multiple of Hkv; a block of B sequences with T rows, of which slots and lengths (1 or more) count; the softmax scale;
-returns (B, Hq, T, d) in q's dtype. On a GPU all sequences are one call, over the rows that each has.
+Every path has the same contract. It takes q (B, Hq, T, d) after RoPE; keys, values (slots, Hkv, capacity, d) with any
+strides, Hq a multiple of Hkv; a block of B sequences with T rows, of which slots and lengths (at least 1) are read; and
+the softmax scale. It returns (B, Hq, T, d) in q's dtype. On a GPU one call serves all sequences.
 """
 
 from __future__ import annotations
@@ -15,53 +15,39 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from longdraft.attention import cpu, flash, hybrid
 from longdraft.attention.block import Block
-from longdraft.attention.reference import partial_attention
+from longdraft.attention.reference import Attend, partial_attention
 
 # (q, keys, values, block, scale) -> output
-PrefixAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
-# The same of one sequence: q (Hq, T, d), k and v (Hkv, n, d), scale -> output (Hq, T, d)
+PrefixAttend = Attend
+# The same for one sequence: q (Hq, T, d), k and v (Hkv, n, d), scale -> output (Hq, T, d)
 _One = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """By definition, in float32."""
+def _reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     return partial_attention(q, k, v, scale)[0].to(q.dtype)
 
 
-def cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """A few rows in float32: products with the cache as it lies, transposed keys included; else torch's kernel."""
-    from longdraft.attention.cpu import FEW_ROWS, _flash_prefix, few_rows
-
+def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     folded = _folded(q, k)
-    if q.shape[1] <= FEW_ROWS and q.dtype == torch.float32:
-        out = few_rows(folded, k, v, None, scale)
+    if q.shape[1] <= cpu.FEW_ROWS and q.dtype == torch.float32:
+        out = cpu.few_rows(folded, k, v, None, scale)
     else:
-        out = _flash_prefix(folded, k, v, scale)[0]
+        out = cpu.flash_prefix(folded, k, v, scale)[0]
     return out.reshape(q.shape)
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """torch's scaled_dot_product_attention without a mask: its fused kernels, any device."""
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     return F.scaled_dot_product_attention(_folded(q, k)[None], k[None], v[None], scale=scale)[0].reshape(q.shape)
 
 
-def hybrid(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """torch's kernels for sequences of several lengths."""
-    from longdraft.attention.hybrid import attend_prefix
-
-    return attend_prefix(q, keys, values, block, scale)
+def _folded(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """(Hq, T, d) -> (Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, row t."""
+    return q.reshape(k.shape[0], -1, q.shape[-1])
 
 
-def flash(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """flash-attn; float16 and bfloat16 on a GPU."""
-    from longdraft.attention.flash import attend_prefix
-
-    return attend_prefix(q, keys, values, block, scale)
-
-
-def triton(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """The Triton kernel, the prefixes split over the GPU."""
+def _triton(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     from longdraft.attention.triton_backend import prefix_attention
 
     longest = max(block.lengths, default=0)
@@ -69,7 +55,7 @@ def triton(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 
 
 def _each(one: _One) -> PrefixAttend:
-    """A path that goes sequence by sequence."""
+    """Makes a path that computes one sequence at a time."""
 
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -80,21 +66,12 @@ def _each(one: _One) -> PrefixAttend:
     return attend
 
 
-def _folded(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """(Hq, T, d) -> (Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, row t."""
-    return q.reshape(k.shape[0], -1, q.shape[-1])
-
-
+# The prefix attention of each path that :func:`longdraft.attention.dispatch.choose` may name.
 PATHS: dict[str, PrefixAttend] = {
-    "reference": _each(reference),
-    "cpu": _each(cpu),
-    "sdpa": _each(sdpa),
-    "hybrid": hybrid,
-    "flash": flash,
-    "triton": triton,
+    "reference": _each(_reference),
+    "cpu": _each(_cpu),
+    "sdpa": _each(_sdpa),
+    "hybrid": hybrid.attend_prefix,
+    "flash": flash.attend_prefix,
+    "triton": _triton,
 }
-
-
-def resolve(path: str) -> PrefixAttend:
-    """The prefix attention of a path that :func:`longdraft.attention.dispatch.choose` named."""
-    return PATHS[path]

@@ -1,18 +1,21 @@
-"""Plain attention: the definition that every fast path is tested against.
+"""Plain attention: the definition against which every fast path is tested.
 
 Notation, as in LongSpec (section 3.3, hybrid tree attention): q attends to the prefix without a mask and to
-the tree with one; each part gives an output o and a log-sum-exp l, and the parts are merged by
+the tree with one. Each part gives an output o and a log-sum-exp l, and the parts are merged by
 
     l = log(sum_i exp(l_i)),    o = sum_i exp(l_i - l) o_i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from longdraft.attention.block import Block
+
+# The contract of every path, as :func:`attend` documents it: (q, keys, values, block, scale) -> output
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
 
 
 def partial_attention(
@@ -22,7 +25,7 @@ def partial_attention(
 
     Args:
         q: (..., Hq, T, d); k, v: (..., Hkv, n, d), Hq a multiple of Hkv.
-        mask: broadcastable to (..., Hq, T, n), True where q may see k. None: everything is seen.
+        mask: broadcastable to (..., Hq, T, n), True where q may see k; None if every q sees every k.
 
     Returns:
         o (..., Hq, T, d) and lse (..., Hq, T), both float32. A row that sees nothing has o = 0, lse = -inf.
@@ -43,7 +46,7 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     """Merges parts of one attention by their log-sum-exp, in float32.
 
     Args:
-        outputs: each (..., T, d); lses: each (..., T). Parts that saw nothing carry lse = -inf.
+        outputs: each (..., T, d); lses: each (..., T), -inf for a part that saw nothing.
 
     Returns:
         The output (..., T, d) and log-sum-exp (..., T) of the union of the parts, float32.
@@ -61,8 +64,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
 
     Args:
         q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d); the block's own keys are already written where they belong.
-        block: where each sequence's rows lie and what they may see.
+        keys, values: (slots, Hkv, capacity, d); the rows of the block itself are already written.
+        block: slots, lengths and mask of the sequences.
         scale: the softmax scale, usually d ** -0.5.
 
     Returns:
@@ -71,13 +74,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     out = torch.empty_like(q)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         end = n + block.width
-        seen = torch.cat(
-            [
-                torch.ones(block.size, n, dtype=torch.bool, device=q.device),
-                block.block_mask(b, q.device),
-            ],
-            dim=1,
-        )
+        prefix = torch.ones(block.size, n, dtype=torch.bool, device=q.device)
+        seen = torch.cat([prefix, block.block_mask(b, q.device)], dim=1)
         o, _ = partial_attention(q[b], keys[slot, :, :end], values[slot, :, :end], scale, seen)
         out[b] = o.to(q.dtype)
     return out

@@ -11,8 +11,8 @@ from longdraft.attention.block import Block
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`.
 
-    Prefix, earlier rows of the tree and block lie together, so one call over all does. A single row, or a chain on
-    nothing, needs no mask and keeps torch's fused kernels with grouped K/V; a block takes a boolean mask.
+    Prefix, earlier tree rows and block are contiguous, so one call covers all of them. A single row, or a chain without
+    a prefix, needs no mask and keeps torch's fused kernels with grouped K/V; other blocks use a boolean mask.
     """
     out = torch.empty_like(q)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
@@ -22,12 +22,12 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
             out[b] = F.scaled_dot_product_attention(q[b : b + 1], k, v, is_causal=True, scale=scale, enable_gqa=True)[0]
             continue
         seen = None
-        if block.width > 1:  # one row sees all
+        if block.width > 1:  # a single row sees everything
             seen = torch.ones(block.size, end, dtype=torch.bool, device=q.device)
             seen[:, n:] = block.block_mask(b, q.device)
             seen = seen.repeat(q.shape[1] // k.shape[1], 1)
-        # The group's heads folded into rows, K/V are read once per KV head; a mask repeats once a head.
+        # The heads of a group are folded into rows, so K/V are read once per KV head; the mask repeats.
         rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
-        found = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen, scale=scale)
-        out[b] = found.reshape(q.shape[1:])
+        attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen, scale=scale)
+        out[b] = attended.reshape(q.shape[1:])
     return out

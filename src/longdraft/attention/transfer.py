@@ -1,7 +1,7 @@
-"""Numbers from the host to the device, without waiting for the device.
+"""Copies numbers from the host to the device without waiting for the device.
 
-``torch.tensor(numbers, device="cuda")`` copies from pageable memory, and the host then waits for all that the device
-has been asked to compute. From pinned memory the copy queues behind it, and the host goes on.
+``torch.tensor(numbers, device="cuda")`` copies from pageable memory, and the host then waits until the device has
+finished its queued work. A copy from pinned memory is queued behind that work, and the host goes on.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ def on_device(
     """The numbers as a tensor on the device.
 
     Args:
-        numbers: nested lists, or a tensor, which may be there already.
-        dtype: of the result; None: as ``torch.as_tensor`` makes it.
+        numbers: nested lists, or a tensor on either device.
+        dtype: dtype of the result; None for the one that ``torch.as_tensor`` chooses.
     """
-    where = torch.device(device)
-    found = torch.as_tensor(numbers, dtype=dtype)
-    if where.type == "cuda" and found.device.type == "cpu":
-        return found.pin_memory().to(where, non_blocking=True)
-    return found.to(where)
+    tensor = torch.as_tensor(numbers, dtype=dtype)
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,8 +1,8 @@
-"""Hybrid tree attention on Triton: the prefix split over the GPU, the block masked, merged by log-sum-exp.
+"""Hybrid tree attention on Triton: the prefix is split over the GPU, the block is masked, log-sum-exp merges them.
 
-Nothing here waits for the device: lengths and slots are read by the kernels, and the host's ``max_length``
-only chooses how many splits there are. A captured CUDA graph therefore stays right when they change, for any
-length up to the cache's capacity. Tile sizes and splits are tuned once a GPU (:mod:`.triton_tuning`).
+Nothing here waits for the device. The kernels read lengths and slots there, and the host's ``max_length`` only decides
+the number of splits. A recorded CUDA graph therefore stays right when they change, for any length up to the cache's
+capacity. Tile sizes and splits are tuned once for each GPU (:mod:`.triton_tuning`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,20 +23,20 @@ from longdraft.attention.triton_tuning import Choice, Kind, Tuning
 from longdraft.errors import CapabilityError
 
 MAX_HEAD_DIM = 256
-# With the block as one more part, 64 parts of a row are what the merge kernel holds in registers.
+# The merge kernel holds 64 parts of a row in registers: the splits and the block.
 MAX_SPLITS = 63
-# Under this many keys a split costs more in partial outputs than it gains in parallelism.
+# With fewer keys a split costs more in partial outputs than it gains in parallelism.
 MIN_KEYS_PER_SPLIT = 256
-# Elements of a tile, by bytes an element. 16-bit: a tile of q and two stages each of K and V make 80 KiB of
-# shared memory, which fits every GPU since Ampere and twice the large ones. float32 has no tensor core that is
-# exact: its operands pass through registers, which larger tiles would spill.
+# Bytes of an element -> elements of a tile. In 16 bits a tile of q and two stages each of K and V take 80 KiB of shared
+# memory, which fits every GPU since Ampere, and twice the large ones. float32 has no exact tensor core: its operands
+# pass through registers, which larger tiles would spill.
 TILE_ELEMENTS = {2: 8192, 4: 2048}
 MAX_TILE_ROWS = 64
 WARPS = 4
 # Partial outputs that one program of the merge kernel holds in registers.
 MERGE_ELEMENTS = 8192
 
-# Keys that choices are measured on: more than a large GPU's cache holds.
+# Keys for the measurement of choices: more than a large GPU's cache holds.
 TUNING_KEYS, TUNING_RUNS = 16384, 5
 
 tuning = Tuning()
@@ -43,9 +44,32 @@ INTERPRETED = not isinstance(prefix_kernel, triton.JITFunction)
 DOT_TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
-    # Triton's interpreter multiplies bfloat16 as if its bits were integers; float32 products are exact.
+    # Triton's interpreter multiplies bfloat16 as if its bits were integers, so it uses exact float32 products.
     torch.bfloat16: tl.float32 if INTERPRETED else tl.bfloat16,
 }
+
+
+class Inputs(NamedTuple):
+    """q (B, Hq, T, d); keys, values (slots, Hkv, capacity, d), any strides; slots, lengths (B,) int32."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head: the heads of its group are folded into rows."""
+        return self.q.shape[1] // self.keys.shape[1] * self.q.shape[2]
+
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """BLOCK_M, BLOCK_N, BLOCK_D: powers of two, at least 16 as tl.dot requires."""
+        block_d = max(16, triton.next_power_of_2(self.q.shape[3]))
+        block_n = max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[self.q.element_size()] // block_d))
+        return max(16, min(block_n, triton.next_power_of_2(self.rows))), block_n, block_d
 
 
 def prefix_attention(
@@ -58,25 +82,26 @@ def prefix_attention(
     max_length: int,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row of the block against its sequence's prefix, without a mask.
+    """Every row of the block attends to its sequence's whole prefix.
 
     Args:
         q: (B, Hq, T, d).
         keys, values: (slots, Hkv, capacity, d), any strides; Hq a multiple of Hkv.
         slots_t, lengths_t: (B,) int32 on q's device. Sequence b sees rows [0, lengths_t[b]) of slots_t[b].
-        max_length: a host bound on the lengths; it guides the number of splits and never the result.
-        num_splits: pieces that a prefix is cut into; None lets the size of the GPU decide.
+        max_length: upper bound on the lengths, a host integer. It affects the number of splits, never the result.
+        num_splits: pieces into which a prefix is split; None to choose by the size of the GPU.
 
     Returns:
         o (B, Hq, T, d) and lse (B, Hq, T), both float32; o = 0 and lse = -inf for a prefix of length 0.
     """
+    inputs = Inputs(q, keys, values, slots_t, lengths_t, scale)
     _check(q, keys, values)
-    choice = _choice(q, keys)
-    splits = _choose_splits(q, keys, max_length, choice) if num_splits is None else num_splits
+    choice = _choice(inputs)
+    splits = _choose_splits(inputs, max_length, choice) if num_splits is None else num_splits
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {splits}, expected 1 to {MAX_SPLITS}")
     o_parts, lse_parts = _parts(splits, q)
-    _launch_prefix(q, keys, values, slots_t, lengths_t, scale, o_parts, lse_parts, splits, choice)
+    _launch_prefix(inputs, o_parts, lse_parts, splits, choice)
     if splits == 1:
         return o_parts[0], lse_parts[0]
     o = torch.empty_like(o_parts[0])
@@ -86,25 +111,18 @@ def prefix_attention(
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Hybrid tree attention: ``reference.attend`` in three kernels, for float32, float16 and bfloat16.
+    """Same contract as :func:`longdraft.attention.reference.attend`, for float32, float16 and bfloat16.
 
-    Args:
-        q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d), any strides; the tree's keys stand offset each prefix.
-        block: where each sequence's rows lie and what they may see.
-        scale: the softmax scale, usually d ** -0.5.
-
-    Returns:
-        (B, Hq, T, d) in q's dtype and layout.
+    Keys and values may have any strides. The output has q's layout.
     """
     _check(q, keys, values)
-    slots, lengths = block.slots_t, block.lengths_t
-    choice = _choice(q, keys)
-    splits = _choose_splits(q, keys, max(block.lengths, default=0), choice)
-    # The splits of the prefix and the block are all parts of one attention: one merge joins them.
+    inputs = Inputs(q, keys, values, block.slots_t, block.lengths_t, scale)
+    choice = _choice(inputs)
+    splits = _choose_splits(inputs, max(block.lengths, default=0), choice)
+    # One merge joins the splits of the prefix and the block, which are all parts of one attention.
     o_parts, lse_parts = _parts(splits + 1, q)
-    _launch_prefix(q, keys, values, slots, lengths, scale, o_parts, lse_parts, splits, choice)
-    _launch_block(q, keys, values, block.mask, slots, lengths, scale, o_parts[splits], lse_parts[splits], block.offset)
+    _launch_prefix(inputs, o_parts, lse_parts, splits, choice)
+    _launch_block(inputs, block.mask, block.offset, o_parts[splits], lse_parts[splits])
     out = torch.empty_like(q)
     _launch_merge(o_parts, lse_parts, out, None)
     return out
@@ -131,34 +149,26 @@ def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         raise ValueError(f"q {tuple(q.shape)} does not fit keys {tuple(keys.shape)} and values {tuple(values.shape)}")
 
 
-def _tiles(q: torch.Tensor, keys: torch.Tensor) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_D: powers of two, 16 or more as tl.dot asks."""
-    rows = q.shape[1] // keys.shape[1] * q.shape[2]
-    block_d = max(16, triton.next_power_of_2(q.shape[3]))
-    block_n = max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d))
-    return max(16, min(block_n, triton.next_power_of_2(rows))), block_n, block_d
-
-
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors to fill; one for the interpreter, which runs programs one by one."""
+    """Number of streaming multiprocessors; 1 for the interpreter, which runs one program at a time."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _choice(q: torch.Tensor, keys: torch.Tensor) -> Choice:
-    """How to launch the prefix kernel: as measured on this GPU, measuring it now if need be; else the defaults."""
-    block_m, block_n, _ = _tiles(q, keys)
+def _choice(inputs: Inputs) -> Choice:
+    """Launch parameters of the prefix kernel: the fastest, measured now if necessary, or the default."""
+    q, (block_m, block_n, _) = inputs.q, inputs.tiles
     default = Choice(block_n, WARPS)
-    # float32 is there to check by, and larger tiles than the default's would not fit the registers.
+    # float32 is for checks, and larger tiles than the default's would not fit the registers.
     if q.device.type != "cuda" or INTERPRETED or q.element_size() != 2 or not triton_tuning.wanted():
         return default
     kind = Kind(_device_name(q.device), q.shape[3], block_m, str(q.dtype), triton.__version__)
-    found = tuning.known(kind)
-    if found is None and not torch.cuda.is_current_stream_capturing():
-        found = tuning.find(kind, default, functools.partial(_seconds, _trial(q, keys, block_m)))
-    return found or default
+    choice = tuning.known(kind)
+    if choice is None and not torch.cuda.is_current_stream_capturing():
+        choice = tuning.find(kind, default, functools.partial(_seconds, _trial(inputs)))
+    return choice or default
 
 
 @functools.cache
@@ -166,29 +176,29 @@ def _device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_name(device))
 
 
-def _trial(q: torch.Tensor, keys: torch.Tensor, block_m: int) -> tuple[torch.Tensor, ...]:
-    """Made-up q, keys, values, slots and lengths of the same kind, for one tile of rows."""
-    (_, heads, _, d), kv_heads = q.shape, keys.shape[1]
-    size = max(1, block_m * kv_heads // heads)
-    some_q, k, v = (
-        torch.randn(1, h, n, d, dtype=q.dtype, device=q.device)
+def _trial(inputs: Inputs) -> Inputs:
+    """Random inputs of the same kind, for one tile of rows."""
+    (_, heads, _, d), kv_heads = inputs.q.shape, inputs.keys.shape[1]
+    dtype, device = inputs.q.dtype, inputs.q.device
+    size = max(1, inputs.tiles[0] * kv_heads // heads)
+    q, keys, values = (
+        torch.randn(1, h, n, d, dtype=dtype, device=device)
         for h, n in ((heads, size), (kv_heads, TUNING_KEYS), (kv_heads, TUNING_KEYS))
     )
-    slot, length = (torch.full((1,), x, dtype=torch.int32, device=q.device) for x in (0, TUNING_KEYS))
-    return some_q, k, v, slot, length
+    slot, length = (torch.full((1,), x, dtype=torch.int32, device=device) for x in (0, TUNING_KEYS))
+    return Inputs(q, keys, values, slot, length, 1.0)
 
 
-def _seconds(trial: tuple[torch.Tensor, ...], choice: Choice) -> float:
-    """GPU time of prefix kernel and merge, median of a few runs."""
-    q, keys, values, slots, lengths = trial
-    splits = _choose_splits(q, keys, TUNING_KEYS, choice)
-    o_parts, lse_parts = _parts(splits, q)
-    out = torch.empty_like(q)
+def _seconds(trial: Inputs, choice: Choice) -> float:
+    """Median GPU time of the prefix kernel and the merge over a few runs."""
+    splits = _choose_splits(trial, TUNING_KEYS, choice)
+    o_parts, lse_parts = _parts(splits, trial.q)
+    out = torch.empty_like(trial.q)
     times = []
     for _ in range(1 + TUNING_RUNS):  # the first one compiles
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        _launch_prefix(q, keys, values, slots, lengths, 1.0, o_parts, lse_parts, splits, choice)
+        _launch_prefix(trial, o_parts, lse_parts, splits, choice)
         _launch_merge(o_parts, lse_parts, out, None)
         end.record()
         end.synchronize()
@@ -196,12 +206,10 @@ def _seconds(trial: tuple[torch.Tensor, ...], choice: Choice) -> float:
     return statistics.median(times[1:])
 
 
-def _choose_splits(q: torch.Tensor, keys: torch.Tensor, max_length: int, choice: Choice) -> int:
-    """As many splits as fill the GPU in one wave of a few programs a processor, none of them tiny."""
-    block_m, _, _ = _tiles(q, keys)
-    kv_heads = keys.shape[1]
-    rows = q.shape[1] // kv_heads * q.shape[2]
-    programs = max(1, q.shape[0] * kv_heads * triton.cdiv(rows, block_m))
+def _choose_splits(inputs: Inputs, max_length: int, choice: Choice) -> int:
+    """As many splits as fill the GPU with ``choice.waves`` programs for each processor, none of them tiny."""
+    q, keys = inputs.q, inputs.keys
+    programs = max(1, q.shape[0] * keys.shape[1] * triton.cdiv(inputs.rows, inputs.tiles[0]))
     wanted = choice.waves * _processors(q.device) // programs
     return max(1, min(wanted, MAX_SPLITS, max_length // MIN_KEYS_PER_SPLIT))
 
@@ -212,73 +220,51 @@ def _parts(parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return o, torch.empty((parts, *q.shape[:3]), dtype=torch.float32, device=q.device)
 
 
-def _launch_prefix(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots_t: torch.Tensor,
-    lengths_t: torch.Tensor,
-    scale: float,
-    o_parts: torch.Tensor,
-    lse_parts: torch.Tensor,
-    splits: int,
-    choice: Choice,
-) -> None:
-    """Fills parts [0, splits)."""
+def _launch_prefix(inputs: Inputs, o_parts: torch.Tensor, lse_parts: torch.Tensor, splits: int, choice: Choice) -> None:
+    """Writes parts [0, splits)."""
+    q, keys, values, slots, lengths, scale = inputs
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
-    block_m, _, block_d = _tiles(q, keys)
-    group = heads // kv_heads
-    grid = (triton.cdiv(group * size, block_m), batch * kv_heads, splits)
+    block_m, _, block_d = inputs.tiles
+    grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads, splits)
     if 0 in grid:
         return
     with torch.cuda.device_of(q):
         prefix_kernel[grid](
-            q, keys, values, slots_t, lengths_t, o_parts, lse_parts, scale * math.log2(math.e),
+            q, keys, values, slots, lengths, o_parts, lse_parts, scale * math.log2(math.e),
             size, kv_heads, splits, *q.stride(), *keys.stride(), *values.stride(),
-            GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=choice.block_n,
+            GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=choice.block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=choice.warps, num_stages=choice.stages,
         )  # fmt: skip
 
 
-def _launch_block(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    slots_t: torch.Tensor,
-    lengths_t: torch.Tensor,
-    scale: float,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    offset: int,
-) -> None:
-    """Fills one part, every row of the block against the tree: ``o`` (B, Hq, T, d), ``lse`` (B, Hq, T), both float32.
+def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Writes the part of the tree: ``o`` (B, Hq, T, d) and ``lse`` (B, Hq, T), both float32.
 
     Args:
         mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
-        offset: rows of the tree before the block.
+        offset: the tree offset, rows of the tree before the block.
     """
+    q, keys, values, slots, lengths, scale = inputs
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     if mask is not None and mask.shape != (batch, size, offset + size):
         raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, offset + size)}")
-    block_m, block_n, block_d = _tiles(q, keys)
-    group = heads // kv_heads
-    grid = (triton.cdiv(group * size, block_m), batch * kv_heads)
+    block_m, block_n, block_d = inputs.tiles
+    grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads)
     if 0 in grid:
         return
-    # A causal chain reads no mask; the kernel still wants some pointer and three strides.
-    mask_t, mask_strides = (slots_t, (0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
+    # A causal chain reads no mask, but the kernel needs some pointer and three strides.
+    mask_t, mask_strides = (slots, (0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with torch.cuda.device_of(q):
         block_kernel[grid](
-            q, keys, values, mask_t, slots_t, lengths_t, o, lse, scale * math.log2(math.e),
+            q, keys, values, mask_t, slots, lengths, o, lse, scale * math.log2(math.e),
             size, offset, kv_heads, *q.stride(), *keys.stride(), *values.stride(), *mask_strides,
-            CAUSAL=mask is None, GROUP=group, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
+            CAUSAL=mask is None, GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip
 
 
 def _launch_merge(o_parts: torch.Tensor, lse_parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides, and ``lse`` (B, Hq, T) if asked."""
+    """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides, and into ``lse`` (B, Hq, T) unless None."""
     parts, batch, heads, size, d = o_parts.shape
     rows = batch * heads * size
     block_p = triton.next_power_of_2(parts)

@@ -1,15 +1,15 @@
 """Triton kernels for hybrid tree attention (LongSpec section 3.3), the prefix split as in flash-decoding.
 
-Three kernels: the prefix part (no mask, cut into S splits), the block part (the tree mask), and the merge of
-all the parts by log-sum-exp. Notation, per sequence b and KV head h:
+There are three kernels: the prefix part (no mask, S splits), the block part (the tree mask), and the merge of all
+parts by log-sum-exp. Notation, per sequence b and KV head h:
 
     rows    the G = Hq/Hkv query heads of one KV head, folded: row r = g*T + t, R = G*T of them. The G heads
             read the same keys, so each key and value tile is loaded once for all of them.
-    part p  one piece of the keys. It leaves its normalised output o_p and log-sum-exp l_p, both float32, in
+    part p  one piece of the keys. Its normalised output o_p and log-sum-exp l_p, both float32, are written to
             buffers (P, B*Hkv*R, d) and (P, B*Hkv*R): folding keeps the order of a (P, B, Hq, T, d) tensor.
 
-Scores are kept in base 2 (the scale carries log2 e), since exp2 is what the hardware has; the log-sum-exp
-that is stored is natural. Offsets are int64: slot * stride passes 2^31 in a large cache.
+Scores are in base 2 (the scale includes log2 e), because the hardware has exp2; the stored log-sum-exp is natural.
+Offsets are int64, because slot * stride exceeds 2^31 in a large cache.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -48,7 +48,7 @@ def _dot(a, b, acc, DOT: tl.constexpr):
 def _online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
     """One key tile: running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
     m_new = tl.maximum(m, tl.max(scores, axis=1))
-    # A row that has seen nothing yet has m = -inf, and -inf - -inf is NaN: any finite reference does there.
+    # A row that has seen nothing yet has m = -inf, and -inf - -inf is NaN. Any finite reference avoids that.
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     decay = tl.exp2(m - reference)
     p = tl.exp2(scores - reference[:, None])
@@ -60,7 +60,7 @@ def _online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
 @triton.jit
 def _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """o_p = acc / z and l_p = log sum exp s; o_p = 0 and l_p = -inf for a row that saw no key."""
-    total = tl.where(z > 0.0, z, 1.0)  # for such a row m = -inf carries l_p
+    total = tl.where(z > 0.0, z, 1.0)  # for such a row m = -inf gives l_p
     flat = first_row + rows
     dims = tl.arange(0, BLOCK_D)
     tl.store(lse + flat, (m + tl.log2(total)) * LN2, mask=rows < R)
@@ -80,8 +80,8 @@ def prefix_kernel(
 ):  # fmt: skip
     """Part p = one split of the prefix. Grid: (row tiles, B*Hkv, splits).
 
-    A split's bounds follow from the sequence's own length on the device, not from the longest one: a ragged
-    batch is cut evenly, and a captured graph stays right while the lengths grow.
+    A split's bounds follow from the sequence's own length on the device, not from the longest one. So a ragged
+    batch is split evenly, and a recorded graph stays right while the lengths grow.
     """
     sequence_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -123,9 +123,9 @@ def block_kernel(
     CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The tree part: row i sees the tree's row j, at cache row lengths[b] + j, where the mask allows it.
+    """The tree part: row i sees row j of the tree, at cache row lengths[b] + j, if the mask allows it.
 
-    The tree has offset + T rows, row i of the block is its row offset + i. Grid: (row tiles, B*Hkv). ``o`` and
+    The tree has offset + T rows; row i of the block is row offset + i of the tree. Grid: (row tiles, B*Hkv). ``o`` and
     ``lse`` point at one part's slice of the buffers. ``mask`` is uint8, and not read for a causal chain.
     """
     sequence_head = tl.program_id(1)
@@ -136,7 +136,7 @@ def block_kernel(
     R = GROUP * T
 
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = rows % T  # the query's own block row, whichever head of the group it belongs to
+    i = rows % T  # the query's row in the block, for every head of the group
     q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head + n * k_n
     v_base = v + slot * v_slot + h * v_head + n * v_n
@@ -156,7 +156,7 @@ def block_kernel(
         if CAUSAL:
             sees = ok[None, :] & (j[None, :] <= offset + i[:, None])
         else:
-            # int32 within one sequence's mask: T * (offset + T) offsets in int64 would cost a tile of registers.
+            # int32 suffices within one sequence's mask; int64 offsets would take a tile of registers.
             offsets = i[:, None] * mask_i + j[None, :] * mask_j
             sees = tl.load(mask + b * mask_b + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
         scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2
@@ -175,7 +175,7 @@ def merge_kernel(
 ):  # fmt: skip
     """l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p over the N = B*Hq*T rows. Grid: (row tiles,).
 
-    All the parts of a row are loaded at once: a loop over them would pay the memory latency once a part.
+    All parts of a row are loaded at once: a loop would wait for memory once for each part.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     p = tl.arange(0, BLOCK_P)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from longdraft.attention.block import Block
-from longdraft.attention.dispatch import Attend
+from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVShape
 from longdraft.model import stored

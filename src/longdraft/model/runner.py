@@ -100,7 +100,7 @@ class TargetRunner:
         self.device: torch.device = model.device
         self.whole_layers = True
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        attend = prefix.resolve(self.attention_path)
+        attend = prefix.PATHS[self.attention_path]
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.

@@ -1,9 +1,8 @@
 // Attention of a few rows to a long prefix: keys and values are read once for all rows of a group of query heads.
 //
-// Block by block: scores, a running softmax, the values mixed in; a block's scores never leave the caches. The text is
-// cut into segments, which threads work on, and the segments are merged in their order by their maxima and sums. A row of
-// a tree is summed as if the keys on its own path stood one behind the other, where plain decoding would have them: its
-// result is plain decoding's, to the bit.
+// Keys are processed in blocks: scores, a running softmax, the weighted values; a block's scores stay in the caches. Threads
+// work on segments of the text, which are merged in order by their maxima and sums. A row of a tree is summed as if the keys
+// on its path were consecutive, as in plain decoding, so its result has the same bits as plain decoding.
 #include "blocks.h"
 #include "kernels.h"
 #include "threads.h"
@@ -12,7 +11,7 @@ using std::int64_t;
 
 namespace {
 
-// The tree behind a prefix: which of its keys each row sees, in the order of its path.
+// For each row of a tree behind a prefix, the keys that it sees, in the order of its path.
 struct Paths {
   std::int32_t *keys;   // (rows, width)
   std::int32_t *depth;  // (rows,) how many
@@ -33,17 +32,16 @@ struct Paths {
   }
 };
 
-// Room for the tail: scores of its keys as they lie, block by block; the keys, transposed; a block of a row's own scores;
-// weights of the tree's keys as they lie.
+// Memory for the tail: scores of its keys in storage order, block by block; the transposed keys; one block of a row's scores in
+// path order; weights of the tree's keys in storage order.
 int64_t tail_size(int64_t rows, int64_t d, int64_t width) {
   return BLOCK * (rows * ((BLOCK + width + BLOCK - 1) / BLOCK + 2) + d);
 }
 
-// The last of the text: `before` keys of the prefix that fill no block, from `start` on, and the tree behind them. Row r
-// sees all of the former and, of the tree, the keys on the path of its node, r % paths.rows. These it takes as if they
-// stood where they will once the path is committed: its scores are gathered into blocks of the text as it would be then.
-// Values are mixed as they lie, those it does not see with weight 0, which changes no sum.
-// Of those blocks, the ones in [from, to) are computed.
+// The tail of the text: the last `before` keys of the prefix, from `start` on, which fill no block, and the tree behind them.
+// Row r sees these keys of the prefix and the tree's keys on the path of its node, r % paths.rows. Its scores are gathered into
+// blocks as if the path were committed already. Values are summed in storage order; those that the row does not see have
+// weight 0, which changes no sum. Only blocks [from, to) are computed.
 void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t before, const Paths &paths, int64_t from,
                  int64_t to, float *room) {
   const int64_t all = before + paths.width, each = in.rows * BLOCK;
@@ -53,7 +51,7 @@ void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t bef
   }
   const auto at = [=](int64_t r, int64_t key) -> float { return raw[key / BLOCK * each + r * BLOCK + key % BLOCK]; };
   for (int64_t a = from; a < std::min(to, start + before + paths.deepest); a += BLOCK) {
-    // The block's keys [a, a + BLOCK) begin with `prefix` ones of the prefix; nodes of rank `first` and on follow.
+    // The block's keys [a, a + BLOCK) begin with `prefix` keys of the prefix; nodes from rank `first` on follow.
     const int64_t prefix = a == start ? before : 0, first = a == start ? 0 : a - start - before;
     const int64_t keys = std::min(BLOCK, prefix + paths.deepest - first);
     for (int64_t r = 0; r < in.rows; r++) {
@@ -117,11 +115,11 @@ void longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_
 
 void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t group, int64_t rows,
                             int64_t d, int64_t n, float scale, float *out, int threads) {
-  constexpr int64_t TOGETHER = 16 * ROWS;  // rows whose scores the second-level cache holds beside a block
+  constexpr int64_t TOGETHER = 16 * ROWS;  // rows whose scores fit the second-level cache together with a block
   const int64_t tiles = (rows + TOGETHER - 1) / TOGETHER;
   share_out(threads, heads * tiles, [&](int64_t item) {
     static thread_local Scratch own;
-    // The last rows see most: begun first, they do not leave one thread at work alone.
+    // The last rows see most keys. They start first, so that no thread is left working alone at the end.
     const int64_t head = item % heads, first = (tiles - 1 - item / heads) * TOGETHER;
     const int64_t count = std::min(TOGETHER, rows - first), before = n - rows + first;
     const int64_t size = partial_size(TOGETHER, d);

@@ -1,7 +1,7 @@
-// The parts that attention is put together from: a block's scores, its softmax, its values, and how segments join.
+// The parts of attention: a block's scores, its softmax, its values, and the merge of segments.
 //
-// A row gets the same bits whoever its neighbours are: the borders of blocks and segments are fixed, not chosen by how many
-// threads there are, and every sum has one order.
+// A row's bits do not depend on the rows beside it: the borders of blocks and segments do not depend on the number of threads,
+// and every sum has a fixed order.
 #pragma once
 
 #include "packed.h"
@@ -23,8 +23,8 @@ constexpr int ROWS = 6;           // rows of a tile
 constexpr int COLUMNS = TILE / ROWS;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// The next block, fetched while this one is computed: each group of rows fetches its share of the rows of K^T and V, a
-// row in as many steps as there are groups, so that memory is kept busy evenly.
+// Prefetches the next block while this one is computed. Each group of rows fetches its share of the rows of K^T and V, in small
+// steps, so that memory is busy evenly.
 template <typename E>
 struct Fetch {
   const E *next;       // the first of this group's share
@@ -133,8 +133,8 @@ void transpose_block(const float *k, int64_t k_row, int64_t keys, int64_t d, flo
   }
 }
 
-// Rows in groups of at most ROWS, as even as can be: what(R, first row, share), where share(start, row, rows) says what of
-// the next block's rows the group fetches.
+// Splits rows into even groups of at most ROWS and calls what(R, first row, share); share(start, row, rows) is the group's part
+// of the next block to prefetch.
 template <int R, typename What, typename Share>
 inline void group(int64_t rows, int64_t first, const What &what, const Share &share) {
   if (rows == R) return what(std::integral_constant<int, R>{}, first, share);
@@ -153,13 +153,13 @@ inline void in_groups(int64_t rows, const What &what) {
   }
 }
 
-// What one part of the text gives for the rows of one KV head. Room for whole vectors of rows.
+// The result of one part of the text for the rows of one KV head, padded to whole vectors of rows.
 struct Partial {
   float *out, *high, *total;  // (rows, d) not yet divided; (rows,) maxima and sums of the exponentials
 };
 
-// A block's scores (rows, BLOCK) become weights; what was mixed before shrinks where a maximum rises. LANES rows at a
-// time, so that what there is once a row is done for all of them together.
+// Turns a block's scores (rows, BLOCK) into weights, and rescales earlier results where a maximum rises. LANES rows are processed
+// at a time, so that values of a row fill one vector.
 void soften(float *s, int64_t rows, int64_t keys, int64_t d, Partial part) {
   int64_t end = keys;
   for (; end % 16; end++) {
@@ -209,7 +209,7 @@ void soften(float *s, int64_t rows, int64_t keys, int64_t d, Partial part) {
   }
 }
 
-// Rows of q (rows, d), scaled, and what has been found for them.
+// Scaled rows of q (rows, d), and their result so far.
 struct Queries {
   const float *q;
   int64_t rows, d;
@@ -241,7 +241,7 @@ void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, f
   if (text.k_scale) scale_keys(s, in.rows, keys, text.k_scale + a);
 }
 
-// The values of keys [a, a + keys), by weights p (rows, BLOCK), which nobody needs any more.
+// Adds the values of keys [a, a + keys) with weights p (rows, BLOCK), which are overwritten.
 void mix_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *p) {
   if (text.v_scale) scale_keys(p, in.rows, keys, text.v_scale + a);
   as_stored(text.v, text.format, [&](auto *values) {
@@ -276,12 +276,12 @@ Partial empty_partial(float *place, int64_t rows, int64_t d) {
   return part;
 }
 
-// What the next segment gave joins what those before it gave. A segment of which a row sees nothing changes nothing.
+// Merges the next segment into the result of the earlier ones. A segment of which a row sees nothing changes nothing.
 void join(const Partial &all, const Partial &next, int64_t rows, int64_t d) {
   for (int64_t r = 0; r < rows; r++) {
     const float high = std::max(all.high[r], next.high[r]);
     if (high == NEVER) continue;
-    // Not std::exp, which is another function on another system.
+    // std::exp differs between systems.
     const float ours = exponential(every(all.high[r] - high))[0], theirs = exponential(every(next.high[r] - high))[0];
     float *out = all.out + r * d;
     const float *other = next.out + r * d;

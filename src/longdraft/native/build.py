@@ -1,8 +1,8 @@
-"""Compiles the kernels once for an instruction set, and keeps what came out.
+"""Compiles the kernels once for each instruction set, and keeps the shared object.
 
-What was compiled depends on nothing but the sources and the instruction set, so it serves wherever it is found: with
-another compiler than it was made with, with none, and beside any build of torch. Wheels carry it: setup.py loads this
-file by itself, where nothing else of the package can be imported.
+A shared object depends only on the sources and the instruction set, so it can be used with another compiler or none,
+and with any build of torch. Wheels carry it: setup.py loads this file by itself, when nothing else of the package can
+be imported.
 """
 
 from __future__ import annotations
@@ -24,38 +24,26 @@ from pathlib import Path
 logger = logging.getLogger("longdraft")
 
 _HERE = Path(__file__).parent
-SOURCES = (
-    "linear.cpp",
-    "int8.cpp",
-    "attention.cpp",
-    "layer.cpp",
-    "draft.cpp",
-    "rounded.cpp",
-    "nibbled.cpp",
-    "views.cpp",
-)
-_HEADERS = (
-    *("kernels.h", "vectors.h", "stored.h", "threads.h", "tiles.h", "blocks.h", "packed.h", "parts.h", "rounded.h"),
-    *("stored_k.h", "whole_numbers.h", "int8.h", "int8_blocks.h", "transposed.h"),
-)
-# No -ffast-math: NaN and infinity keep their meaning. Nothing is fused but what the sources fuse (vectors.h). A tile
-# fills the registers: were loads moved up before these are assigned, as GCC does on aarch64, it would no longer fit.
+SOURCES = tuple(sorted(file.name for file in _HERE.glob("*.cpp")))
+_HEADERS = tuple(sorted(file.name for file in _HERE.glob("*.h")))
+# Without -ffast-math NaN and infinity keep their meaning. Only the sources fuse operations (vectors.h). A tile fills
+# the registers: if loads were scheduled before register allocation, as GCC does on aarch64, it would no longer fit.
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
 _SECONDS = 120
-# Of int8.cpp, whose loops are all unrolled by hand, -O3 makes nothing faster and compiling three times as long.
+# All loops of int8.cpp are unrolled by hand: -O3 makes nothing faster, and compiling takes three times as long.
 _LEVEL = {"int8.cpp": "-O2"}
 
-# Machines, their instruction sets from the widest on, and the flags by which /proc/cpuinfo says that one has them.
+# Machine -> instruction set, the widest first -> the flags of /proc/cpuinfo that show it.
 LEVELS = {
     "x86_64": {
-        "x86-64-v4-vnni": "avx512_vnni",  # products of a draft's whole numbers
+        "x86-64-v4-vnni": "avx512_vnni",  # integer products
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
         "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
     },
     "aarch64": {"armv8-a": ""},  # all of them have NEON
 }
-# What people call them.
+# Instruction set -> its common name.
 CALLED = {
     "x86-64-v4-vnni": "AVX-512 with VNNI",
     "x86-64-v4": "AVX-512",
@@ -63,19 +51,19 @@ CALLED = {
     "x86-64-v2": "SSE4",
     "armv8-a": "NEON",
 }
-# Without AVX the compiler's vectors are too narrow to beat torch's products: these have to be asked for by name.
+# Instruction sets that are used only if LONGDRAFT_NATIVE names them: without AVX torch's products are faster.
 ON_REQUEST = ("x86-64-v2",)
-# How compilers call those that they have no name for.
+# Compiler flags of instruction sets that -march has no name for.
 _TARGETS = {"x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni")}
-# Where a wheel carries what was compiled for it.
+# The folder of a wheel's shared objects.
 CARRIED = "compiled"
 
 
 def machine_levels() -> dict[str, str]:
-    """What :data:`LEVELS` says of this machine.
+    """The entry of :data:`LEVELS` for this machine.
 
     Raises:
-        OSError: no kernels are made for such a machine.
+        OSError: there are no kernels for this kind of machine.
     """
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         known = " and ".join(LEVELS)
@@ -87,7 +75,7 @@ def levels() -> list[str]:
     """The instruction sets that this machine executes, the widest first.
 
     Raises:
-        OSError: no kernels are made for such a machine.
+        OSError: there are no kernels for this kind of machine.
     """
     flags, has = machine_levels(), set[str]()
     with suppress(OSError):
@@ -95,21 +83,21 @@ def levels() -> list[str]:
             if line.startswith("flags"):
                 has = set(line.split())
                 break
-    # Each level has all of the ones below it.
+    # A level includes all levels below it.
     names = list(flags)
     return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
 
 
 def shared_object(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
-    """The kernels compiled for an instruction set: found, or compiled now, which takes some seconds.
+    """The shared object of an instruction set, compiled now if it is missing, which takes some seconds.
 
     Args:
         level: one of :data:`LEVELS`.
-        folder: where they are kept; None: in the package, where its wheel carries them, else in the package's cache.
-        progress: called with a line of text before they are compiled.
+        folder: where shared objects are kept; None for the wheel's own folder, then the package's cache.
+        progress: called with a line of text before compiling.
 
     Raises:
-        OSError: no compiler, one that cannot compile them, or no place to keep them. The message says which.
+        OSError: there is no compiler, it fails, or the folder cannot be written to. The message says which.
     """
     name = _name(level)
     if folder is None:
@@ -120,8 +108,8 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
             return carried
         folder = cache_folder() / "native"
     file = folder / name
-    if not (file.is_file() and _own(file)):
-        _compiler()  # before anything is said
+    if not (file.is_file() and _is_safe(file)):
+        _compiler()  # raises before the line is printed
         line = "Compiling kernels for this processor (once; a few seconds)"
         logger.info(line)
         if progress is not None:
@@ -129,7 +117,7 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
         try:
             make(level, folder)
         except OSError as error:
-            if error.errno is None:  # of the compiler
+            if error.errno is None:  # from the compiler
                 raise
             raise OSError(
                 f"{folder} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a folder that can"
@@ -138,10 +126,10 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
 
 
 def make(level: str, folder: Path) -> Path:
-    """Compiles the kernels for an instruction set, not necessarily one of this machine, into a folder.
+    """Compiles the kernels for an instruction set, which this machine need not have, into a folder.
 
     Raises:
-        OSError: no compiler, or one that cannot compile them; with an errno: the folder cannot be written to.
+        OSError: there is no compiler or it fails; with an errno, the folder cannot be written to.
     """
     compiler = _compiler()
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +138,7 @@ def make(level: str, folder: Path) -> Path:
 
 
 def _name(level: str) -> str:
-    """Of the file: other sources or flags, another file."""
+    """The file name, which changes with the sources and the flags."""
     parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _LEVEL)).encode()])).hexdigest()[:16]
     return f"kernels-{level}-{digest}.so"
@@ -158,10 +146,10 @@ def _name(level: str) -> str:
 
 def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
     def compile_one(name: str) -> str:
-        made = str(place / f"{name}.o")
+        output = str(place / f"{name}.o")
         flags = (_LEVEL.get(name, "-O3"), *_FLAGS)
-        _run([*compiler, *flags, *_TARGETS.get(level, (f"-march={level}",)), "-c", str(sources / name), "-o", made])
-        return made
+        _run([*compiler, *flags, *_TARGETS.get(level, (f"-march={level}",)), "-c", str(sources / name), "-o", output])
+        return output
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, SOURCES))
@@ -181,7 +169,7 @@ def _run(command: list[str]) -> None:
 
 
 def _compiler() -> list[str]:
-    """$CXX with its arguments (``ccache g++``), else what is found of g++, clang++ and c++."""
+    """$CXX with its arguments (such as ``ccache g++``), else the first of g++, clang++ and c++ that is installed."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else ("g++", "clang++", "c++"):
         command = shlex.split(name)
@@ -191,7 +179,7 @@ def _compiler() -> list[str]:
     raise OSError(f"no C++ compiler ({wanted or 'g++, clang++'}) was found: install one, or name it in CXX")
 
 
-def _own(file: Path) -> bool:
-    """Whether nobody else could have written a file: its code will run here."""
+def _is_safe(file: Path) -> bool:
+    """True if only this user or root could have written the file, whose code will run in this process."""
     stat = file.stat()
     return stat.st_uid in (os.getuid(), 0) and not stat.st_mode & 0o022

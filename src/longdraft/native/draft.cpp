@@ -1,6 +1,6 @@
-// A level of a draft's tree in one call: LongSpec's or EAGLE-3's block, the head, and each node's likeliest next tokens.
+// One level of a draft's tree in one call: LongSpec's or EAGLE-3's block, the head, and each node's likeliest next tokens.
 //
-// A draft is one layer, so what stands between its products in Python would take several times as long as these do.
+// A draft is one layer: in Python the operations between its products would take several times as long as the products.
 #include "packed.h"
 #include "parts.h"
 
@@ -8,7 +8,7 @@ using std::int64_t;
 
 namespace {
 
-// Where the rows that go on look: keys [begins, ends) of each sequence, of the last `width` of which `masks` says which.
+// The keys that rows see: [begins, ends) of each sequence; among the last `width` of them, those in `masks`.
 struct Seen {
   const KeysValues &kv;
   const int64_t *begins, *ends;
@@ -16,7 +16,7 @@ struct Seen {
   int64_t width;
 };
 
-// q (B, W, heads * d), not yet turned to its positions, becomes the attention's output. room: twice its size.
+// q (B, W, heads * d), before RoPE, becomes the attention's output. room: twice its size.
 void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *room, int threads) {
   const int64_t size = n.width, inner = l.heads * l.d, d = l.d;
   float *turned = room, *found = room + Scratch::whole_lines(size * inner);
@@ -31,7 +31,7 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
     KeysValues kv = seen.kv;
     const int64_t begin = seen.begins ? seen.begins[b] : 0, keys = seen.ends[b] - begin;
     const std::uint8_t *mask = seen.masks ? seen.masks + b * size * seen.width : nullptr;
-    if (begin) {  // of the draft's own, which are floats
+    if (begin) {  // only for the draft's own keys, which are floats
       kv.k = static_cast<float *>(kv.k) + begin * kv.k_row;
       kv.v = static_cast<float *>(kv.v) + begin * kv.v_row;
     }
@@ -82,7 +82,7 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
     for (int64_t t = 0; t < n.counts[b]; t++, row++) {
       const int64_t place = n.ends[b] - n.counts[b] + t;
       for (int64_t h = 0; h < l.kv_heads; h++) {
-        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, room, 1);  // not yet in use
+        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, room, 1);  // room is still free
         write_row(*own, n.slots[b], h, place, room, v + row * kv_size + h * d, d);
       }
     }

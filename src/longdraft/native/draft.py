@@ -1,4 +1,4 @@
-"""Structures of a draft's level, as kernels.h declares them. Each keeps alive what it points to."""
+"""Structures of a draft's level, as kernels.h declares them. Each keeps the tensors alive that it points to."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class _Nodes(ctypes.Structure):
 
 
 class DraftBlock:
-    """A draft's block and head.
+    """The block and head of a draft.
 
     Args:
-        norms: weights (hidden,) of those of :data:`NORMS` that there are; ``joined_norm`` makes it EAGLE-3's.
-        products: those of :data:`PRODUCTS` that there are.
+        norms: name -> weights (hidden,), for some of :data:`NORMS`; with ``joined_norm`` the block is EAGLE-3's.
+        products: name -> weights, for some of :data:`PRODUCTS`.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
-        eps: of the norms.
-        normed_residual: whether what is joined with the tokens is added to the attention's output with its norm.
+        eps: epsilon of the norms.
+        normed_residual: True if the residual of the attention is the normalised joined input.
 
     Attributes:
         vocabulary: rows of the head.
@@ -55,7 +55,7 @@ class DraftBlock:
         eps: float,
         normed_residual: bool = False,
     ) -> None:
-        self._norms, self._products = norms, products  # kept alive: the structure points into them
+        self._norms, self._products = norms, products  # the structure points into them
         self.hidden, self.vocabulary = norms["norm"].shape[0], products["head"][0].shape[0]
         self.struct = _Draft(
             *(norms[name].data_ptr() if name in norms else None for name in NORMS),
@@ -66,17 +66,17 @@ class DraftBlock:
 
 
 class Nodes:
-    """Rows of each of B sequences, of which the last W go on.
+    """Rows of B sequences. Keys and values of all rows are written; only the last W of each sequence go on.
 
     Args:
         width: W.
-        counts: of each sequence's rows, W or more.
-        slots: of the sequences, in the draft's cache and in the target's store.
-        x, joined: (rows, hidden) token embeddings, and what EAGLE-3 joins with them.
-        cos, sin: (rows, d) at the rows' positions.
-        begins, ends: of the draft's own keys, those [begin, end) that are seen; the rows' own are the last of them.
-        mask: (B, W, S) bool: which of the last S of them a row sees; None: all.
-        lengths: how many of the target's keys are seen; LongSpec alone.
+        counts: number of rows of each sequence, at least W.
+        slots: slot of each sequence in the draft's cache and in the target's store.
+        x, joined: (rows, hidden) token embeddings, and the features that EAGLE-3 joins with them.
+        cos, sin: (rows, d) RoPE at the rows' positions.
+        begins, ends: each sequence sees the draft's keys [begin, end), the last of which are the rows' own.
+        mask: (B, W, S) bool, True where a row sees one of the last S keys; None if all are seen.
+        lengths: for LongSpec, the number of the target's keys that each sequence sees.
     """
 
     def __init__(

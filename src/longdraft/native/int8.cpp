@@ -1,9 +1,9 @@
-// y = x W^T + b in int8 arithmetic: whole-number products of stored weights and rounded rows of x.
+// y = x W^T + b in int8 arithmetic: integer products of stored weights and rounded rows of x.
 //
-// LANES outputs are computed side by side (int8_blocks.h). Blocks are unpacked to bytes in registers, once for up to
-// TOGETHER rows, and each piece of 32 weights meets the rows there: eight products of four bytes a lane, one conversion,
-// and the block's scales. More rows meet the bytes of some hundred outputs, unpacked once into the second-level cache.
-// Either way a row's result is computed by the same operations in the same order.
+// LANES outputs are computed side by side (int8_blocks.h). Blocks are unpacked to bytes in registers, once for up to TOGETHER
+// rows. Each piece of 32 weights is multiplied with these rows there: eight products of four bytes in each lane, one
+// conversion, and the block's scales. With more rows the bytes of some hundred outputs are unpacked once into the second-level
+// cache. In both cases a row's result is computed by the same operations in the same order.
 #include "int8.h"
 #include "int8_blocks.h"
 #include "threads.h"
@@ -14,13 +14,13 @@
 namespace {
 
 constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
-constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights that many rows meet
+constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights for many rows
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
 // are from -127 to 127.
 #if !defined(__AVX512VNNI__)
-// Without an instruction for unsigned by signed bytes whose sums cannot overflow, large bytes are made signed: their sums
-// lack 128 * x then, which start() makes up for.
+// Some processors have no instruction for unsigned by signed bytes without overflow. There large bytes are made signed: the sums
+// are then too small by 128 * x, which start() corrects.
 template <int MOST>
 constexpr bool SIGNED = MOST > 127;
 #else
@@ -31,7 +31,7 @@ constexpr bool SIGNED = false;
 template <int MOST>
 inline ivec dot(ivec sum, ivec w, const std::int8_t *four) {
 #if defined(__AVX512VNNI__)
-  // Compilers load and broadcast the four numbers by an instruction of its own, which takes a third of the time more.
+  // Compilers would load and broadcast the four numbers with a separate instruction, which takes a third longer.
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const std::int32_t *>(four)));
   return sum;
 #else
@@ -78,7 +78,7 @@ inline ivec dot(ivec sum, ivec w, const std::int8_t *four) {
 #endif
 }
 
-// Where sums of products with w's bytes begin, so that they end as sums with bytes less ZERO. less: of x's numbers.
+// The initial value of sums of products with w's bytes, so that they end as sums with bytes minus ZERO. less: sum of x's numbers.
 template <typename F>
 INLINED inline ivec start(std::int32_t less) {
   constexpr int OFF = F::ZERO - (SIGNED<F::MOST> ? 128 : 0);
@@ -87,8 +87,8 @@ INLINED inline ivec start(std::int32_t less) {
   return every(less) * OFF;
 }
 
-// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. Their whole
-// numbers are below 2^24, floats without rounding.
+// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. Integer sums are below 2^24, so
+// they are exact as floats.
 template <typename F, int R, typename W>
 INLINED inline void meet(const W &w, const vec *scale, const vec *least, const std::int8_t *n, const Int8Rows::Block *b,
                          vec *y) {
@@ -120,12 +120,12 @@ inline void with_width(int64_t width, const What &what) {
   if constexpr (R > 1) with_width<R - 1>(width, what);
 }
 
-// LANES outputs of a matrix, the last ones where fewer are left: those before `skip` are computed already.
+// LANES outputs of a matrix. At the end of the matrix they overlap with the previous ones: outputs before `skip` are done.
 struct Outputs {
   Lines lines;
   int64_t out, skip;
 
-  // Fewer rows than lanes in all: a copy with rows of zeros.
+  // The matrix has fewer rows than lanes: use a copy that is padded with zeros.
   Outputs(const Matrix &m, int64_t out_, int64_t bytes, Scratch &scratch)
       : lines{static_cast<const byte *>(m.w), m.w_row}, out(std::max<int64_t>(0, std::min(out_, m.outs - LANES))), skip(out_ - out) {
     if (m.outs >= LANES) {
@@ -155,7 +155,7 @@ struct Outputs {
   }
 };
 
-// Few rows, those of a group: weights are unpacked in registers. fetch: the next outputs are fetched meanwhile.
+// Few rows, those of one group: weights are unpacked in registers. fetch: prefetch the next outputs.
 template <typename F, int R>
 void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs, bool fetch) {
   constexpr int64_t EACH = F::BYTES * LANES * PIECE / F::WEIGHTS;  // bytes of a piece
@@ -167,7 +167,7 @@ void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs
   Lines in = outputs.lines;
   for (int64_t i = 0; i < x.size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
     F::block(in, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
-      // A few lines at a time: many at once would keep what is wanted now waiting.
+      // A few cache lines at a time: many at once would delay the ones that are needed now.
       if (fetch) {
         for (wanted += EACH; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
       }
@@ -190,7 +190,7 @@ struct Piece {
 template <typename F>
 using PieceOf = Piece<F::SCALES, F::LEAST>;
 
-// All blocks of LANES rows, a piece after the other in the order in which block() gives them.
+// All blocks of LANES rows, piece by piece in the order of block().
 template <typename F>
 void unpack_rows(Lines in, int64_t size, PieceOf<F> *to) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
@@ -221,7 +221,7 @@ void multiply(const PieceOf<F> *p, const Int8Rows &x, int64_t row, vec *y) {
   UNROLLED for (int r = 0; r < R; r++) y[r] = sums[r];
 }
 
-// Many rows: all of some outputs' weights are unpacked first.
+// Many rows: all weights of some outputs are unpacked first.
 template <typename F>
 void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   static thread_local Scratch scratch, copies;
@@ -260,12 +260,12 @@ void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
-// LANES blocks of 32 numbers beside one another, or as many as there are; place(b): where block b goes.
+// LANES blocks of 32 numbers side by side, or as many as remain; place(b) is the destination of block b.
 template <typename Place>
 void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t *to, Int8Rows::Block *blocks) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
   constexpr std::int32_t INFINITE = 0x7f800000;
-  struct LargerBits {  // of numbers without a sign: NaN is the largest
+  struct LargerBits {  // compares bits of non-negative numbers, where NaN is the largest
     static inline vec of(vec a, vec b) { return (vec)((ivec)a > (ivec)b ? (ivec)a : (ivec)b); }
   };
   vec largest[LANES];
@@ -281,8 +281,8 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
   const vec high = across<LargerBits, LANES>(largest);
   const ivec bits = (ivec)high;
   const vec factor = 127.0f / high;
-  const ivec fine = (ivec)factor < INFINITE;  // else zeros, or next to them: they stand for nothing
-  const vec nothing = bits < INFINITE ? vec{} : high - high;  // NaN of what is infinite or NaN
+  const ivec fine = (ivec)factor < INFINITE;  // else all numbers are zero or tiny, and become 0
+  const vec nothing = bits < INFINITE ? vec{} : high - high;  // NaN if a number is infinite or NaN
   const vec factors = (bits < INFINITE) & fine ? factor : vec{}, scales = fine & (bits < INFINITE) ? high / 127.0f : nothing;
   float factor_of[LANES], scale_of[LANES];
   store(factor_of, factors);

@@ -1,18 +1,18 @@
-// What Python calls, and the structures that it fills in: structures.py declares the same, in the same order.
+// The functions that Python calls, and their structures: structures.py declares the same fields in the same order.
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
 
-// One of several matrices that the same x (rows, size) is multiplied with: y = x w^T + bias.
+// One of several matrices that are multiplied with the same x (rows, size): y = x w^T + bias.
 struct Matrix {
   const void *w;       // (outs, size), as `format` says
   const float *bias;   // (outs,) or null
   float *y;            // (rows, outs)
   std::int64_t w_row;  // bytes from one row of w (of rounded ones: one band) to the next
   std::int64_t outs;
-  std::int64_t adds;    // whether y is added to, not overwritten
+  std::int64_t adds;    // 1 to add to y, 0 to overwrite it
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
                         // ROUNDED or NIBBLED for a draft's (rounded.h)
   std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats, halves and a draft's
@@ -28,7 +28,7 @@ struct Layer {
   std::int64_t hidden, heads, kv_heads, d, inner;
 };
 
-// Layers one after the other, and what makes logits of the last one's output.
+// Consecutive layers, and the norm and head that turn the last output into logits.
 struct Stack {
   const Layer *const *layers;
   std::int64_t count;
@@ -45,7 +45,7 @@ struct Batch {
   const std::int64_t *ends;           // (B,): keys of a sequence, the new ones included
   const std::uint8_t *masks;          // (B, T, width) or null: which of its last keys a row sees
   std::int64_t width;
-  std::int64_t prompt;  // a row sees all keys before its own and none behind: many rows are computed as a prompt's chunk
+  std::int64_t prompt;  // 1 for causal rows of a prompt, which are computed chunk by chunk
 };
 
 // Keys and values of layers: (layers, slots, kv_heads, capacity, d). Strides count numbers.
@@ -57,18 +57,18 @@ struct KeysValues {
   std::int64_t scale_layer, scale_slot, scale_head;
 };
 
-// A draft's block and the head behind it: EAGLE-3's, whose tokens are joined with what stands for the target's thoughts, or
-// LongSpec's, which attends to the target's keys too.
+// A draft's block and its head: EAGLE-3's, which joins tokens with features of the target, or LongSpec's, which also attends to
+// the target's keys.
 struct Draft {
   const float *norm, *joined_norm;                  // (hidden,): of the tokens; of what is joined with them, or null
   const float *cross_norm, *mlp_norm, *final_norm;  // (hidden,); the first one unused, the last one null where there is none
   float eps, scale;                                 // of the norms; of the attentions
   Matrix q, k, v, o, cross_q, cross_o, gate, up, down, head;
   std::int64_t hidden, heads, kv_heads, d, inner;
-  std::int64_t normed_residual;  // whether what is joined is added to the attention's output with its norm
+  std::int64_t normed_residual;  // 1 if the residual of the attention is the normalised joined input
 };
 
-// Rows of each of B sequences, of which the last W go on; and whom those see.
+// Rows of B sequences, of which the last W are computed to the end, and the keys that those see.
 struct Nodes {
   std::int64_t sequences, width;       // B, W
   const std::int64_t *counts, *slots;  // (B,): rows of each sequence; its slot, here and in the target's store
@@ -87,7 +87,7 @@ struct Summaries {
   std::int64_t layer, head, dim;
 };
 
-// Which chunks of a text are scored, by what, and how many of them are chosen.
+// The chunks of a text that are scored, the scorer, and the number of chunks to choose.
 struct Choice {
   const float *largest, *smallest, *mean;  // Summaries, of which the kind's are there
   std::int64_t layer, head, dim;
@@ -104,17 +104,17 @@ enum : std::int64_t { MEAN, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };
 // Floats that a vector holds.
 int longdraft_lanes();
 
-// The OpenMP library's GOMP_parallel, whose threads share the work from then on; null: the calling thread does it all.
+// Sets the OpenMP library's GOMP_parallel, whose threads share the work from then on; null to use only the calling thread.
 void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
 
-// Weights (outs, size) in four bits, in `data` as rounded.h says.
+// Converts weights (outs, size) to four bits in `data`, in the layout of rounded.h.
 void longdraft_nibble(const float *weights, std::int64_t outs, std::int64_t size, std::uint8_t *data, int threads);
 
-// Multiplies x with several matrices, their outputs shared out among the threads.
+// Multiplies x with several matrices, sharing the outputs among the threads.
 void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                       int threads);
 
-// The floats (rows, size) that rows of a stored matrix stand for.
+// Unpacks rows of a stored matrix to floats (rows, size).
 void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
                       int threads);
 

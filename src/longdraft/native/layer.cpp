@@ -1,7 +1,7 @@
-// Decoder layers of the Llama kind in one call: norm, attention with RoPE and KV, norm, gated MLP, both added to x. And the
-// head behind them.
+// Decoder layers of the Llama kind in one call (norm, attention with RoPE and KV, norm, gated MLP, both added to x), and the
+// head.
 //
-// With few rows a layer's products take some tenths of a millisecond, and what stands between them in Python as much.
+// With few rows a layer's products take some tenths of a millisecond; the operations between them would take as long in Python.
 #include "packed.h"
 #include "parts.h"
 
@@ -9,9 +9,9 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t MANY = 32;  // rows above which threads share what stands between the products, and a chunk is attended to as one
+constexpr int64_t MANY = 32;  // rows above which threads share the operations between products, and attention runs chunk by chunk
 
-// Each head's vector of its own, where the layer has norms for them.
+// Normalises each head's vector, if the layer has norms for queries and keys.
 void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float eps) {
   if (weight) rms_norm(x, vectors, d, weight, eps, x);
 }
@@ -36,7 +36,7 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
   norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps);
   norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps);
 
-  // A head at a time: where keys lie transposed, rows of one share cache lines.
+  // One head at a time: rows of transposed keys share cache lines.
   share_out(count > MANY ? threads : 1, batch.sequences * (l.heads + l.kv_heads), [&](int64_t item) {
     const int64_t b = item / (l.heads + l.kv_heads), head = item % (l.heads + l.kv_heads), h = head - l.heads;
     for (int64_t t = 0; t < size; t++) {
@@ -46,7 +46,7 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
         turn(q + row * q_size + head * d, cos, sin, d, queries + ((b * l.heads + head) * size + t) * d, 1);
         continue;
       }
-      float *turned_key = folded + (row * l.kv_heads + h) * d;  // not yet in use
+      float *turned_key = folded + (row * l.kv_heads + h) * d;  // still free
       turn(k + row * kv_size + h * d, cos, sin, d, turned_key, 1);
       write_row(kv, batch.slots[b], h, batch.first[b] + t, turned_key, v + row * kv_size + h * d, d);
     }

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors."""
+"""The kernels as methods that take tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.nibbled import Nibbled
-from longdraft.native.operators import launch
+from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
@@ -27,47 +27,44 @@ from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, 
 logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_NATIVE"
-# What it costs to have none (docs/cpu.md).
+# The cost of having no kernels (docs/cpu.md).
 SLOWER = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
-# Head sizes are whole vectors.
+# Head sizes are multiples of it.
 HEAD_UNIT = 16
 
 
 class Kernels:
-    """What was compiled. Tensors are float32 on the CPU, keys and values aside; nothing is differentiated through.
+    """The compiled kernels. Tensors are float32 on the CPU, except keys and values. There are no gradients.
 
-    A row's result is the same to the bit whatever rows are beside it, and however many threads work.
+    A row's result has the same bits whatever rows are beside it, and with any number of threads.
 
     Attributes:
-        level: the instruction set. lanes: floats that a vector of it holds. library: as it was loaded.
+        level: the instruction set.
+        lanes: floats in a vector.
+        library: the loaded shared object.
     """
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level, self.library = level, library
         self.lanes = int(library.longdraft_lanes())
-        library.longdraft_threads.argtypes, library.longdraft_threads.restype = [Pointer], None
-        library.longdraft_threads(_parallel_entry())
-        self._linear, self._attend = library.longdraft_linear, library.longdraft_attend
-        self._unpack = library.longdraft_unpack
-        self._unpack.restype, self._unpack.argtypes = None, [Pointer, Long, Long, Long, Long, Pointer, ctypes.c_int]
-        self._nibble = library.longdraft_nibble
-        self._nibble.restype, self._nibble.argtypes = None, [Pointer, Long, Long, Pointer, ctypes.c_int]
-        self._stack, self._chunk = library.longdraft_stack, library.longdraft_attend_chunk
-        self._draft, self._on = library.longdraft_draft, library.longdraft_attend_on
-        self._draft.argtypes = [*(Pointer,) * 4, Long, *(Pointer,) * 4, ctypes.c_int]
-        for function in (self._linear, self._attend, self._stack, self._chunk, self._draft, self._on):
-            function.restype = None
-        self._linear.argtypes = [Pointer, Long, Long, ctypes.POINTER(Matrix), Long, ctypes.c_int]
-        kv, last = (Pointer, ctypes.POINTER(KeysValues), Long), (ctypes.c_float, Pointer, ctypes.c_int)
+        declared(library, "threads", Pointer)(_parallel_entry())
+        kv, threads = ctypes.POINTER(KeysValues), ctypes.c_int
+        self._linear = declared(library, "linear", Pointer, Long, Long, ctypes.POINTER(Matrix), Long, threads)
+        self._unpack = declared(library, "unpack", Pointer, *(Long,) * 4, Pointer, threads)
+        self._nibble = declared(library, "nibble", Pointer, Long, Long, Pointer, threads)
         # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
-        self._attend.argtypes = [*kv, Long, Long, Long, Long, Pointer, Long, Long, *last]
-        self._chunk.argtypes = [*kv, Long, Long, Long, Long, Long, *last]
+        last = (ctypes.c_float, Pointer, threads)
+        self._attend = declared(library, "attend", Pointer, kv, *(Long,) * 5, Pointer, Long, Long, *last)
+        # q; keys and values, their slot; heads, group, rows, d, n; scale; out; threads
+        self._chunk = declared(library, "attend_chunk", Pointer, kv, *(Long,) * 6, *last)
         # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
-        self._on.argtypes = [*kv[:2], Pointer, Pointer, *(Long,) * 4, ctypes.c_float, *(Pointer,) * 3, ctypes.c_int]
-        self._stack.argtypes = [*[Pointer] * 6, ctypes.c_int, Pointer, Long, Pointer, Pointer, ctypes.c_int]
+        rows = (Pointer, Pointer, *(Long,) * 4)
+        self._on = declared(library, "attend_on", Pointer, kv, *rows, ctypes.c_float, *(Pointer,) * 3, threads)
+        self._stack = declared(library, "stack", *(Pointer,) * 6, threads, Pointer, Long, Pointer, Pointer, threads)
+        self._draft = declared(library, "draft", *(Pointer,) * 4, Long, *(Pointer,) * 4, threads)
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
-        """x (..., in) times several matrices (out, in), with their biases, in one go -> each (..., out)."""
+        """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix."""
         x = x.contiguous()
         size = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0]) for w, _ in products]
@@ -77,7 +74,7 @@ class Kernels:
         return outs
 
     def unpack(self, weights: Stored) -> torch.Tensor:
-        """(out, in) float32: what stored weights stand for."""
+        """Stored weights as float32 (out, in)."""
         out = torch.empty(weights.shape)
         data = weights.data
         places = (data.data_ptr(), weights.number, *weights.shape, data.stride(0), out.data_ptr())
@@ -85,18 +82,16 @@ class Kernels:
         return out
 
     def nibbled(self, weights: torch.Tensor | Stored) -> Nibbled:
-        """A matrix (out, in) in four bits, as :func:`~longdraft.native.nibbled.nibbled` makes it, to the bit."""
-        found = Nibbled.empty(weights.shape)
-        for rows, bands in found.pieces():
-            some = (
-                self.unpack(Stored(weights.data[rows], weights.format))
-                if isinstance(weights, Stored)
-                else weights[rows]
-            )
-            some = some.detach().float().contiguous()
-            places = (some.data_ptr(), *some.shape, bands.data_ptr())
-            launch("nibbled", [some, bands], self._nibble, *places, torch.get_num_threads())
-        return found
+        """A matrix (out, in) in four bits, with the same bits as :func:`~longdraft.native.nibbled.nibbled`."""
+        matrix = Nibbled.empty(weights.shape)
+        for rows, bands in matrix.pieces():
+            if isinstance(weights, Stored):
+                piece = self.unpack(Stored(weights.data[rows], weights.format))
+            else:
+                piece = weights[rows].detach().float().contiguous()
+            places = (piece.data_ptr(), *piece.shape, bands.data_ptr())
+            launch("nibbled", [piece, bands], self._nibble, *places, torch.get_num_threads())
+        return matrix
 
     def attend(
         self, q: torch.Tensor, k: KeptRows, v: KeptRows, tree: torch.Tensor | None, scale: float
@@ -104,13 +99,13 @@ class Kernels:
         """Attention of folded rows.
 
         Args:
-            q: (Hkv, G*T, d), row g*T + t of a KV head being query head g of its group, row t; d a multiple of 16.
-            k, v: (Hkv, n, d); of the strides of k, one of the last two is 1, the second but last unless they are
-                float32; rows of v are contiguous.
-            tree: (T, W) bool: which of the last W keys a row sees; it sees all before them. None: all keys.
+            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, row t.
+            k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row.
+            tree: (T, W) bool, True where a row sees one of the last W keys; it sees all keys before them. None if every
+                row sees every key.
 
         Returns:
-            Like q.
+            Output shaped like q.
         """
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -127,13 +122,14 @@ class Kernels:
         return out
 
     def attend_chunk(self, q: torch.Tensor, k: KeptRows, v: KeptRows, scale: float) -> torch.Tensor:
-        """Attention of a chunk of a prompt, whose row t sees all keys but those of the rows behind it.
+        """Causal attention of a chunk of a prompt.
 
         Args:
-            q: (Hq, T, d). k, v: (Hkv, n, d), as for :meth:`attend`, the chunk's own keys the last of them.
+            q: (Hq, T, d).
+            k, v: (Hkv, n, d), stored as for :meth:`attend`; the last T are those of the chunk itself.
 
         Returns:
-            Like q.
+            Output shaped like q.
         """
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -155,13 +151,14 @@ class Kernels:
         scale: float,
         part: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Attention of single rows, each to keys of its own, that goes on from what other keys gave.
+        """Attention of single rows to their own keys, continued from the attention to other keys.
 
         Args:
-            q: (B, Hkv, G, d). k, v: (slots, Hkv, n, d), as for :meth:`attend`.
-            slots, ends: (B,) int64: where each row's keys lie, and how many of them it sees.
-            part: of other keys: values mixed by exp(score - maximum), like q; maxima and sums of these weights
-                (B, Hkv, G). The first becomes the result.
+            q: (B, Hkv, G, d).
+            k, v: (slots, Hkv, n, d), stored as for :meth:`attend`.
+            slots, ends: (B,) int64, the slot of each row's keys and the number of keys that it sees.
+            part: the result for the other keys: the sum of values weighted by exp(score - maximum), shaped like q; the
+                maxima (B, Hkv, G); the sums of the weights (B, Hkv, G). The first tensor becomes the result.
         """
         q = q.contiguous()
         out, high, total = part
@@ -187,14 +184,14 @@ class Kernels:
         logits: Literal["all", "last", "none"] = "none",
         best: int = 0,
     ) -> StackOutput:
-        """Decoder layers; writes the rows' keys and values.
+        """Runs decoder layers, and writes the rows' keys and values.
 
         Args:
             keys, values: (layers, slots, kv_heads, capacity, d).
-            x: (B, T, hidden), which becomes the last layer's output.
-            queries, hidden: indices of layers whose queries and outputs to keep.
-            logits: which rows' to compute.
-            best: the likeliest tokens alone are wanted of these rows, so many of each; 0: logits.
+            x: (B, T, hidden), overwritten by the last layer's output.
+            queries, hidden: indices of layers whose queries and outputs are returned.
+            logits: the rows whose logits are computed.
+            best: return only so many of the likeliest tokens of these rows; 0 for all logits.
         """
         batch, size, _ = x.shape
         out, best = StackOutput(), min(best, stack.vocabulary)
@@ -225,17 +222,16 @@ class Kernels:
         text: tuple[torch.Tensor, torch.Tensor] | None,
         best: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A level of a draft: its block, the head, and each row's likeliest tokens. Writes all rows' keys and values.
+        """Runs one level of a draft: its block, its head and the choice of tokens. Writes all rows' keys and values.
 
         Args:
             own: the draft's keys and values (slots, kv_heads, capacity, d).
-            text: those of the target's last layer, for LongSpec; None for EAGLE-3.
-            best: tokens of each row; 0: logits are wanted.
+            text: keys and values of the target's last layer for LongSpec; None for EAGLE-3.
+            best: number of likeliest tokens of each row; 0 to return logits instead.
 
         Returns:
-            Of the rows that go on: the block's output (rows, hidden) before the last norm; logits (rows, vocabulary),
-            of no rows where the best are wanted; log-probabilities and places in the head (rows, best), the likeliest
-            first.
+            For the last W rows of each sequence: the block's output (rows, hidden) before the last norm; logits (rows,
+            vocabulary), empty if best > 0; log-probabilities and places in the head (rows, best), the likeliest first.
         """
         best = min(best, block.vocabulary)
         out, logits = torch.empty(nodes.size, block.hidden), torch.empty(0 if best else nodes.size, block.vocabulary)
@@ -249,12 +245,13 @@ class Kernels:
 
 @dataclass
 class StackOutput:
-    """What a stack brings back besides its last layer's output.
+    """Results of a stack besides its last layer's output.
 
     Attributes:
-        logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last rows, or None.
-        log_probs, places: (B, T or 1, best), the likeliest first, or None; where in the head they stand.
-        queries: layer -> (B, heads, T, d) after RoPE. hidden: layer -> (B, T, hidden).
+        logits: (B, T, vocabulary), (B, 1, vocabulary) for the last rows, or None.
+        log_probs, places: (B, T or 1, best) log-probabilities, the largest first, and their rows in the head; or None.
+        queries: layer -> (B, heads, T, d) after RoPE.
+        hidden: layer -> (B, T, hidden).
     """
 
     logits: torch.Tensor | None = None
@@ -265,28 +262,29 @@ class StackOutput:
 
 
 def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:
-    """Whether :meth:`Kernels.attend` takes these: dtype, device, head size, strides."""
+    """True if :meth:`Kernels.attend` supports the dtypes, device, head size and strides of these tensors."""
     if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)) or k.dtype != v.dtype:
         return False
-    turned = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
-    served = k.dtype in FORMATS and turned and v.stride(-1) == 1
+    readable = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
+    served = k.dtype in FORMATS and readable and v.stride(-1) == 1
     return served and q.shape[-1] % HEAD_UNIT == 0 and k.shape[1] > 0
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
-    """The kernels of this machine, compiled when they are first asked for.
+    """The kernels of this machine, compiled at the first call.
 
     Args:
-        progress: called with a line of text before they are compiled.
+        progress: called with a line of text before compiling.
 
     Returns:
-        None where there are none: switched off (LONGDRAFT_NATIVE=0), no compiler, an old processor; the log says why.
+        None if they are switched off (LONGDRAFT_NATIVE=0), or if there is no compiler or no suitable processor. The log
+        gives the reason.
     """
     return None if os.environ.get(SWITCH, "1") == "0" else _once(progress)[0]
 
 
 def missing() -> str | None:
-    """Why there are no kernels here; None where there are."""
+    """The reason why there are no kernels here; None if there are."""
     return f"{SWITCH}=0" if os.environ.get(SWITCH, "1") == "0" else _once(None)[1]
 
 
@@ -294,12 +292,12 @@ def kernels_for(level: str) -> Kernels:
     """The kernels for one of the instruction sets that this machine executes.
 
     Raises:
-        OSError: they cannot be had.
+        OSError: they cannot be compiled or loaded.
     """
     return Kernels(ctypes.CDLL(str(shared_object(level))), level)
 
 
-# The kernels of this process, or why there are none.
+# The kernels of this process, or the reason why there are none.
 _known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
@@ -307,49 +305,50 @@ _lock = threading.Lock()
 def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
     with _lock:
         if not _known:
-            _known.append(_made(progress))
+            _known.append(_load(progress))
         return _known[0]
 
 
-def _made(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
+def _load(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
     try:
-        return Kernels(ctypes.CDLL(str(shared_object(chosen := _level(), progress=progress))), chosen), None
+        level = _level()
+        return Kernels(ctypes.CDLL(str(shared_object(level, progress=progress))), level), None
     except (OSError, AttributeError) as error:
-        # An old or another processor is nothing to put right; all else is.
-        level = logging.INFO if isinstance(error, _NotForThis) else logging.WARNING
-        logger.log(level, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
+        # The user can fix everything except the processor.
+        severity = logging.INFO if isinstance(error, _UnsupportedError) else logging.WARNING
+        logger.log(severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
         return None, str(error)
 
 
-class _NotForThis(OSError):
-    """This processor or system has no kernels."""
+class _UnsupportedError(OSError):
+    """There are no kernels for this processor or system."""
 
 
 def _level() -> str:
     """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v2, v3, v4, v4-vnni)."""
     try:
-        found = levels()
+        executed = levels()
     except OSError as error:
-        raise _NotForThis(str(error)) from None
+        raise _UnsupportedError(str(error)) from None
     wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
     if wanted in LEVELS["x86_64"]:
-        if wanted not in found:
+        if wanted not in executed:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
-    taken = [level for level in found if level not in ON_REQUEST]
-    if not taken:
-        raise _NotForThis("the processor has no AVX2")
-    return taken[0]
+    usable = [level for level in executed if level not in ON_REQUEST]
+    if not usable:
+        raise _UnsupportedError("the processor has no AVX2")
+    return usable[0]
 
 
 @cache
 def _parallel_entry() -> int | None:
-    """Where GOMP_parallel lies in the OpenMP library that torch has loaded; None: the kernels use one thread."""
+    """Address of GOMP_parallel in torch's OpenMP library; None if it was not found, and the kernels use one thread."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            found = re.search(r"/\S*/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$", line)
-            if found:
+            match = re.search(r"/\S*/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$", line)
+            if match:
                 with suppress(OSError, AttributeError):
-                    return ctypes.cast(ctypes.CDLL(found[0]).GOMP_parallel, Pointer).value
+                    return ctypes.cast(ctypes.CDLL(match[0]).GOMP_parallel, Pointer).value
     logger.warning("torch's OpenMP library was not found: longdraft's kernels run on one thread.")
     return None

@@ -1,8 +1,7 @@
-// y = x W^T + b for a few rows of x: what a verification multiplies every weight matrix with.
+// y = x W^T + b for a few rows of x: the products of a verification.
 //
-// A single row is bound by reading W, and so are some ten rows as long as arithmetic and reading overlap. So each weight
-// is read once, from where it lies, for all rows; a tile of sums stays in registers; and while one tile is computed, the
-// weights of a later one are fetched.
+// Reading W is the limit for a single row, and for about ten rows if arithmetic and reading overlap. So each weight is read
+// once for all rows, a tile of sums stays in registers, and while one tile is computed the weights of a later tile are fetched.
 #include "int8.h"
 #include "kernels.h"
 #include "rounded.h"
@@ -17,8 +16,8 @@ using std::int64_t;
 namespace {
 
 constexpr int64_t SHARE = 24;    // outputs that a thread takes at a time: whole tiles of every shape
-constexpr int64_t AHEAD = 4096;  // bytes by which stored weights are fetched before they are wanted
-constexpr int64_t FEW = 8;       // rows up to which stored weights are unpacked in registers, for each group of rows anew
+constexpr int64_t AHEAD = 4096;  // bytes by which stored weights are fetched ahead
+constexpr int64_t FEW = 8;       // rows up to which stored weights are unpacked in registers, again for each group of rows
 
 struct Rows {
   const float *x;  // (rows, size)
@@ -28,14 +27,14 @@ struct Rows {
   void tile(const Matrix &m, int64_t out, Group group) const;
 };
 
-// The sums of N vectors, one after the other.
+// Writes the sums of N vectors.
 template <int N>
 [[gnu::always_inline]] inline void add_up(const vec *acc, float *found) {
   store(found, sums<std::min(N, LANES)>(acc));
   if constexpr (N > LANES) add_up<N - LANES>(acc + LANES, found + LANES);
 }
 
-// Adds up the lanes of a tile's sums, and writes them.
+// Adds up the lanes of a tile's sums and writes the results.
 template <int R, int O>
 [[gnu::always_inline]] inline void finish(const vec *acc, const Matrix &m, int64_t row, int64_t out) {
   constexpr int N = R * O;
@@ -50,8 +49,7 @@ template <int R, int O>
   }
 }
 
-// The group's R rows of x times O rows of W from `out` on. While they are computed, each group fetches its part of the next
-// tile.
+// The group's R rows of x times O rows of W from `out` on. Meanwhile each group fetches its part of the next tile.
 template <int R, int O>
 inline void Rows::tile(const Matrix &m, int64_t out, Group group) const {
   const int64_t w_row = m.w_row / 4, step = std::max<int64_t>(1, LANES / group.groups);
@@ -81,7 +79,7 @@ inline void Rows::tile(const Matrix &m, int64_t out, Group group) const {
   finish<R, O>(acc, m, group.row, out);
 }
 
-// The same of stored weights: in the same order, so to the same bits as of the floats that they stand for.
+// The same for stored weights: in the same order, so with the same bits as for the unpacked floats.
 template <typename F, int R, int O>
 inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
   const float *x = in.x + row * in.size;
@@ -141,8 +139,8 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
-// Of stored weights: few rows meet them in registers, more meet the floats of a share, unpacked once into cache. What is
-// left over of whole tiles is unpacked too.
+// Stored weights: for few rows they are unpacked in registers; for more rows a share is unpacked once into the cache. So are
+// outputs that do not fill a tile.
 template <typename F>
 void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   // Rows that leave registers for four outputs at a time, and outputs that more rows leave registers for.
@@ -210,7 +208,3 @@ void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *
 }
 
 int longdraft_lanes() { return LANES; }
-
-Parallel parallel_entry = nullptr;
-
-void longdraft_threads(Parallel entry) { parallel_entry = entry; }

@@ -1,8 +1,8 @@
-// y = x W^T + b with weights of four bits: for drafts by the target itself, whose forwards wait for weights.
+// y = x W^T + b with weights of four bits: for a target that drafts for itself, whose speed is limited by reading weights.
 //
-// 32 weights after the other of an output are scale * number + least, numbers from 0 to 15. A row of x becomes numbers of
-// thirteen bits and a scale, as in rounded.cpp, so a block's products are sums of whole numbers; blocks are added as floats,
-// in their order, nothing fused, so results are the same for every instruction set.
+// A block is 32 consecutive weights of an output, each scale * number + least, with numbers from 0 to 15. A row of x becomes
+// integers of thirteen bits and a scale, as in rounded.cpp, so a block's products are integer sums. Blocks are added as floats
+// in order, without fused operations, so results are the same for every instruction set.
 #include "rounded.h"
 #include "tiles.h"
 #include "whole_numbers.h"
@@ -70,7 +70,7 @@ struct Rows {
   void tile(const Matrix &m, int64_t band, Group group) const;
 };
 
-// The group's R rows of x times O bands of W from `band` on.
+// The group's R rows of x times O bands of W, starting at `band`.
 template <int R, int O>
 inline void Rows::tile(const Matrix &m, int64_t band, Group group) const {
   constexpr int N = O * VECTORS;

@@ -1,4 +1,4 @@
-"""A matrix in four bits, for drafts by the target itself: see nibbled.cpp. A draft need not be exact."""
+"""Matrices in four bits, for a target that drafts for itself: see nibbled.cpp. A draft need not be exact."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ BLOCK, _BYTES = 32, 20 * BAND
 
 @dataclass(frozen=True)
 class Nibbled:
-    """A matrix (out, in): of 32 weights of a row after the other each is scale * number + least, numbers from 0 to 15.
+    """A matrix (out, in) in blocks of 32 weights of a row. A weight is scale * number + least, with numbers 0 to 15.
 
     Attributes:
-        data: (bands of 16 rows, bytes of a band) uint8, as rounded.h says.
+        data: (bands of 16 rows, bytes of a band) uint8, in the layout of rounded.h.
         shape: (out, in).
+        number: the format's number for the kernels.
     """
 
     data: torch.Tensor
     shape: tuple[int, int]
     number = -2
-    """Of the format, for the kernels."""
 
     @classmethod
     def empty(cls, shape: tuple[int, ...]) -> Nibbled:
-        """A matrix of this shape, its numbers yet to be written."""
+        """A matrix of this shape with uninitialised numbers."""
         outs, size = shape
         bands, blocks = (outs + BAND - 1) // BAND, (size + BLOCK - 1) // BLOCK
         return cls(torch.empty(bands, blocks * _BYTES, dtype=torch.uint8), (outs, size))
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows that are written together, and the bands that hold them."""
+        """Groups of rows that are written together, each with its bands."""
         for at in range(0, self.shape[0], TOGETHER):
             yield slice(at, at + TOGETHER), self.data[at // BAND : (at + TOGETHER) // BAND]
 
     def floats(self) -> torch.Tensor:
-        """(out, in) float32: what the numbers stand for."""
+        """The weights as float32 (out, in)."""
         outs, size = self.shape
         blocks = self.data.unflatten(1, (-1, _BYTES))
         both = blocks[..., : 16 * BAND].unflatten(2, (8, BAND, 2))  # (bands, blocks, fours, outputs, two inputs)
@@ -51,10 +51,10 @@ class Nibbled:
 
 
 def nibbled(weights: torch.Tensor | Stored) -> Nibbled:
-    """A matrix (out, in) in four bits, each block of 32 between its smallest and its largest weight."""
-    found = Nibbled.empty(weights.shape)
-    size, blocks = found.shape[1], found.data.shape[1] // _BYTES
-    for rows, (_, bands) in zip(in_pieces(weights), found.pieces(), strict=True):
+    """Converts a matrix (out, in) to four bits. Each block's 16 values span its smallest to its largest weight."""
+    matrix = Nibbled.empty(weights.shape)
+    size, blocks = matrix.shape[1], matrix.data.shape[1] // _BYTES
+    for rows, (_, bands) in zip(in_pieces(weights), matrix.pieces(), strict=True):
         filled = torch.zeros(len(bands) * BAND, blocks * BLOCK)
         filled[: len(rows), :size] = rows
         each = filled.unflatten(1, (blocks, BLOCK))
@@ -69,4 +69,4 @@ def nibbled(weights: torch.Tensor | Stored) -> Nibbled:
         parts[..., : 16 * BAND] = both.flatten(2)
         ends = torch.stack([scale, least]).view(2, len(bands), BAND, blocks).permute(1, 3, 0, 2).contiguous()
         parts[..., 16 * BAND :] = ends.view(torch.uint8).flatten(2)
-    return found
+    return matrix

@@ -1,10 +1,11 @@
-"""Calls of the kernels as operators of torch, ``longdraft::stack`` and the like: so torch's profilers name them.
+"""Calls the kernels as operators of torch, such as ``longdraft::stack``, so that torch's profilers show their names.
 
-While nobody profiles, a kernel is called without this detour, which takes as long as a small product.
+Without a profiler a kernel is called directly, because an operator takes as long as a small product.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,22 +14,13 @@ from typing import Any
 import torch
 
 NAMES = (
-    "linear",
-    "unpack",
-    "attend",
-    "attend_chunk",
-    "attend_on",
-    "stack",
-    "draft",
-    "summarise",
-    "choose",
-    "copy_view",
-    "copy_rows",
+    *("linear", "unpack", "attend", "attend_chunk", "attend_on", "stack", "draft"),
+    *("summarise", "choose", "copy_view", "copy_rows"),
 )
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")
 _numbers = itertools.count()
-# What an operator, whose arguments can be tensors and numbers only, is to call.
+# The call of each operator in progress, by number: an operator's arguments can only be tensors and numbers.
 _calls: dict[int, Callable[[], None]] = {}
 
 
@@ -41,12 +33,21 @@ for _name in NAMES:
     _LIBRARY.impl(_name, _run, "CPU")
 
 
+def declared(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
+    """A function of the compiled library that returns nothing, with the types of its arguments."""
+    function = getattr(library, f"longdraft_{name}")
+    function.restype, function.argtypes = None, list(arguments)
+    typed: Callable[..., None] = function
+    return typed
+
+
 def launch(name: str, tensors: Sequence[torch.Tensor], function: Callable[..., None], *arguments: Any) -> None:
     """Calls a kernel.
 
     Args:
-        name: one of :data:`NAMES`. tensors: what it reads and writes, whose shapes a profiler may show.
-        function, arguments: of the compiled library.
+        name: one of :data:`NAMES`.
+        tensors: tensors that it reads and writes; a profiler may show their shapes.
+        function, arguments: the function of the compiled library, and its arguments.
     """
     if not torch._C._autograd._profiler_enabled():
         function(*arguments)

@@ -1,5 +1,5 @@
-// Keys and values in fewer bytes: float16, as int8 arithmetic keeps them; bfloat16, or eight bits and a scale for each row, as
-// drafts may read them. They are unpacked in registers; all sums are of floats. Keys lie transposed.
+// Keys and values in fewer bytes: float16, which int8 arithmetic uses; bfloat16, or eight bits and a scale for each row, which
+// drafts may use. They are unpacked in registers, and all sums are of floats. Keys are stored column-wise.
 #pragma once
 
 #include "kernels.h"
@@ -64,7 +64,7 @@ inline KeysValues of_layer(KeysValues kv, int64_t i) {
 struct Text {
   void *k, *v;
   int64_t k_row, k_dim, v_row, format;
-  float *k_scale, *v_scale;  // null but of INT8
+  float *k_scale, *v_scale;  // null except for INT8
 };
 
 inline Text text_of(const KeysValues &kv, int64_t slot, int64_t head) {
@@ -86,12 +86,12 @@ inline void pack(const float *x, int64_t d, Brief *to, int64_t step, float *) {
   for (int64_t i = 0; i < d; i++) {
     std::uint32_t bits;
     std::memcpy(&bits, x + i, sizeof bits);
-    // To the nearest, ties to even; NaN stays one.
+    // Rounds to the nearest, ties to even; NaN stays NaN.
     to[i * step].bits = static_cast<std::uint16_t>(x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
   }
 }
 
-// A float rounded to the nearest half, ties to even; what is too large is infinite, NaN stays one.
+// Rounds a float to the nearest half, ties to even. Values that are too large become infinite, NaN stays NaN.
 inline Half shortened(float x) {
 #if defined(__F16C__)
   return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)};
@@ -124,7 +124,7 @@ inline void pack(const float *x, int64_t d, Half *to, int64_t step, float *) {
   for (int64_t i = 0; i < d; i++) to[i * step] = shortened(x[i]);
 }
 
-// What is not finite leaves a scale that is not.
+// A row that is not finite gets a scale that is not finite.
 inline void pack(const float *x, int64_t d, std::int8_t *to, int64_t step, float *scale) {
   float largest = 0, sum = 0;
   for (int64_t i = 0; i < d; i++) {

@@ -1,4 +1,4 @@
-// What stands between the products of a decoder layer: norms, RoPE, the gate of an MLP. And what is wanted of its logits.
+// The operations between the products of a decoder layer (norms, RoPE, the gate of an MLP), and the choice of best logits.
 #pragma once
 
 #include "kernels.h"
@@ -34,7 +34,7 @@ inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *we
   }
 }
 
-// One head's vector, turned to its position: its halves are the two parts of d / 2 pairs.
+// Applies RoPE to one head's vector, whose halves are the two parts of d / 2 pairs.
 inline void turn(const float *x, const float *cos, const float *sin, int64_t d, float *y, int64_t step) {
   const int64_t half = d / 2;
   for (int64_t i = 0; i < half; i++) {
@@ -48,7 +48,7 @@ inline vec silu(vec x) {
   return x * (x < 0 ? e : every(1.0f)) / (1.0f + e);
 }
 
-// gate = silu(gate) * up, row by row: which numbers are the last of a row must not depend on how many rows there are.
+// gate = silu(gate) * up, row by row, so that the end of a row is computed in the same way with any number of rows.
 inline void gated(float *gate, const float *up, int64_t rows, int64_t size, int threads) {
   constexpr int64_t SHARE = 4096;
   const int64_t shares = (size + SHARE - 1) / SHARE;
@@ -60,8 +60,8 @@ inline void gated(float *gate, const float *up, int64_t rows, int64_t size, int 
   });
 }
 
-// The `best` largest of a row's logits, the largest first: log-probabilities, and where they stand. NaN is no number to
-// choose, and where there is one, no log-probability is a number.
+// The `best` largest of a row's logits, the largest first: log-probabilities and indices. NaN is never chosen; if there is one,
+// all log-probabilities are NaN.
 inline void likeliest_of_row(const float *logits, int64_t size, int64_t best, float *log_probs, int64_t *tokens) {
   constexpr float LEAST = -std::numeric_limits<float>::infinity();
   float least = LEAST;

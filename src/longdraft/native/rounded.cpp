@@ -1,8 +1,8 @@
-// y = x W^T + b with both rounded to whole numbers: for drafts, which need not be exact.
+// y = x W^T + b with both rounded to integers: for drafts, which need not be exact.
 //
-// A row of W is numbers of eight bits and a scale, a row of x becomes numbers of thirteen bits and a scale. Two products
-// and their sum are one operation then, and unpacking a weight is one for two. The outputs of a band are lanes beside one
-// another, so no sum has to be gathered from lanes; and sums are whole numbers, the same for every instruction set.
+// A row of W is integers of eight bits and a scale; a row of x becomes integers of thirteen bits and a scale. Two products and
+// their sum are then one operation, and so is unpacking two weights. The outputs of a band are adjacent lanes, so no sum is
+// gathered from lanes, and integer sums are the same for every instruction set.
 #include "rounded.h"
 #include "tiles.h"
 #include "whole_numbers.h"
@@ -43,7 +43,7 @@ inline void Rows::tile(const Matrix &m, int64_t band, Group group) const {
   const std::int8_t *w = static_cast<const std::int8_t *>(m.w) + band * m.w_row;
   const std::int16_t *numbers = x + group.row * size;
   ivec acc[R * N] = {};
-  // Two inputs at a time. (Were it four, compilers would regroup sums and run out of registers.)
+  // Two inputs at a time. (With four, compilers would regroup sums and run out of registers.)
   for (int64_t i = 0; i < size; i += 2, w += 2 * BAND) {
     pairs b[N];
     UNROLLED for (int o = 0; o < O; o++) __builtin_prefetch(w + (O + o) * m.w_row);

@@ -8,7 +8,7 @@
 // the outputs' sums are multiplied with. The last band is whole.
 constexpr std::int64_t ROUNDED = -1, ROUNDED_UNIT = 4, BAND = 16;
 
-// As longdraft_linear, of matrices that are all rounded. A row of x gets the same result whoever its neighbours are.
+// Like longdraft_linear, for matrices that are all rounded. A row's result does not depend on the rows beside it.
 void rounded_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                     int threads);
 
@@ -17,6 +17,6 @@ void rounded_linear(const float *x, std::int64_t rows, std::int64_t size, const 
 // four bits and of the second two in the upper; then the outputs' scales, then what a number of 0 stands for, as bfloat16.
 constexpr std::int64_t NIBBLED = -2, NIBBLED_BLOCK = 32, NIBBLED_BYTES = 20 * BAND;
 
-// As rounded_linear, of matrices that all have four bits.
+// Like rounded_linear, for matrices that all have four bits.
 void nibbled_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                     int threads);

@@ -1,4 +1,4 @@
-"""A draft's weights, rounded: see rounded.cpp. A draft need not be exact."""
+"""Matrices rounded to eight bits, for drafts: see rounded.cpp. A draft need not be exact."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import torch
 
 from longdraft.native.stored import Stored
 
-# Rows of a band; what a row is filled up to a multiple of; the longest row; rows that are rounded at a time, for a head
-# is large, and so is what is computed on the way.
-BAND, _UNIT, LONGEST, TOGETHER = 16, 4, 16384, 4096
+BAND = 16  # rows of a band
+_UNIT = 4  # rows are padded to a multiple of it
+LONGEST = 16384  # weights of the longest row
+TOGETHER = 4096  # rows that are rounded at a time, which bounds the memory for a large head
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix (out, in) of whole numbers from -127 to 127, and a scale a row.
+    """A matrix (out, in) of integers from -127 to 127, with a scale for each row.
 
     Attributes:
-        data: (bands of 16 rows, bytes of a band) int8: of every two columns the rows' numbers, a row's two beside one
-            another, zeros up to a multiple of 4 columns; and the rows' scales, four bytes each. See rounded.h.
+        data: (bands of 16 rows, bytes of a band) int8, in the layout of rounded.h: for every two columns the two
+            numbers of each row, zeros up to a multiple of 4 columns, then the rows' scales, four bytes each.
         shape: (out, in).
+        number: the format's number for the kernels.
     """
 
     data: torch.Tensor
     shape: tuple[int, int]
     number = -1
-    """Of the format, for the kernels."""
 
     def floats(self) -> torch.Tensor:
-        """(out, in) float32: what the numbers stand for."""
+        """The weights as float32 (out, in)."""
         outs, size = self.shape
         numbers = self.data[:, : -4 * BAND].unflatten(1, (-1, BAND, 2)).transpose(1, 2).flatten(2).flatten(0, 1)
         scales = self.data[:, -4 * BAND :].contiguous().view(torch.float32).view(-1, 1)
@@ -38,10 +39,10 @@ class Rounded:
 
 
 def rounded(weights: torch.Tensor | Stored) -> Rounded:
-    """A matrix (out, in), each row rounded to the nearest of 255 numbers.
+    """Rounds each row of a matrix (out, in) to 255 levels.
 
     Raises:
-        ValueError: more than 16,384 numbers in a row.
+        ValueError: a row has more than 16,384 weights.
     """
     outs, size = weights.shape
     if size > LONGEST:
@@ -59,15 +60,15 @@ def rounded(weights: torch.Tensor | Stored) -> Rounded:
 
 
 def light(weights: torch.Tensor | Stored) -> torch.Tensor | Rounded:
-    """Weights of a draft as the kernels are to read them: rounded, but for rows that are too long."""
+    """Weights of a draft in the form that is fastest for the kernels: rounded, or floats if the rows are too long."""
     if weights.shape[1] <= LONGEST:
         return rounded(weights)
     return weights.floats() if isinstance(weights, Stored) else weights.contiguous()
 
 
 def in_pieces(weights: torch.Tensor | Stored) -> Iterator[torch.Tensor]:
-    """A matrix as floats, some rows at a time."""
+    """Yields a matrix as floats, some rows at a time."""
     if isinstance(weights, torch.Tensor):
         yield from weights.detach().split(TOGETHER)
-    else:  # never all of it as floats
+    else:
         yield from (Stored(rows, weights.format).floats() for rows in weights.data.split(TOGETHER))

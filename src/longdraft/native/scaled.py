@@ -1,4 +1,4 @@
-"""Rows of keys or values in eight bits: whole numbers, and a scale for each row."""
+"""Rows of keys or values in eight bits: integers, and a scale for each row."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-# The dtypes of keys and values that kernels read; a dtype's place is its number in kernels.h.
+# The dtypes of keys and values that kernels read. A dtype's index is its number in kernels.h.
 FORMATS = (torch.float32, torch.bfloat16, torch.int8, torch.float16)
 
 
 class Scaled:
-    """Stands where a tensor (..., rows, d) would: indexed and assigned to as one, up to its rows.
+    """Takes the place of a tensor (..., rows, d). All dimensions but the last can be indexed and assigned to.
 
-    A row's numbers are those of a float row divided by its scale, which is the largest magnitude / 127, and rounded.
+    A row is divided by its scale, the largest magnitude / 127, and rounded.
 
     Args:
-        numbers: (..., rows, d) int8. scales: (..., rows) float32.
+        numbers: (..., rows, d) int8.
+        scales: (..., rows) float32.
     """
 
     dtype = torch.int8
@@ -27,7 +28,7 @@ class Scaled:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Scaled:
-        """Float rows, rounded. One that is not finite gets a scale that is not."""
+        """Rounds float rows. A row that is not finite gets a scale that is not finite."""
         scales = x.abs().amax(-1) / 127
         least = torch.finfo(torch.float32).tiny  # for rows of zeros
         return cls((x / scales.clamp_min(least)[..., None]).round_().to(torch.int8), scales)
@@ -40,7 +41,7 @@ class Scaled:
         self.numbers[index], self.scales[index] = new.numbers, new.scales
 
     def index_select(self, dim: int, index: torch.Tensor) -> Scaled:
-        """dim: counted from the front, not that of the numbers of a row."""
+        """``dim`` counts from the front, and is not the last one."""
         return Scaled(self.numbers.index_select(dim, index), self.scales.index_select(dim, index))
 
     def zero_(self) -> Scaled:
@@ -52,7 +53,7 @@ class Scaled:
         return Scaled(self.numbers.clone(), self.scales.clone())
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The rows that it stands for."""
+        """The rows as floats."""
         return (self.numbers * self.scales[..., None]).to(dtype)
 
 

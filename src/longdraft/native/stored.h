@@ -1,8 +1,8 @@
-// Weights as they are stored: GGUF's blocks, bfloat16 and float16, unpacked in registers to the floats that they stand for.
+// Stored weights (GGUF's blocks, bfloat16 and float16), unpacked to floats in registers.
 //
-// A format says how many weights and bytes a block has, and unpacks a block's weights LANES at a time: open() does what is
-// done once for a block, `Scale` is what the 32 weights of a piece share, part() gives the floats. Each float is rounded as
-// gguf's own dequantisation rounds it. Blocks of 256 weights are in stored_k.h.
+// A format defines the weights and bytes of a block, and unpacks LANES weights at a time: open() does the work once for each
+// block, `Scale` is what the 32 weights of a piece share, and part() returns the floats. Each float has the same bits as gguf's
+// own dequantisation. Blocks of 256 weights are in stored_k.h.
 #pragma once
 
 #include "vectors.h"
@@ -205,7 +205,7 @@ static inline ivec fives(const byte *p, int part, std::uint32_t bits) {
   return x | ((own != 0) & 16);
 }
 
-// A format that needs nothing done once for a block.
+// A format without work that is done once for each block.
 struct Plain {
   typedef const byte *Block;
   static void open(const byte *block, Block &to) { to = block; }

@@ -1,4 +1,4 @@
-"""Weights as they are stored in a file, which the kernels read as they are: see stored.h."""
+"""Weights in the format of their file, which the kernels read without unpacking them first: see stored.h."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 
 from longdraft.native.dequantise import FORMATS
 
-# Formats that are no blocks.
+# Formats without blocks.
 HALVES = ("BF16", "F16")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix (out, in) whose rows are blocks.
+    """A matrix (out, in) whose rows consist of blocks.
 
     Attributes:
-        data: (out, bytes of a row) uint8, rows contiguous; it may lie in a mapped file. The kernels take it on the CPU.
+        data: (out, bytes of a row) uint8 with contiguous rows, possibly a mapped file. The kernels need it on the CPU.
         format: one of :data:`FORMATS`.
-        int8: products are in int8 arithmetic: rows that meet the matrix are rounded to eight bits in blocks of 32.
-            Not of bfloat16 and float16.
+        int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits in blocks of 32.
+            Not for bfloat16 and float16.
 
     Raises:
-        ValueError: rows that are no whole blocks, or a format that is not served.
+        ValueError: a row is not a whole number of blocks, or the format is unknown.
     """
 
     data: torch.Tensor
@@ -42,16 +42,16 @@ class Stored:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether weights are stored in 8 bits or fewer, so that int8 arithmetic can be had."""
+        """True if weights are stored in 8 bits or fewer, so that int8 arithmetic is possible."""
         return self.format not in HALVES
 
     def computing(self, int8: bool) -> Stored:
-        """The same weights in int8 arithmetic, where they are blocks, or in float32."""
+        """The same weights with int8 arithmetic, if they are stored in blocks, or with float32 arithmetic."""
         return Stored(self.data, self.format, int8 and self.in_blocks)
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Stored:
-        """A bfloat16 or float16 matrix as it lies, in-features in multiples of 32."""
+        """A view of a bfloat16 or float16 matrix whose in-features are a multiple of 32."""
         return cls(weight.detach().view(torch.uint8), "BF16" if weight.dtype == torch.bfloat16 else "F16")
 
     @property
@@ -66,26 +66,26 @@ class Stored:
 
     @property
     def number(self) -> int:
-        """Of the format, for the kernels."""
+        """The format's number for the kernels."""
         return 1 + list(FORMATS).index(self.format)
 
     def rows(self, ids: torch.Tensor) -> Stored:
-        """Some of the rows. ids (n,)."""
+        """The rows with the given ids (n,)."""
         return Stored(self.data[ids], self.format, self.int8)
 
     def floats(self) -> torch.Tensor:
-        """(out, in) float32: what it stands for, by torch's operations."""
+        """The weights as float32 (out, in), unpacked by torch's operations."""
         _, size, unpack = FORMATS[self.format]
         return unpack(self.data.reshape(-1, size)).view(self.shape)
 
 
 def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """What int8 arithmetic makes of rows (..., in): each block of 32 numbers rounded to 255 steps of its largest / 127.
+    """Rounds rows (..., in) as int8 arithmetic does: each block of 32 numbers to multiples of its largest / 127.
 
-    The reference of ``int8.cpp``, by torch's operations.
+    This is the reference of ``int8.cpp``, in torch's operations.
     """
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    factor = torch.tensor(127.0) / largest  # infinite where a block is next to nothing; 127 / x is no division in torch
+    factor = torch.tensor(127.0) / largest  # infinite for a block of tiny numbers; 127 / x is not a division in torch
     steps = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
     return (steps * (largest / 127)).flatten(-2)

@@ -1,7 +1,7 @@
 // GGUF's blocks of 256 weights, whose pieces have scales of a few bits each: see stored.h.
 //
-// A block is opened once: its scales become floats, all of them in a few vectors, and what has bits in several places
-// becomes a byte each, 32 at a time. So a piece costs little more than one of a block of 32.
+// A block is opened once: its scales become floats in a few vectors, and weights whose bits are in several places become bytes,
+// 32 at a time. So a piece costs little more than a block of 32.
 #pragma once
 
 #include "stored.h"

@@ -1,4 +1,4 @@
-"""The structures of kernels.h, filled from tensors: same fields, same order. Each keeps alive what it points to."""
+"""The structures of kernels.h: same fields, same order. Each keeps the tensors alive that it points to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft.native.stored import Stored
 
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
 
-# A matrix (out, in), in float32, as it is stored, or rounded, and its bias.
+# A matrix (out, in), in float32, stored or rounded, and its bias.
 Weights = tuple[torch.Tensor | Stored | Rounded | Nibbled, torch.Tensor | None]
 
 
@@ -35,7 +35,7 @@ class Matrix(ctypes.Structure):
         return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
 
 
-# Rows of a prompt above which the kernels attend to a chunk as one (layer.cpp, MANY).
+# Rows of a prompt above which the kernels compute attention chunk by chunk (MANY in layer.cpp).
 CHUNK = 32
 
 _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -98,13 +98,10 @@ class DecoderLayer:
     """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP with SiLU.
 
     Args:
-        norms: of the layer's input and of the MLP's (hidden,); of each head's queries and keys (d,), or None.
+        norms: for the layer's input and the MLP's (hidden,); for each head's queries and keys (d,), or None.
         products: q, k, v, o, gate, up and down projection.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
-        scale: of the scores.
-
-    Attributes:
-        products: as they were given.
+        scale: the softmax scale.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class DecoderLayer:
         scale: float,
     ) -> None:
         self.heads, self.d = heads, d
-        self._norms, self.products = norms, products  # kept alive: the structure points into them
+        self._norms, self.products = norms, products  # the structure points into them
         self._sizes = heads, kv_heads, d, scale
         self.struct = _Layer(
             *(None if n is None else n[0].data_ptr() for n in norms), *(0.0 if n is None else n[1] for n in norms),
@@ -130,10 +127,10 @@ class DecoderLayer:
 
 
 class DecoderStack:
-    """Decoder layers one after the other, and the final norm and head behind them, if any.
+    """Consecutive decoder layers, optionally with the final norm and the head.
 
     Attributes:
-        vocabulary: rows of the head; 0 without one.
+        vocabulary: rows of the head, or 0.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None = None, head: Weights | None = None) -> None:
@@ -147,23 +144,19 @@ class DecoderStack:
     def changed(
         self, change: Callable[[Weights], Weights], of_head: Callable[[Weights], Weights] | None = None
     ) -> DecoderStack:
-        """The layers and the head with other weights.
-
-        Args:
-            of_head: None: as the layers'.
-        """
+        """The layers and the head with other weights. ``of_head`` changes the head's; None to use ``change``."""
         head = None if self._head is None else (of_head or change)(self._head)
         return DecoderStack([layer.changed(change) for layer in self.layers], self._norm, head)
 
 
 class Rows:
-    """The rows of one forward: T of each of B sequences, and where their keys and values belong.
+    """The rows of one forward: T rows for each of B sequences, and the places of their keys and values.
 
     Args:
         cos, sin: (B, T, d).
         slots, first, ends: B numbers each: slot in the store, row of the first new key, keys with the new ones.
-        mask: (B, T, width) bool: which of its last keys a row sees; None: all.
-        prompt: a row sees all keys before its own and none behind it; there is no mask then.
+        mask: (B, T, width) bool, True where a row sees one of the last keys; None if it sees all.
+        prompt: True for causal rows of a prompt, without a mask.
     """
 
     def __init__(

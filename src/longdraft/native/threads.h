@@ -1,7 +1,7 @@
-// Work shared out among the threads of torch's own OpenMP library: a second pool would fight with the first for the cores.
+// Shares work among the threads of torch's own OpenMP library, since a second pool would compete for the cores.
 //
-// The library is not linked. Python hands over its entry (longdraft_threads), so one compiled file serves whatever torch
-// was built with, and any compiler will do.
+// The library is not linked. Python passes its entry to longdraft_threads (threads.cpp), so one compiled file works with any
+// build of torch and any compiler.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 
 #include <sched.h>
 
-// void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags): libgomp's, which LLVM's and
-// Intel's libraries have too.
+// void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags) of libgomp; LLVM's and Intel's
+// libraries have it too.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
-// Null: everything runs on the calling thread.
+// If null, everything runs on the calling thread.
 extern Parallel parallel_entry;
 
-// What threads do together: each takes a part of the items that are left, fewer and fewer, until there are none. So none waits
-// for a slow one, and threads seldom meet, in the count or in the cache lines that neighbours write to.
+// A loop that threads share: each takes a part of the remaining items, fewer and fewer, until none are left. So no thread waits
+// for a slow one, and threads rarely contend for the counter or for cache lines of neighbouring results.
 template <typename What>
 struct Work {
   const What &what;
@@ -37,14 +37,14 @@ struct Work {
   }
 };
 
-// Threads that stay together for many short works, one after the other: calling them up for each takes longer than the work.
-// The leader never waits for one that has not joined a work, so a thread that the system keeps from running holds up nothing.
+// Threads that stay active for many short loops, because starting them for each takes longer than the loop. The leader never
+// waits for a thread that has not joined a loop, so a thread that the system does not run delays nothing.
 class Team {
  public:
-  // The one that this thread leads.
+  // The team that this thread leads.
   static inline thread_local Team *led = nullptr;
 
-  // what() on this thread, with the others at hand for every share_out() inside.
+  // Runs what() on this thread, with the other threads ready for every share_out() inside.
   template <typename What>
   static void with(int threads, const What &what) {
     if (threads <= 1 || !parallel_entry || led) return what();
@@ -64,7 +64,7 @@ class Team {
     led = nullptr;
   }
 
-  // take(work), here and by whoever joins.
+  // Runs take(work) on this thread and on those that join.
   void run(void (*take)(void *), void *work) {
     take_ = take;
     work_ = work;
@@ -76,7 +76,7 @@ class Team {
   }
 
  private:
-  // The state: how many have joined the work, whether more may, and its number.
+  // The state holds how many threads have joined the loop, whether more may join, and the loop's number.
   static constexpr std::uint64_t OPEN = 1 << 16, NUMBER = 2 * OPEN;
 
   class Pause {
@@ -116,7 +116,7 @@ class Team {
   void *work_ = nullptr;
 };
 
-// what(i) for i in [0, items), by several threads.
+// Runs what(i) for i in [0, items) on several threads.
 template <typename What>
 inline void share_out(int threads, std::int64_t items, const What &what) {
   threads = static_cast<int>(std::min<std::int64_t>(threads, items));

@@ -1,5 +1,4 @@
-// A product cut into pieces: shares of the outputs for threads, and tiles of a few rows and outputs, whose sums stay in
-// registers.
+// Splits a product into shares of outputs for threads, and into tiles of a few rows and outputs whose sums stay in registers.
 #pragma once
 
 #include "kernels.h"
@@ -8,7 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
-// The rows of x that a tile takes: from `row` on, and which of how many such groups they are.
+// The rows of x of a tile, from `row` on, and the number of this group among all groups.
 struct Group {
   std::int64_t row, number, groups;
 };
@@ -19,8 +18,8 @@ inline void tile_of(std::int64_t rows, const Product &product, const Matrix &m, 
   if constexpr (R > 1) tile_of<R - 1, O>(rows, product, m, out, group);
 }
 
-// Outputs [from, to) of all rows, R rows and O outputs at a time at most: a few rows of W meet all rows of x, then the
-// next few. What a Product counts as an output is its own choice; it has so many `rows`, and tile<R, O>(m, out, group).
+// Outputs [from, to) of all rows, at most R rows and O outputs at a time: a few rows of W are multiplied with all rows of x, then
+// the next few. A Product defines its unit of outputs; it has `rows`, and tile<R, O>(m, out, group).
 template <int R, int O, typename Product>
 void outputs(const Product &product, const Matrix &m, std::int64_t from, std::int64_t to) {
   const std::int64_t groups = (product.rows + R - 1) / R;
@@ -37,7 +36,7 @@ void outputs(const Product &product, const Matrix &m, std::int64_t from, std::in
   }
 }
 
-// what(m, from, to) for all outputs of several matrices, SHARE of one matrix at a time at most, by several threads.
+// Runs what(m, from, to) for all outputs of several matrices on several threads, at most SHARE of one matrix at a time.
 template <std::int64_t SHARE, typename What>
 void share_outputs(const Matrix *matrices, std::int64_t count, int threads, const What &what) {
   const auto shares_of = [](const Matrix &m) { return (m.outs + SHARE - 1) / SHARE; };

@@ -11,7 +11,7 @@ namespace {
 
 using std::int64_t;
 
-// What is unpacked has to stay in registers, which no call leaves as they are.
+// Unpacked values must stay in registers, which no function call preserves.
 #define INLINED __attribute__((always_inline))
 
 // LANES rows: the first one, and bytes from one to the next.

@@ -30,8 +30,8 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// Memory that is kept from call to call, so that a round allocates nothing. Loads from it do not straddle cache lines, if
-// what it is divided into has whole_lines() each.
+// Memory that is kept from call to call, so that a round allocates nothing. Loads do not straddle cache lines if each part of it
+// has whole_lines().
 class Scratch {
  public:
   ~Scratch() { std::free(kept_); }
@@ -74,15 +74,14 @@ static inline vec load_some(const float *p, std::int64_t n) {
 
 static inline void store_some(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
 
-// x - 0 is x for every x, so nothing is computed; 0 + x is another number for -0.
+// x - 0 is x for every x, so nothing is computed; 0 + x would change -0.
 static inline vec every(float x) { return x - vec{}; }
 static inline ivec every(std::int32_t x) { return x - ivec{}; }
 
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 
-// a * b + c, rounded once where the processor can, and in the same way for one number as for many. Compilers are told to
-// fuse nothing by themselves (-ffp-contract=off): they would here and not there, and a row's sum would depend on which
-// tile it is in.
+// a * b + c, rounded once if the processor can, and in the same way for single numbers and vectors. Compilers must not fuse by
+// themselves (-ffp-contract=off): they would do it in some places only, and a row's sum would depend on its tile.
 #if defined(__FMA__) || defined(__aarch64__)
 static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #if defined(__aarch64__)
@@ -194,6 +193,6 @@ static inline vec exponential(vec x) {
   std::memcpy(&bits, &p, sizeof bits);
   bits += whole << 23;  // times 2^n
   std::memcpy(&p, &bits, sizeof p);
-  // Exactly 0, not next to it: a key that a row does not see must leave the row's sums as they are, to the bit.
+  // Exactly 0: a key that a row does not see must not change a bit of the row's sums.
   return x < lowest ? vec{} : p;
 }

@@ -1,5 +1,5 @@
-// Views of a long text: summaries of its chunks, the chunks that queries want most, and the copying of these. One call for all
-// layers and heads: thirty layers of a small model, one by one, would take longer to ask for than to compute.
+// Views of a long text: summaries of its chunks, the choice of the chunks with the highest scores, and copies of them. One call
+// covers all layers and heads, because thirty calls for a small model would take longer than the computation.
 #include "blocks.h"
 #include "kernels.h"
 #include "threads.h"
@@ -10,8 +10,8 @@ using std::int64_t;
 
 namespace {
 
-// Scores (chunks,) of one layer and head: of each chunk, the mean over the query heads of its group of what the reduction makes
-// of the queries' scores (views/scorers.py).
+// Scores (chunks,) of one layer and head: for each chunk, the queries' scores are reduced (views/scorers.py), then averaged over
+// the query heads of the group.
 void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, float *room) {
   const int64_t rows = in.group * in.rows, place = layer * in.layer + head * in.head + in.first;
   float *bounds = room, *other = bounds + rows * BLOCK, *positive = other + rows * BLOCK, *negative = positive + rows * in.d;
@@ -52,7 +52,7 @@ void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head,
   }
 }
 
-// The same for kinds that read the keys: the scores of all rows, block by block, and then what is made of them.
+// The same for kinds that read the keys: the scores of all rows, block by block, which are then reduced.
 void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
   constexpr int64_t POOL = 5;  // neighbours over which SnapKV averages
   const int64_t rows = in.group * in.rows, end = in.kind == ATTENTION ? in.n : in.behind * in.chunk;
@@ -117,8 +117,7 @@ struct Piece {
   int64_t from, to, count;
 };
 
-// Rows of keys, a dimension's one behind the other as a text has them, each to its place: dimension by dimension, as these lie
-// far from one another.
+// Copies rows of keys that are stored column-wise, dimension by dimension, because dimensions are far apart.
 template <typename E>
 void copy_keys(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
   const auto *k = static_cast<const E *>(text.k);
@@ -179,8 +178,8 @@ void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vecto
   (text.format == FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
 }
 
-// held (count,): the chunk in each place of a copy becomes one of the chosen; those that are there already stay where they are.
-// Calls place(chunk, where) for the others.
+// Updates held (count,), the chunk in each place of a copy, to the chosen chunks. Chunks that are there already stay in their
+// places; place(chunk, where) is called for the others.
 template <typename Place>
 void replace_chunks(const int64_t *chosen, int64_t *held, int64_t count, const Place &place) {
   static thread_local std::vector<int64_t> sorted, fresh;
@@ -249,7 +248,7 @@ void longdraft_choose(const Choice *choice, const float *queries, int64_t *chose
       score_chunks(in, q, item / in.heads, item % in.heads, scores, scores + of_scores + of_order);
     }
     for (int64_t i = 0; i < chunks; i++) order[i] = i;
-    // NaN is wanted least, or the order would be none.
+    // NaN ranks last; otherwise the comparison would not be an order.
     const auto before = [&](int64_t a, int64_t b) {
       const bool fine = scores[a] == scores[a], other = scores[b] == scores[b];
       if (fine != other) return fine;

@@ -1,4 +1,4 @@
-"""Kernels for views: summaries of a text's chunks, the chunks that queries want, their copies. See views.cpp."""
+"""Kernels for views: summaries of a text's chunks, the choice of chunks, and copies of rows. See views.cpp."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.native.library import Kernels
-from longdraft.native.operators import launch
+from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import KeysValues, Long, Pointer
 
-# Scorers as kernels.h numbers them, the first three of which read summaries alone; and what summaries there are.
+# Scorers in the order of kernels.h; the first three read only summaries. And the kinds of summaries.
 KINDS = ("mean-key", "minmax", "quest", "tokens", "attention", "snapkv")
 BY_SUMMARIES = KINDS[:3]
 SUMMARIES = ("largest", "smallest", "mean")
@@ -37,30 +37,27 @@ class _Choice(ctypes.Structure):
 
 
 class ViewKernels:
-    """Tensors are float32 on the CPU, d a multiple of 16.
+    """Calls the kernels. Tensors are float32 on the CPU, d a multiple of 16.
 
-    Summaries are given by kind, (layers, KV heads, chunks, d) each, all with the same strides, that of the chunks 1.
+    Summaries are a dict by kind of tensors (layers, KV heads, chunks, d) with equal strides, 1 for the chunks.
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        library = kernels.library
-        self._summarise, self._choose = library.longdraft_summarise, library.longdraft_choose
-        self._copy, self._rows = library.longdraft_copy_view, library.longdraft_copy_rows
-        for function in (self._summarise, self._choose, self._copy, self._rows):
-            function.restype = None
-        kv = ctypes.POINTER(KeysValues)
+        library, kv, threads = kernels.library, ctypes.POINTER(KeysValues), ctypes.c_int
         # keys; slot, layers, heads, d, chunk; summaries; from, to; threads
-        self._summarise.argtypes = [kv, *(Long,) * 5, ctypes.POINTER(_Summaries), Long, Long, ctypes.c_int]
-        self._choose.argtypes = [ctypes.POINTER(_Choice), Pointer, Pointer, ctypes.c_int]
+        summaries = ctypes.POINTER(_Summaries)
+        self._summarise = declared(library, "summarise", kv, *(Long,) * 5, summaries, Long, Long, threads)
+        self._choose = declared(library, "choose", ctypes.POINTER(_Choice), Pointer, Pointer, threads)
         # text, copy; slot, layers, heads, d; chosen, held; count, chunk, sink, window, end; threads
-        self._copy.argtypes = [kv, kv, *(Long,) * 4, Pointer, Pointer, *(Long,) * 5, ctypes.c_int]
+        places = (*(Long,) * 4, Pointer, Pointer, *(Long,) * 5)
+        self._copy = declared(library, "copy_view", kv, kv, *places, threads)
         # text, copy; slot, layers, heads, d, from, to, count; threads
-        self._rows.argtypes = [kv, kv, *(Long,) * 7, ctypes.c_int]
+        self._rows = declared(library, "copy_rows", kv, kv, *(Long,) * 7, threads)
 
     def summarise(
         self, keys: torch.Tensor, slot: int, chunk: int, kept: Mapping[str, torch.Tensor], first: int, behind: int
     ) -> None:
-        """Fills in the summaries of chunks [first, behind) of a slot's keys (layers, slots, KV heads, capacity, d)."""
+        """Writes the summaries of chunks [first, behind) of a slot's keys (layers, slots, KV heads, capacity, d)."""
         layers, _, heads, _, d = keys.shape
         out = _Summaries(*_places(kept))
         arguments = (KeysValues.of(keys, keys), slot, layers, heads, d, chunk, out, first, behind)
@@ -77,17 +74,18 @@ class ViewKernels:
         chunks: range,
         count: int,
     ) -> torch.Tensor:
-        """The ``count`` of the text's ``chunks`` with the highest scores.
+        """The ``count`` chunks of the range ``chunks`` with the highest scores.
 
         Args:
-            kind: one of :data:`KINDS`. most: a chunk's score is its largest of all queries, not their mean; for kinds
-                that read summaries.
-            text: keys (layers, slots, KV heads, capacity, d), the slot, and how many rows it has. chunk: rows of each.
-            kept: summaries; not needed for kinds that read keys.
+            kind: one of :data:`KINDS`.
+            most: a chunk's score is the maximum over all queries, not the mean; only for kinds that read summaries.
+            text: keys (layers, slots, KV heads, capacity, d), the slot, and its number of rows.
+            chunk: rows of a chunk.
+            kept: summaries; None for kinds that read keys.
             queries: (layers, query heads, M, d).
 
         Returns:
-            (layers, KV heads, count) int64, in the text's order.
+            (layers, KV heads, count) int64 chunk indices in ascending order.
         """
         keys, slot, n = text
         layers, _, heads, _, d = keys.shape
@@ -118,14 +116,14 @@ class ViewKernels:
         sink: int,
         window: range,
     ) -> None:
-        """The first ``sink`` rows of a slot, its chosen chunks and its window, one behind the other.
+        """Copies the first ``sink`` rows of a slot, its chosen chunks and its window, one after the other.
 
         Args:
-            text, copies: keys and values (layers, slots, KV heads, capacity, d), whose values' rows are contiguous; the
-                copies may be rounded, and their keys lie transposed then.
-            chosen: (layers, KV heads, count) chunks, in the text's order.
-            held: like it; which chunk the copy holds in each place, -1 where there is nothing yet. Updated: chunks that
-                are chosen again stay where they are.
+            text, copies: keys and values (layers, slots, KV heads, capacity, d), the values by row; copies may be
+                rounded, with keys stored column-wise.
+            chosen: (layers, KV heads, count) chunks in ascending order.
+            held: like ``chosen``, the chunk in each place of the copy, -1 for none. It is updated; chunks that are
+                chosen again stay in their places.
         """
         layers, _, heads, _, d = text[0].shape
         sizes = (chosen.shape[2], chunk, sink, window.start, window.stop)
@@ -141,7 +139,7 @@ class ViewKernels:
         rows: range,
         to: int,
     ) -> None:
-        """Rows of a slot, to its copy from row ``to`` on; text and copies as for :meth:`copy`."""
+        """Copies rows of a slot to its copy, starting at row ``to``. Text and copies are as for :meth:`copy`."""
         layers, _, heads, _, d = text[0].shape
         where = (slot, layers, heads, d, rows.start, to, len(rows))
         kv = (KeysValues.of(*text), KeysValues.of(*copies))
@@ -149,7 +147,7 @@ class ViewKernels:
 
 
 def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
-    """Where summaries lie, and their strides but that of the chunks."""
+    """Addresses of the summaries, and their strides except that of the chunks."""
     layer, head, chunk, dim = next(iter(kept.values())).stride()
     assert chunk == 1
     return (*(kept[name].data_ptr() if name in kept else None for name in SUMMARIES), layer, head, dim)

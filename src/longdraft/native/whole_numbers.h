@@ -1,5 +1,5 @@
-// Rows of x as whole numbers of thirteen bits and a scale, and sums of their products with weights that are whole numbers
-// too: for drafts (rounded.cpp, nibbled.cpp). Sums are the same for every instruction set.
+// Rows of x as integers of thirteen bits and a scale, and sums of their products with integer weights: for drafts (rounded.cpp,
+// nibbled.cpp). Sums are the same for every instruction set.
 #pragma once
 
 #include "vectors.h"
@@ -32,8 +32,7 @@ inline ivec plus(ivec sum, pairs a, pairs b) {
 #endif
 }
 
-// Rounds a row of x to numbers of at most `limit`; returns its scale. Where one number is none, the row has none: its
-// scale is NaN.
+// Rounds a row of x to numbers of at most `limit`, and returns its scale, which is NaN if the row has a NaN or infinity.
 float round_row(const float *x, int64_t size, float limit, std::int16_t *to, int64_t padded) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
   vec most = {}, zeros = {};

@@ -46,7 +46,7 @@ class EngineTarget:
         self.device, dtype = embedding.device, embedding.dtype
         self.kv_shape = KVShape(1, kv_heads, head_dim, dtype)
         self.attention_path, _ = dispatch.resolve(self.device, dtype, head_dim)
-        self.prefix_attend = prefix.resolve(self.attention_path)
+        self.prefix_attend = prefix.PATHS[self.attention_path]
         self.graphs = Graphs.on(self.device, self.attention_path)
         rope = described.rope_parameters
         rotary = Rotary(head_dim, rope, dtype, self.device)

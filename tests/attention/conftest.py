@@ -1,0 +1,25 @@
+"""The fixture of the contract suite."""
+
+from __future__ import annotations
+
+import pytest
+
+from longdraft.attention import cpu, flash
+from tests import torch_kernels
+from tests.attention.paths import PATHS, install, three, two
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    """Each path, ready to run."""
+    found = PATHS[request.param]
+    if found.name == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("LONGDRAFT_NATIVE", str(int(found.native)))
+    monkeypatch.setattr(cpu, "FEW_ROWS", found.few_rows)
+    monkeypatch.setattr(cpu, "LONG_PREFIX", found.long_prefix)
+    if found.flash_attn:
+        install(monkeypatch, **{found.flash_attn: two if found.flash_attn == "flash_attn" else three})
+    with torch_kernels.registered():
+        yield found
+    flash._chosen.cache_clear()

@@ -1,0 +1,78 @@
+"""Every attention path computes what the reference computes: hybrid tree attention, and prefix attention."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from longdraft.attention import dispatch, prefix
+from longdraft.model.runner import TargetRunner
+from tests.attention.cases import HEADS, assert_like_reference, case
+from tests.attention.paths import Path
+from tests.tiny import tiny_model
+
+TREE = pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+
+
+def check(path: Path, lengths: list[int], size: int, **settings) -> None:
+    """In every dtype that the path supports."""
+    for dtype in path.dtypes:
+        arguments = case(lengths, size, device=path.device, dtype=dtype, **settings)
+        assert_like_reference(path.attend, *arguments, tolerance=path.tolerance(dtype))
+
+
+@TREE
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_ragged_shuffled_sequences(path, heads, tree):
+    for transposed in path.layouts:
+        check(path, [11, 0, 130, 1], 7, heads=heads, tree=tree, transposed=transposed)
+
+
+def test_head_sizes(path):
+    for head_dim in (1, 5, 8, 33, 64, 80, 100, 256):
+        if head_dim % path.head_unit == 0:
+            check(path, [0, 19], 5, head_dim=head_dim)
+
+
+@TREE
+@pytest.mark.parametrize("size", [1, 2, 65, 200])
+def test_block_sizes(path, size, tree):
+    check(path, [0, 40], size, tree=tree)
+
+
+@TREE
+@pytest.mark.parametrize(("size", "behind"), [(1, 1), (1, 9), (4, 1), (5, 30), (70, 65)])
+def test_behind_earlier_levels(path, size, behind, tree):
+    transposed = behind % 2 == 1 and path.columns
+    check(path, [11, 0, 130, 1], size, heads=HEADS[size % 4], tree=tree, transposed=transposed, behind=behind)
+
+
+def test_the_cache_is_left_alone(path):
+    q, keys, values, block, scale = case([3, 0], 4, device=path.device, dtype=path.dtypes[0])
+    before = keys.nan_to_num(9), values.nan_to_num(9)
+    path.attend(q, keys, values, block, scale)
+    assert torch.equal(keys.nan_to_num(9), before[0]) and torch.equal(values.nan_to_num(9), before[1])
+
+
+@pytest.mark.parametrize("heads", HEADS[:3], ids=str)
+def test_prefix_attention(path, heads):
+    few = [(1, [1]), (5, [33, 2])]
+    more = few if path.name == "triton" else [*few, (1, [40, 7, 41]), (16, [300])]
+    for (rows, lengths), dtype, transposed in product(more, path.dtypes, path.layouts):
+        q, keys, values, block, scale = case(
+            lengths, rows, heads=heads, tree=False, transposed=transposed, dtype=dtype, device=path.device
+        )
+        for slot, n in zip(block.slots, block.lengths, strict=True):
+            keys[slot, :, n:], values[slot, :, n:] = torch.nan, torch.nan
+        output, expected = (prefix.PATHS[p](q, keys, values, block, scale) for p in (path.name, "reference"))
+        assert output.shape == expected.shape and output.dtype == dtype
+        tolerance = path.tolerance(dtype)
+        torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_every_attention_path_has_prefix_attention(monkeypatch):
+    assert set(prefix.PATHS) == set(dispatch.PATHS)
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "reference")
+    assert TargetRunner(tiny_model()).prefix_attend is prefix.PATHS["reference"]

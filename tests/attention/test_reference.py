@@ -1,0 +1,144 @@
+"""The reference against torch, the merge of parts, the block, and the CPU path's thresholds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.attention import cpu, prefix, reference
+from longdraft.attention.block import Block
+from longdraft.attention.reference import merge, partial_attention
+from tests.attention.cases import assert_like_reference, case
+
+# --- the reference ---
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_the_reference_is_attention_under_an_explicit_mask(tree):
+    q, keys, values, block, scale = case([0, 5, 13], 6, tree=tree)
+    got = reference.attend(q, keys, values, block, scale)
+    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+        own = block.mask[b] if tree else torch.ones(6, 6, dtype=torch.bool).tril()
+        mask = torch.cat([torch.ones(6, n, dtype=torch.bool), own], dim=1)
+        k, v = (t[slot, :, : n + 6].repeat_interleave(3, dim=0) for t in (keys, values))
+        expected = F.scaled_dot_product_attention(q[b], k, v, attn_mask=mask, scale=scale)
+        torch.testing.assert_close(got[b], expected, atol=2e-6, rtol=2e-6)
+
+
+def test_partial_attention_returns_the_log_sum_exp_of_the_scores():
+    q, k, v = torch.randn(4, 3, 8), torch.randn(2, 7, 8), torch.randn(2, 7, 8)
+    _, lse = partial_attention(q, k, v, 0.5)
+    scores = 0.5 * torch.einsum("htd,hnd->htn", q.double(), k.double().repeat_interleave(2, 0))
+    torch.testing.assert_close(lse.double(), scores.exp().sum(-1).log(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_rows_behind_which_a_block_lies_are_part_of_its_tree(tree):
+    """The last rows of one block are a block behind the others."""
+    q, keys, values, block, scale = case([0, 5, 13], 9, tree=tree)
+    last = Block.make(block.slots, block.lengths, 4, None if block.mask is None else block.mask[:, 5:], offset=5)
+    got = reference.attend(q[:, :, 5:].contiguous(), keys, values, last, scale)
+    assert torch.equal(got, reference.attend(q, keys, values, block, scale)[:, :, 5:])
+
+
+def test_the_reference_of_prefix_attention_is_softmax_attention():
+    q, keys, values, block, scale = case([11, 4], 3)
+    output = prefix.PATHS["reference"](q, keys, values, block, scale)
+    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+        k, v = (x[slot, :, :n].repeat_interleave(3, dim=0) for x in (keys, values))
+        torch.testing.assert_close(output[b], torch.softmax(q[b] @ k.transpose(1, 2) * scale, -1) @ v)
+
+
+@pytest.mark.parametrize("behind", [0, 6])
+@pytest.mark.parametrize("lengths", [[1000], [1100], [1018]], ids=["below", "above", "at the border"])
+@pytest.mark.parametrize("size", [6, 64, 65])
+def test_cpu_path_equals_the_reference_around_its_real_thresholds(lengths, size, behind):
+    assert_like_reference(cpu.attend, *case(lengths, size, transposed=True, behind=behind))
+
+
+# --- merging by log-sum-exp ---
+
+
+def test_rows_that_see_nothing_give_zero_and_minus_infinity():
+    mask = torch.tensor([[True, False], [False, False]])
+    o, lse = partial_attention(torch.randn(1, 2, 4), torch.randn(1, 2, 4), torch.randn(1, 2, 4), 1.0, mask)
+    assert torch.equal(o[0, 1], torch.zeros(4)) and lse[0, 1] == -math.inf
+    assert torch.isfinite(o[0, 0]).all() and torch.isfinite(lse[0, 0])
+    o, lse = partial_attention(torch.randn(2, 3, 4), torch.randn(1, 0, 4), torch.randn(1, 0, 4), 1.0)
+    assert torch.equal(o, torch.zeros(2, 3, 4)) and (lse == -math.inf).all()
+
+
+def test_merging_with_parts_that_saw_nothing_changes_nothing():
+    nothing, unseen = torch.zeros(2, 3, 4), torch.full((2, 3), -math.inf)
+    for o, lse in ((torch.randn(2, 3, 4), torch.randn(2, 3)), (nothing, unseen)):
+        merged, total = merge([nothing, o], [unseen, lse])
+        torch.testing.assert_close(merged, o)
+        torch.testing.assert_close(total, lse)
+
+
+@st.composite
+def parts_of_a_whole(draw):
+    """q, k, v, a random mask, and the keys' indices cut into parts, in any order, some of them empty."""
+    keys, parts = draw(st.integers(1, 12)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    spread = draw(st.sampled_from([0.1, 1.0, 30.0]))  # scores from nearly equal to nearly one-hot
+    q = spread * torch.randn(4, 3, 8, generator=generator)
+    k, v = (torch.randn(2, keys, 8, generator=generator) for _ in range(2))
+    mask = torch.rand(3, keys, generator=generator) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+    owner = torch.randint(parts, (keys,), generator=generator)
+    return q, k, v, mask, [(owner == i).nonzero().flatten() for i in range(parts)]
+
+
+@given(parts_of_a_whole())
+def test_merging_any_split_of_the_keys_gives_the_whole(case):
+    q, k, v, mask, split = case
+    parts = [partial_attention(q, k[:, i], v[:, i], 0.4, mask[:, i]) for i in split]
+    merged = merge([o for o, _ in parts], [lse for _, lse in parts])
+    for got, expected in zip(merged, partial_attention(q, k, v, 0.4, mask), strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@given(parts_of_a_whole())
+def test_merge_is_associative(case):
+    q, k, v, mask, split = case
+    parts = [partial_attention(q, k[:, i], v[:, i], 0.4, mask[:, i]) for i in split]
+
+    def pair(a, b):
+        return merge([a[0], b[0]], [a[1], b[1]])
+
+    left, right = parts[0], parts[-1]
+    for part in parts[1:]:
+        left = pair(left, part)
+    for part in reversed(parts[:-1]):
+        right = pair(part, right)
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+# --- the block ---
+
+
+def test_a_block_without_a_mask_is_a_causal_chain():
+    block = Block.make([0], [4], 3)
+    assert torch.equal(block.block_mask(0, torch.device("cpu")), torch.ones(3, 3, dtype=torch.bool).tril())
+    block = Block.make([0], [4], 2, offset=1)
+    assert block.block_mask(0, torch.device("cpu")).tolist() == [[True, True, False], [True, True, True]]
+
+
+def test_a_block_carries_its_numbers_as_device_tensors_too():
+    block = Block.make([2, 0], [4, 9], 3)
+    assert block.slots_t.tolist() == list(block.slots) == [2, 0]
+    assert block.lengths_t.tolist() == list(block.lengths) == [4, 9]
+    assert block.batch == 2
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"\(1, 3, 3\)"):
+        Block.make([0], [4], 3, torch.ones(1, 2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"\(1, 3, 5\)"):
+        Block.make([0], [4], 3, torch.ones(1, 3, 3, dtype=torch.bool), offset=2)
