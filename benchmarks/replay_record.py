@@ -22,7 +22,7 @@ from typing import Any, ClassVar, cast
 import longdraft
 from longdraft import Sampling, Speculator
 from longdraft.bench.data import fitted, read
-from longdraft.cli.options import method_options
+from longdraft.cli.method_options import method_options
 from longdraft.drafts.kinds import KINDS
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
