@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from longdraft import Speculator
-from longdraft.attention.prefix import reference
+from longdraft.attention.reference import partial_attention
 from longdraft.drafters import eagle3 as eagle3_draft
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.eagle3 import Eagle3Draft
@@ -73,7 +73,8 @@ class Desk:
         def cross(q):
             keys, values, lengths = self.text
             own = zip(q.split(fed.width, dim=1), fed.slots, lengths, strict=True)
-            return torch.cat([reference(x, keys[s, :, :n], values[s, :, :n], D**-0.5) for x, s, n in own], dim=1)
+            parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in own]
+            return torch.cat(parts, dim=1).to(q.dtype)
 
         out = self.block(x, cos, sin, attend, cross, going)
         return out, out @ self.head.T

@@ -23,7 +23,7 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from tests import elsewhere
 from tests.drafts import random_draft
-from tests.memory.test_contract import LazySide
+from tests.memory.test_store_contract import LazySide
 from tests.tiny import tiny_model
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=3, dtype=torch.float64)
