@@ -10,7 +10,7 @@ with paused():
     from longdraft.engine.stats import Result, Step
     from longdraft.errors import LongdraftError
     from longdraft.memory.prompt_cache import PromptCache
-    from longdraft.methods import compose, methods, register
+    from longdraft.methods import compose, load_entry_points, methods, register
     from longdraft.model.checkpoints import LoadedModel
     from longdraft.model.loading import load
     from longdraft.speculator import Speculator
@@ -34,3 +34,5 @@ __all__ = [
     "methods",
     "register",
 ]
+
+load_entry_points()  # last: what they import is this package
