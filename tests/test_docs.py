@@ -6,7 +6,10 @@ import ast
 import inspect
 import pkgutil
 import re
+import runpy
 import shlex
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,9 @@ import typer.main
 import longdraft
 from longdraft import errors
 from longdraft.cli.main import app
+from longdraft.methods import METHODS
 from tests import options_page
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -154,3 +159,39 @@ def test_the_table_of_options_is_the_catalogue():
     text = options_page.PAGE.read_text(encoding="utf-8")
     message = "run: python -m tests.options_page"
     assert text.partition(options_page.BEGIN)[2].partition(options_page.END)[0] == options_page.table(), message
+
+
+OWN_DRAFTER = options_page.PAGE.read_text(encoding="utf-8").partition("## A drafter of your own\n")[2]
+OWN_FILE, REGISTERED = re.findall(r"```python\n(.*?)```", OWN_DRAFTER, re.DOTALL)
+
+
+@pytest.fixture
+def methods_as_before():
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def test_the_drafter_of_your_own_decodes_as_the_target_does(tmp_path, methods_as_before):
+    (tmp_path / "last_seen.py").write_text(OWN_FILE)
+    runpy.run_path(str(tmp_path / "last_seen.py"))
+    model, prompts = tiny_model(vocab=11), [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3]]
+    want = longdraft.Speculator("ar", target=model).generate(prompts, max_new_tokens=30)
+    found = longdraft.Speculator("last-seen", target=model, depth=3).generate(prompts, max_new_tokens=30)
+    assert [r.token_ids for r in found] == [r.token_ids for r in want]
+    assert sum(r.accepted for r in found) > 0
+
+
+def test_an_installed_package_brings_the_drafter_of_your_own(tmp_path):
+    (tmp_path / "last_seen.py").write_text(
+        re.sub(r"^from longdraft import compose\n|^compose\(.*", "", OWN_FILE, flags=re.MULTILINE) + REGISTERED
+    )
+    packaging = tmp_path / "last_seen-1.dist-info"
+    packaging.mkdir()
+    (packaging / "METADATA").write_text("Metadata-Version: 2.1\nName: last-seen\nVersion: 1\n")
+    group, entry = re.findall(r"```toml\n.*?(longdraft\.drafters).*?\n(.*?)\n```", OWN_DRAFTER, re.DOTALL)[0]
+    (packaging / "entry_points.txt").write_text(f"[{group}]\n{entry}\n".replace('"', ""))
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import longdraft; print(longdraft.methods())"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'last-seen'" in listed.stdout
