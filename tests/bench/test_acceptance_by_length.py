@@ -186,4 +186,4 @@ def test_rows_and_tables():
     pytest.importorskip("matplotlib")
     figures = acceptance_report.figures(found)
     assert list(figures) == [0.0, 1.0]
-    assert all(charts.svg(figure, charts.LIGHT, "white").lstrip().startswith(b"<?xml") for figure in figures.values())
+    assert all(charts.image(figure, "svg").startswith(b"<?xml") for figure in figures.values())

@@ -56,18 +56,11 @@ def made(*paths):
     report = html_report.make(list(paths), "made by a test")
     page = Page(report.html)
     # The page loads nothing: no address outside, no script.
-    assert all(value.startswith("data:image/") for value in page.loads)
+    assert not page.loads
     assert "script" not in page.tags and "link" not in page.tags
-    assert not re.search(r"@import|url\(", report.html)
+    assert not re.search(r"@import|url\((?!#)", report.html)
     assert all(data.startswith(b"\x89PNG") for data in report.images.values())
     return report, page
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Charts take a tenth of a second each: here what stands around them counts."""
-    monkeypatch.setattr(charts, "png", lambda chart: b"\x89PNG")
-    monkeypatch.setattr(charts, "svg", lambda chart, theme: b"<svg></svg>")
 
 
 @pytest.fixture
@@ -93,12 +86,16 @@ def test_the_whole_page(results, tmp_path):
         "longspec is faster than plain decoding (ar) on all 4 prompts: 2.00x its speed; 2.50x that of "
         "transformers' generate (hf)." in page.text
     )
-    assert (
-        "On 4 prompts of 1,024 to 4,096 tokens, the same output. Model-1B, A Processor, 2 cores, float32." in page.text
+    facts = (
+        "4 prompts of 1,024 to 4,096 tokens",
+        "Model-1B, float32, cpu",
+        "A Processor, 2 cores",
+        "torch 2.11",
+        "repeats 2",
     )
-    for said in ("made by a test", "longdraft bench --data file.jsonl", "torch 2.11", "2026-01-02", "2 timed rounds"):
+    for said in ("made by a test", "longdraft bench --data file.jsonl", "2026-01-02", *facts):
         assert said in page.text
-    assert "Every output of longspec and hf is that of ar" in page.text
+    assert "Every output of longspec, hf is that of ar" in page.text
     assert "1 of 3 drafted tokens accepted" in page.text and "·<b>dog</b>" in page.text
     for definition in (*html_report.report.DEFINITIONS, *html_report.DEFINITIONS):
         assert definition in page.text
@@ -110,12 +107,11 @@ def test_the_whole_page(results, tmp_path):
 
 def test_one_method_one_context_no_hf(tmp_path):
     report, page = made(write(tmp_path / "r.jsonl", header(("ar",)), line({"ar": 4.0}, None)))
-    assert "Plain decoding (ar)." in page.text and "On 1 prompt of 777 tokens." in page.text
+    assert "Plain decoding (ar)." in page.text and "1 prompt of 777 tokens" in page.text
     assert "Nothing to compare" in page.text
     assert list(report.images) == ["tokens-s-news.png"]
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
@@ -138,7 +134,6 @@ def test_the_headline_counts_wins_and_losses(tmp_path, seconds, said):
     assert f"{4 / max(seconds):.2f}\N{EN DASH}{4 / min(seconds):.2f}" in page.text  # in the table
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_method_that_met_some_of_the_prompts_is_no_headline(tmp_path):
     files = [
         write(tmp_path / f"{i}.jsonl", header(tuple(s)), line(s, 1024 * i))
@@ -147,7 +142,6 @@ def test_a_method_that_met_some_of_the_prompts_is_no_headline(tmp_path):
     assert "longspec is faster than plain decoding (ar) on all 2 prompts" in made(*files)[1].text
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_empty_columns_go(tmp_path):
     """No hf, no profile, one round, one prompt, prompts that came from a cache."""
     found = line({"ar": 4.0, "longspec": 2.0}, cold={}, peak_memory_bytes={})
@@ -157,26 +151,17 @@ def test_empty_columns_go(tmp_path):
     assert heads == ["method", "context", "tokens/s", "vs ar", "accepted", "prompts", "differ"]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_slower_than_plain_decoding(tmp_path):
     _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), line({"ar": 4.0, "longspec": 8.0})))
     assert "No exact method is faster than plain decoding (ar) here: longspec comes nearest, at 0.50x" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_an_approximate_method_is_no_headline(tmp_path):
     names = ("ar", "longspec", "specpv")
     path = write(tmp_path / "r.jsonl", header(names), line({"ar": 4.0, "longspec": 3.0, "specpv": 1.0}))
     _, page = made(path)
     assert "longspec decodes at 1.33x" in page.text
     assert "Not compared: specpv" in page.text and "not comparable" in page.text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_wide_tables_say_that_they_scroll(results):
-    report, page = made(results)
-    assert page.tags.count("table") == report.html.count('class="scroll" tabindex="0"') - report.html.count("<svg")
-    assert page.text.count("Scrolls sideways") >= 2 and "local" in report.html
 
 
 def test_what_is_missing_is_left_out(tmp_path):
@@ -213,11 +198,10 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     )  # fmt: skip
     report, page = made(write(tmp_path / "r.jsonl", head, found))
     assert "<script" not in report.html and evil in page.text
-    assert "1 output different from ar's" in page.text and "Mismatch: " in page.text
+    assert "Mismatch: " in page.text
     assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in report.images)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_near_ties_are_listed_behind_mismatches(tmp_path):
     base = {"method": "longspec", "dataset": "news", "position": 3, "token": 1, "reference": 2}
     near = base | {"sample": "a:1", "gap": 1e-4, "near_tie": True}
@@ -231,7 +215,6 @@ def test_near_ties_are_listed_behind_mismatches(tmp_path):
     assert page.text.index("Mismatch: longspec on b:2") < page.text.index("Near tie: longspec on a:1")
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_files_of_one_machine_are_one_chapter(tmp_path):
     paths = [
         write(
@@ -242,38 +225,37 @@ def test_files_of_one_machine_are_one_chapter(tmp_path):
         for context in (1024, 2048)
     ]
     _, page = made(*paths)
-    assert "chapter" not in page.text and "On 2 prompts of 1,024 to 2,048 tokens" in page.text
+    assert "chapter" not in page.text and "2 prompts of 1,024 to 2,048 tokens" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("over", "why"),
+    "over",
     [
-        ({"hardware": MACHINE | {"cpu": "Another"}}, "machine differ"),
-        ({"model": {"name": "other", "dtype": "bfloat16"}}, "model differ"),
-        ({"settings": {"max_tokens": 32}}, "settings differ"),
-        ({"hardware": {}, "versions": {}}, "machine and versions differ"),
-        ({}, "they measure the same prompts"),
+        {"hardware": MACHINE | {"cpu": "Another"}},
+        {"model": {"name": "other", "dtype": "bfloat16"}},
+        {"settings": {"max_tokens": 32}},
+        {"hardware": {}, "versions": {}},
+        {},
     ],
 )
-def test_what_cannot_be_set_beside_each_other_is_kept_apart(tmp_path, over, why):
+def test_what_cannot_be_set_beside_each_other_is_kept_apart(tmp_path, over):
+    """Nor two measurements of the same prompts."""
     paths = [
         write(tmp_path / "a.jsonl", header(), line(SECONDS)),
         write(tmp_path / "b.jsonl", header(**over), line(SECONDS)),
     ]
     report, page = made(*paths)
-    assert "2 measurements that cannot be set beside each other" in page.text and why in page.text
+    assert "2 measurements that cannot be set beside each other" in page.text
     assert "1-tokens-s-news.png" in report.images and "2-tokens-s-news.png" in report.images
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_same_method_with_other_options_is_kept_apart(tmp_path):
     options = [{"longspec": {"nodes": n}} for n in (8, 16)]
     paths = [
         write(tmp_path / f"{i}.jsonl", header(settings={"options": own}), line(SECONDS, 1024 * (i + 1)))
         for i, own in enumerate(options)
     ]
-    assert "methods with other options" in made(*paths)[1].text
+    assert "2 measurements that cannot" in made(*paths)[1].text
 
 
 @pytest.mark.parametrize(
@@ -322,37 +304,39 @@ def test_without_matplotlib(results, monkeypatch):
         html_report.make([results])
 
 
-def test_looks_are_told_apart():
+def test_methods_look_different():
     names = ["ar", "hf", *(f"m{i}" for i in range(12))]
-    look = charts.looks(names, ("ar", "hf"))
-    assert list(look) == names
-    assert len({(x.colours, x.marker, x.dashed) for x in look.values()}) == len(names)
-    # The same of a method whoever else is there, as long as their order is.
-    assert look["m0"] == charts.looks(["ar", "m0"], ("ar", "hf"))["m0"]
+    style = charts.styles(names, ("ar", "hf"))
+    assert list(style) == names
+    assert len({tuple(x.values()) for x in style.values()}) == len(names)
+    # A method looks the same whoever else is there, as long as their order is.
+    assert style["m0"] == charts.styles(["ar", "m0"], ("ar", "hf"))["m0"]
 
 
 NAMES = ["ar", "longspec", *(f"self:view=chunks:budget={n}:view_dtype=int8:lookup=true" for n in (1024, 2048, 4096))]
 
 
-def drawn(chart):
-    """Its axes, laid out."""
-    figure = chart(charts.LIGHT)
-    figure.draw_without_rendering()
-    return figure.axes[0]
-
-
 @pytest.mark.parametrize("contexts", [1, 3])
 def test_charts_have_room_beside_long_names(contexts):
     series = {name: [charts.Point(1000.0 * (i + 1), 1.0, 0.9, 1.2) for i in range(contexts)] for name in NAMES}
-    axes = drawn(charts.Lines("A title", series, charts.looks(NAMES, ("ar",)), "x", "y", reference=1.0))
-    width, height = axes.get_window_extent().size / axes.figure.dpi
+    figure = charts.lines("A title", series, charts.styles(NAMES, ("ar",)), "x", "y", reference=1.0)
+    figure.draw_without_rendering()
+    width, height = figure.axes[0].get_window_extent().size / figure.dpi
     assert width > 0.5 * charts.INCHES_WIDE and height > 1.5
 
 
-def test_numbers_beside_bars_are_crossed_by_nothing():
-    """Nor by the line of the reference: 0.95 would stand on it."""
+def test_nothing_crosses_the_numbers_beside_bars():
+    """Nor the line of the reference, which 0.95 would stand on."""
     series = {name: [charts.Point(1.0, y, y - 0.1, y + 0.1)] for name, y in zip("abc", (0.95, 1.5, 0.2), strict=True)}
-    axes = drawn(charts.Lines("t", series, charts.looks(list("abc"), ()), "x", "y", reference=1.0))
-    right = axes.get_window_extent().x1
-    texts = [t for t in axes.texts if t.get_text() in ("0.95", "1.50", "0.20")]
+    figure = charts.lines("t", series, charts.styles(list("abc")), "x", "y", reference=1.0)
+    figure.draw_without_rendering()
+    right = figure.axes[0].get_window_extent().x1
+    texts = [t for t in figure.axes[0].texts if t.get_text() in ("0.95", "1.50", "0.20")]
     assert len(texts) == 3 and all(t.get_window_extent().x0 > right for t in texts)
+
+
+def test_a_chart_in_a_page_has_the_pages_colours():
+    chart = charts.lines("$x$ <b>", {"a": [charts.Point(1, 2.0)]}, charts.styles(["a"]), "x", "y")
+    drawn = charts.inline(chart)
+    assert drawn.startswith("<svg") and "currentColor" in drawn and charts.INK not in drawn
+    assert "$x$ &lt;b&gt;</text>" in drawn and 'opacity: 0"' in drawn

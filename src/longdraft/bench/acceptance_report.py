@@ -133,21 +133,19 @@ def called(temperature: float) -> str:
     return f"T = {temperature:g}" if temperature else "greedy"
 
 
-def figures(report: Mapping[str, Any]) -> dict[float, charts.Chart]:
-    """By temperature: mean accepted length of every method over the lengths, all data sets together, ± its spread."""
+def figures(report: Mapping[str, Any]) -> dict[float, Any]:
+    """A chart for each temperature: mean accepted length ± one standard error of every method over the lengths."""
     rows = [row for row in report["rows"] if row["dataset"] is None] or report["rows"]
-    look = charts.looks(list(dict.fromkeys(row["method"] for row in rows)), ())
-    found: dict[float, charts.Chart] = {}
+    style = charts.styles(list(dict.fromkeys(row["method"] for row in rows)))
+    found: dict[float, Any] = {}
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         own = [row for row in rows if row["temperature"] == temperature]
-        series = {name: [_point(row) for row in own if row["method"] == name] for name in look}
-        most = max(row["prompts"] for row in own)
-        title = f"{called(temperature)[:1].upper()}{called(temperature)[1:]}, up to {count(most, 'prompt')} a length"
-        found[temperature] = charts.Lines(title, series, look, "context, tokens", "mean accepted length", 1.0)
+        series: dict[str, list[charts.Point]] = {}
+        for row in own:
+            value, error = row["mean_accepted_length"], row["standard_error"] or 0.0
+            point = charts.Point(row["length"], value, value - error, value + error)
+            series.setdefault(row["method"], []).append(point)
+        prompts = count(max(row["prompts"] for row in own), "prompt")
+        title = f"Temperature {temperature:g}, up to {prompts} a length"
+        found[temperature] = charts.lines(title, series, style, "context, tokens", "mean accepted length", 1.0)
     return found
-
-
-def _point(row: Mapping[str, Any]) -> charts.Point:
-    value, error = row["mean_accepted_length"], row["standard_error"]
-    spread = (None, None) if error is None else (value - error, value + error)
-    return charts.Point(row["length"], value, *spread)

@@ -1,95 +1,94 @@
-"""The report's charts, on matplotlib: a colour, a marker and a dash for each method, the same in every chart.
-
-Every chart exists twice, for a light and a dark page; files are written in light.
-"""
+"""The report's charts, drawn with matplotlib. A method has the same colour and marker in every chart."""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from longdraft.errors import CapabilityError
 
 INCHES_WIDE = 6.0
-# What looks different to colour-blind readers too (after Okabe and Ito), each for light and for dark pages.
-_COLOURS = (
-    ("#0072b2", "#4ba3e3"),
-    ("#d55e00", "#f47b3f"),
-    ("#009e73", "#2cc196"),
-    ("#b8508f", "#e59ac8"),
-    ("#c98a00", "#f2b134"),
-    ("#2a9fd6", "#9bd7f7"),
-)
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_GREYS = (("#6b7280", "#9aa3af"), ("#9ca3af", "#6f7885"))
-# The parts of a round are shades of one colour that no method has, from the drafter to what is left over.
-PART_COLOURS = {
-    "draft": ("#5b3a29", "#e3c9a8"),
-    "attention": ("#96694a", "#bf9670"),
-    "forward": ("#c9a27e", "#8f6a4b"),
-    "rest": ("#e6d8c8", "#5d4a3b"),
+INK = "#1f2933"
+# Colours that read on a light and on a dark page, and that colour-blind readers tell apart (after Okabe and Ito).
+_COLOURS = ("#1d87c9", "#dd6b20", "#12a37c", "#c465a0", "#c4931b", "#7a86dc")
+_MARKERS = "os^DvPX"
+_BASELINES = "#89939e"
+PARTS = {
+    "draft": ("draft", "#7d5138"),
+    "attention": ("verify: attention", "#a8744d"),
+    "forward": ("verify: the rest", "#cf9f74"),
+    "rest": ("overhead", "#9d968d"),
 }
-PART_NAMES = {"draft": "draft", "attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
+"""By part of a round: its name and its colour, one that no method has."""
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "longdraft",
+    "figure.titlesize": 10.5,
+    "figure.titleweight": "bold",
+    "axes.edgecolor": _BASELINES,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": _BASELINES,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "text.parse_math": False,  # a name with dollars in it is a name
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+}
 
-
-@dataclass(frozen=True)
-class Look:
-    """A method's colours on a light and on a dark page, its marker and its line."""
-
-    colours: tuple[str, str]
-    marker: str
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of what is no data. ``index`` picks from a :class:`Look`."""
-
-    index: int
-    ink: str
-    faint: str
-
-
-LIGHT = Theme(0, "#1f2933", "#d5dae0")
-DARK = Theme(1, "#e4e7eb", "#3c4551")
+Style = Mapping[str, str]
+"""A method's colour, marker and linestyle, as arguments of matplotlib."""
+Drawing = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A figure of one method: where it stands, its value, and the least and largest of what it sums up."""
+    """A value of one method: its place on the x axis, the value, and its lowest and highest if it sums up several."""
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
 
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Distances of the lowest and the highest from the value; 0 where they are not below and above it."""
+        below = 0.0 if self.low is None else self.y - self.low
+        above = 0.0 if self.high is None else self.high - self.y
+        return max(0.0, below), max(0.0, above)
 
-# A theme -> a matplotlib ``Figure`` in it
-Chart = Callable[[Theme], Any]
 
-
-def looks(methods: Sequence[str], baselines: Sequence[str]) -> dict[str, Look]:
-    """A look for each method.
+def styles(methods: Sequence[str], baselines: Sequence[str] = ()) -> dict[str, Style]:
+    """A style for each method.
 
     Args:
-        baselines: those that others are measured against: grey, the first of them as a full line.
+        baselines: methods that the others are measured against; they are grey.
     """
-    found: dict[str, Look] = {}
-    others = [m for m in methods if m not in baselines]
-    for i, name in enumerate(m for m in methods if m in baselines):
-        found[name] = Look(_GREYS[min(i, 1)], "." if i == 0 else "x", dashed=i > 0)
+    others = [name for name in methods if name not in baselines]
+    found: dict[str, Style] = {}
+    for i, name in enumerate([name for name in methods if name in baselines]):
+        found[name] = {"color": _BASELINES, "marker": ".x+1234"[i % 7], "linestyle": "--" if i else "-"}
     for i, name in enumerate(others):
-        again = i >= len(_COLOURS)
-        found[name] = Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], dashed=again)
+        line = "-" if i < len(_COLOURS) else "--"
+        found[name] = {
+            "color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)], "linestyle": line,
+        }  # fmt: skip
     return found
 
 
 def available() -> None:
-    """Raises CapabilityError where matplotlib is missing."""
+    """Raises CapabilityError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -98,229 +97,150 @@ def available() -> None:
         ) from None
 
 
-def svg(chart: Chart, theme: Theme, background: str = "none") -> bytes:
-    """The chart as SVG, its letters as outlines: it looks the same everywhere."""
-    options = {"transparent": True} if background == "none" else {"facecolor": background}
-    return _saved(chart, theme, format="svg", metadata={"Date": None, "Creator": None}, **options)
+def _styled(draw: Drawing) -> Drawing:
+    """Runs a function with this module's settings of matplotlib, which are the user's again afterwards."""
+
+    @wraps(draw)
+    def styled(*arguments: Any, **options: Any) -> Any:
+        import matplotlib
+
+        with matplotlib.rc_context(_STYLE):
+            return draw(*arguments, **options)
+
+    return styled
 
 
-def png(chart: Chart) -> bytes:
-    """The chart as PNG, on white."""
-    return _saved(chart, LIGHT, format="png", dpi=160, facecolor="white")
-
-
-def _saved(chart: Chart, theme: Theme, **options: Any) -> bytes:
-    import matplotlib
-
-    settings = {
-        "svg.fonttype": "path",
-        "svg.hashsalt": "longdraft",
-        "font.size": 10,
-        "figure.titlesize": 10.5,
-        "figure.titleweight": "bold",
-        "axes.edgecolor": theme.faint,
-        "axes.labelcolor": theme.ink,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "grid.color": theme.faint,
-        "grid.linewidth": 0.6,
-        "text.color": theme.ink,
-        "text.parse_math": False,  # a name with dollars in it is a name
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "xtick.minor.size": 0,
-        "legend.frameon": False,
-    }
+@_styled
+def image(figure: Any, form: str) -> bytes:
+    """A figure on white, as a file of this format: ``png``, ``svg``."""
     out = io.BytesIO()
-    with matplotlib.rc_context(settings):
-        figure = chart(theme)
-        figure.savefig(out, bbox_inches="tight", pad_inches=0.06, **options)
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if form == "svg" else None
+    figure.savefig(
+        out, format=form, dpi=160, facecolor="white", bbox_inches="tight", pad_inches=0.06, metadata=metadata
+    )
     return out.getvalue()
 
 
-@dataclass(frozen=True)
-class Lines:
-    """A chart: a line a method over numbers; where all have one x, a bar a method.
+def inline(figure: Any) -> str:
+    """A figure as an SVG element for a page: transparent, its text in the page's colour."""
+    figure.patch.set_alpha(0)
+    for axes in figure.axes:
+        axes.patch.set_alpha(0)
+    text = image(figure, "svg").decode()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
-    Attributes:
+
+@_styled
+def lines(
+    title: str,
+    series: Mapping[str, Sequence[Point]],
+    style: Mapping[str, Style],
+    x_label: str,
+    y_label: str,
+    reference: float | None = None,
+    share: bool = False,
+) -> Any:
+    """A figure with a line for each method; with a bar for each if all points have the same x.
+
+    Args:
+        series: the points of each method, one at least.
         reference: a value to draw a thin line at.
-        share: values are shares, shown in per cent.
+        share: the values are shares, shown in per cent, over small whole numbers; else x is logarithmic.
     """
+    from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+    from matplotlib.transforms import ScaledTranslation
 
-    title: str
-    series: Mapping[str, Sequence[Point]]
-    look: Mapping[str, Look]
-    x_label: str
-    y_label: str
-    reference: float | None = None
-    share: bool = False
-
-    def __call__(self, theme: Theme) -> Any:
-        return self.lines(theme) if len(self.xs) > 1 else self.bars(theme)
-
-    @property
-    def drawn(self) -> dict[str, Sequence[Point]]:
-        return {name: points for name, points in self.series.items() if points}
-
-    @property
-    def xs(self) -> list[float]:
-        return sorted({p.x for points in self.drawn.values() for p in points})
-
-    def lines(self, theme: Theme) -> Any:
-        xs = self.xs
-        figure, axes = _figure(self.title, 3.0 + 0.2 * _legend_lines(list(self.drawn)))
-        log = xs[0] > 0 and xs[-1] / xs[0] >= 4 and xs[-1] > 100
-        if log:
-            axes.set_xscale("log")
-        beside = _beside(self.drawn, xs, log)
-        for name, points in self.drawn.items():
-            own = self.look[name]
-            colour = own.colours[theme.index]
-            style: dict[str, Any] = {
-                "color": colour,
-                "marker": own.marker,
-                "ls": "--" if own.dashed else "-",
-                "label": name,
-            }
-            axes.plot([beside(name, p.x) for p in points], [p.y for p in points], lw=1.8, ms=5.5, **style)
-            spread = [(beside(name, p.x), p.low, p.high) for p in points if p.low is not None and p.high is not None]
-            if spread:
-                axes.vlines(*zip(*spread, strict=True), color=colour, lw=1.1, alpha=0.75)
-        if self.reference is not None:
-            axes.axhline(self.reference, color=theme.ink, lw=0.8)
-        axes.set_ylim(bottom=0, top=1 if self.share else None)
-        if self.share:
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        ticks = _apart(xs, log)
-        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
-        axes.set_xticks([], minor=True)
-        axes.grid(visible=False, axis="x")
-        axes.set_xlabel(self.x_label)
-        axes.set_ylabel(self.y_label)
-        _legend(figure, axes)
-        return figure
-
-    def bars(self, theme: Theme) -> Any:
-        names = list(self.drawn)
-        figure, axes = _figure(self.title, _height(names))
-        for row, name in enumerate(names):
-            point = self.series[name][0]
-            axes.barh(row, point.y, height=0.62, color=self.look[name].colours[theme.index])
-            if point.low is not None and point.high is not None:
-                axes.hlines(row, point.low, point.high, color=theme.ink, lw=1.1)
-            text = f"{point.y:.0%}" if self.share else f"{point.y:.2f}"
-            # In a column of their own, where no bar, spread or reference runs through them.
-            where = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-            axes.annotate(text, (1, row), (6, 0), va="center", fontsize=9, annotation_clip=False, **where)
-        if self.reference is not None:
-            axes.axvline(self.reference, color=theme.ink, lw=0.8)
-        _rows(axes, names, self.y_label)
-        if self.share:
-            axes.set_xlim(right=1)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        return figure
+    xs = sorted({point.x for points in series.values() for point in points})
+    if len(xs) == 1:
+        return _bars(title, {name: points[0] for name, points in series.items()}, style, y_label, reference)
+    figure, axes = _figure(title, 3.0)
+    for i, (name, points) in enumerate(series.items()):
+        # Side by side, so that no spread hides another.
+        beside = ScaledTranslation(3 * (i - (len(series) - 1) / 2) / 72, 0, figure.dpi_scale_trans)
+        spreads = list(zip(*(point.spread for point in points), strict=True))
+        axes.errorbar(
+            [point.x for point in points], [point.y for point in points],
+            yerr=spreads if any(map(any, spreads)) else None,
+            transform=axes.transData if share else axes.transData + beside,
+            label=name, linewidth=1.8, markersize=5.5, elinewidth=1.1, **style[name],
+        )  # fmt: skip
+    if reference is not None:
+        axes.axhline(reference, color=INK, linewidth=0.8)
+    axes.set_ylim(bottom=0, top=1 if share else None)
+    if share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        axes.set_xscale("log")
+        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(visible=False, axis="x")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    _legend(figure, axes, 3)
+    return figure
 
 
-def _beside(drawn: Mapping[str, Sequence[Point]], xs: Sequence[float], log: bool) -> Callable[[str, float], float]:
-    """The x of a method's point: spreads at the same x are moved side by side, so that none hides another."""
-    names = [name for name, points in drawn.items() if any(p.low != p.high for p in points)]
-    step = 0.012 * (math.log(xs[-1] / xs[0]) if log else xs[-1] - xs[0])
-    moved = {name: step * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
-
-    def place(name: str, x: float) -> float:
-        by = moved.get(name, 0.0)
-        return x * math.exp(by) if log else x + by
-
-    return place
-
-
-def _apart(xs: list[float], log: bool) -> list[float]:
-    """The ticks whose labels do not overlap; always the last one."""
-    place = math.log if log else float
-    whole = place(xs[-1]) - place(xs[0])
-    kept = [xs[-1]]
-    for x in reversed(xs[:-1]):
-        if (place(kept[-1]) - place(x)) / whole > 0.08:
-            kept.append(x)
-    return kept[::-1]
+def _bars(
+    title: str, points: Mapping[str, Point], style: Mapping[str, Style], label: str, reference: float | None
+) -> Any:
+    figure, axes = _figure(title, _height(points))
+    for row, (name, point) in enumerate(points.items()):
+        spread = [[distance] for distance in point.spread]
+        axes.barh(row, point.y, height=0.62, color=style[name]["color"], xerr=spread, ecolor=INK)
+        # The numbers have a column of their own, where nothing runs through them.
+        axes.text(1.02, row, f"{point.y:.2f}", transform=axes.get_yaxis_transform(), va="center", fontsize=9)
+    if reference is not None:
+        axes.axvline(reference, color=INK, linewidth=0.8)
+    _rows(axes, points, label)
+    return figure
 
 
-def _folded(name: str, width: int = 24) -> str:
-    """A name with options, ``self:view=chunks:budget=4096``, in lines that leave a chart its room."""
-    lines = [""]
-    for piece in re.split(r"(?<=:)", name):
-        if lines[-1] and len(lines[-1] + piece) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(lines)
+@_styled
+def stacked(title: str, rows: Mapping[str, Mapping[str, float]], label: str) -> Any:
+    """A figure with a bar for each row, made of the parts of a round in :data:`PARTS`."""
+    figure, axes = _figure(title, _height(rows))
+    starts = [0.0] * len(rows)
+    for part, (name, colour) in PARTS.items():
+        widths = [max(0.0, parts.get(part, 0.0)) for parts in rows.values()]
+        axes.barh(range(len(rows)), widths, left=starts, height=0.62, color=colour, label=name)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    _rows(axes, rows, label)
+    _legend(figure, axes, 4)
+    return figure
 
 
-def _height(names: Sequence[str]) -> float:
-    """Inches of a chart of so many bars."""
-    lines = max((_folded(name).count("\n") for name in names), default=0)
+def _figure(title: str, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(INCHES_WIDE, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure, figure.add_subplot()
+
+
+def _folded(name: str) -> str:
+    """A name with many options on several lines, which leaves a chart its room."""
+    return name if len(name) <= 24 else re.sub(r"(.{1,24}:)(?=.)", "\\1\n", name)
+
+
+def _height(names: Mapping[str, Any]) -> float:
+    """Inches of a chart with these bars."""
+    lines = max(_folded(name).count("\n") for name in names)
     return 1.1 + (0.3 + 0.15 * lines) * len(names)
 
 
-def _rows(axes: Any, names: Sequence[str], x_label: str) -> None:
-    """A bar a row, from the top, from 0 on."""
+def _rows(axes: Any, names: Mapping[str, Any], label: str) -> None:
+    """Names the bars of a chart, the first one at the top."""
     axes.set_yticks(range(len(names)), [_folded(name) for name in names])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(x_label)
+    axes.set_xlabel(label)
 
 
-@dataclass(frozen=True)
-class Stacked:
-    """A chart: a bar a row, made of the parts of a round.
-
-    Attributes:
-        rows: what a bar is called, and its parts, in milliseconds.
-    """
-
-    title: str
-    rows: Sequence[tuple[str, Mapping[str, float]]]
-    x_label: str
-
-    def __call__(self, theme: Theme) -> Any:
-        figure, axes = _figure(self.title, _height([name for name, _ in self.rows]) + 0.2)
-        starts = [0.0] * len(self.rows)
-        for part, colours in PART_COLOURS.items():
-            widths = [max(0.0, parts.get(part, 0.0)) for _, parts in self.rows]
-            look = {"color": colours[theme.index], "label": PART_NAMES[part]}
-            axes.barh(range(len(widths)), widths, left=starts, height=0.62, **look)
-            starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        _rows(axes, [name for name, _ in self.rows], self.x_label)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        _legend(figure, axes, most=4)
-        return figure
-
-
-def _figure(title: str, height: float) -> tuple[Any, Any]:
-    """A figure that belongs to no window: matplotlib's global state stays untouched."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(INCHES_WIDE, height), layout="constrained")
-    axes = figure.add_subplot()
-    figure.suptitle(title, x=0.01, ha="left")  # above the names of bars too: these may take half of the width
-    return figure, axes
-
-
-def _legend(figure: Any, axes: Any, most: int = 3) -> None:
+def _legend(figure: Any, axes: Any, columns: int) -> None:
+    """Puts the legend below, in as many columns as the figure is wide enough for, and makes the figure higher."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = _legend_columns(labels, most)
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=2.4, columnspacing=1.4)
-
-
-def _legend_columns(labels: Sequence[str], most: int) -> int:
-    """Columns of a legend that fit the figure's width."""
-    return max(1, min(most, 84 // (8 + max(map(len, labels)))))
-
-
-def _legend_lines(labels: Sequence[str], most: int = 3) -> int:
-    return -(-len(labels) // _legend_columns(labels, most))
+    columns = max(1, min(columns, 84 // (8 + max(map(len, labels)))))
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns)

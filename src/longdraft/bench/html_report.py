@@ -1,4 +1,4 @@
-"""From results files to one HTML page that needs nothing else, and its charts as PNG files."""
+"""Makes one HTML page of results files; it needs no other file. The charts are PNG files beside it too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jinja2
 from longdraft.bench import charts, report
 from longdraft.bench.peers import PEERS
 from longdraft.bench.report_chapter import Chapter
-from longdraft.bench.report_parts import apart, parts
+from longdraft.bench.report_parts import parts
 from longdraft.bench.report_words import title
 from longdraft.bench.settings import REFERENCE
 from longdraft.errors import CheckpointError
@@ -21,13 +21,12 @@ DEFINITIONS = (
     "spread: the slowest and the fastest of the timed rounds, each of which counts with the median of its samples; of "
     "the speed-up over ar, the samples that gain least and most.",
     "by depth: of all rounds of a method, those that accepted d drafted tokens or more.",
-    "a round: draft is all that the drafter does. Verifying is the model's forward over what was drafted: its "
-    "attention, which reads the context's keys and values, and the rest of it, which does not depend on the context's "
-    "length. Overhead is all else: sampling tokens, keeping what was accepted. Attention of the drafted tokens to each "
-    "other is in attention too; the context's share of the keys says how little that is.",
-    "memory: weights are the model's; packed is their second copy, which makes products of a few rows fast on a CPU; "
-    "KV is the cache of the run, with what a method keeps beside it; draft is all that the drafter holds. Peak is "
-    "the largest that torch's allocator (GPU) or the process (CPU) grew to during the timed runs, whatever for.",
+    "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: its attention to "
+    "the context and to each other, and the rest, which does not depend on the context's length. Overhead is all else: "
+    "sampling, keeping the accepted tokens.",
+    "memory: weights are the model's; the packed copy makes products of a few rows fast on a CPU; KV is the cache, "
+    "with what a method keeps beside it; draft is all that the drafter holds; peak is the largest that torch's "
+    "allocator (GPU) or the process (CPU) grew to during the timed runs.",
 )
 
 
@@ -60,8 +59,8 @@ def make(paths: Sequence[Path], made: str = "", progress: Callable[[str], None] 
 
     Args:
         paths: files that ``longdraft bench --results`` wrote.
-        made: when and by what the page was made.
-        progress: told what takes time.
+        made: a line about when the page was made.
+        progress: called with a line of text before something long.
 
     Raises:
         CheckpointError: a file that cannot be read, is no results file, or has no measurement.
@@ -71,18 +70,18 @@ def make(paths: Sequence[Path], made: str = "", progress: Callable[[str], None] 
     found = parts(paths)
     page = Page()
     names = list(dict.fromkeys(row["method"] for part in found for row in part.rows))
-    look = charts.looks(sorted(names, key=lambda name: name != REFERENCE), (REFERENCE, *PEERS))
+    style = charts.styles(sorted(names, key=lambda name: name != REFERENCE), (REFERENCE, *PEERS))
     chapters = []
     for number, part in enumerate(found, 1):
         progress(f"Drawing {number} of {len(found)}")
-        chapter = Chapter(part, look, f"{number}-" if len(found) > 1 else "")
+        chapter = Chapter(part, style, f"{number}-" if len(found) > 1 else "")
         chapters.append(chapter.content())
         page.images |= chapter.images
     page.html = _template().render(
         title="longdraft bench: " + "; ".join(dict.fromkeys(map(title, found))),
         made=made,
         chapters=chapters,
-        apart=apart(found),
+        colours={name: own["color"] for name, own in style.items()},
         definitions=[*report.DEFINITIONS, *DEFINITIONS],
     )
     return page

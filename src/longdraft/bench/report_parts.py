@@ -14,9 +14,9 @@ from longdraft.bench.run import Measured
 from longdraft.errors import CheckpointError
 
 Cell = tuple[str, int | None, int]
-"""Dataset, context that was asked for, batch size."""
+"""Dataset, requested context, batch size."""
 
-# Settings that may differ within a part: they say which prompts and whose figures, not how these were measured.
+# Settings that may differ within a part: they choose prompts and methods, and do not change how these are measured.
 _WHICH = ("contenders", "options", "exact", "contexts", "batches", "data", "limit")
 
 
@@ -27,10 +27,11 @@ class Part:
     Attributes:
         header: the first file's.
         names: contenders, in the order of the tables.
-        rows: of all files, as :func:`longdraft.bench.report.rows` makes them.
-        measured: the batches they were made of.
-        notes: what has to be said of a contender, by name.
-        made: when each file was begun; commands: what made them.
+        rows: as :func:`longdraft.bench.report.rows` makes them, of all files.
+        measured: the batches that the rows sum up.
+        notes: a remark on a contender, by name.
+        made, commands: time and command line that each file was begun with.
+        contenders: by name, what has to be the same in all files: its draft and its options.
     """
 
     paths: list[Path]
@@ -50,7 +51,7 @@ class Part:
     @property
     def differences(self) -> list[dict[str, Any]]:
         """Samples whose tokens are not those of ``ar``; mismatches first."""
-        found = [report.difference(d) | {"context": m.context} for m in self.measured for d in m.disagreements]
+        found = [report.difference(d) for m in self.measured for d in m.disagreements]
         return sorted(found, key=lambda d: bool(d["near_tie"]))
 
     def setting(self, name: str) -> Any:
@@ -74,16 +75,6 @@ def parts(paths: Sequence[Path]) -> list[Part]:
     return found
 
 
-def apart(found: Sequence[Part]) -> str:
-    """Why parts are not one: what differs between any two of them, in words."""
-    kinds = [_kind(part) for part in found]
-    differing = [name for name in kinds[0] if any(kind[name] != kinds[0][name] for kind in kinds)]
-    if not differing:
-        return "they measure the same prompts, or methods with other options"
-    last = differing.pop()
-    return (", ".join(differing) + " and " if differing else "") + f"{last} differ"
-
-
 def profiles(part: Part) -> list[dict[str, Any]]:
     """A part's profiles, one for each method, dataset, context and batch: the mean of its samples'."""
     cells: dict[tuple[str, Cell], list[tuple[Measured, Mapping[str, Any]]]] = {}
@@ -98,18 +89,13 @@ def profiles(part: Part) -> list[dict[str, Any]]:
         found.append(
             {
                 **{name: rows[key][name] for name in ("method", "dataset", "context", "context_tokens", "batch")},
-                "rounds": sum(p["rounds"] for p in each),
-                "seconds": _means([p["seconds"] for p in each]),
+                "seconds": {part: mean(p["seconds"].get(part, 0.0) for p in each) for part in each[0]["seconds"]},
                 "prefix_share": mean(shares) if shares else None,
                 "memory": {name: max(p["memory"].get(name, 0) for p in each) for name in each[0]["memory"]},
                 "tree": next((p["tree"] for p in each if p["tree"]), None),
             }
         )
     return found
-
-
-def _means(each: list[Mapping[str, float]]) -> dict[str, float]:
-    return {name: mean(one.get(name, 0.0) for one in each) for name in each[0]}
 
 
 def _read(path: Path) -> Part:
@@ -164,12 +150,8 @@ def _join(home: Part, other: Part) -> None:
     home.contenders |= other.contenders
 
 
-def _kind(part: Part) -> dict[str, Any]:
-    """Properties that must be equal for figures to be compared, by name."""
+def _kind(part: Part) -> tuple[Any, ...]:
+    """Values that have to be equal for figures to be set beside each other."""
     header = decisive(part.header)
-    return {
-        "machine": header["hardware"],
-        "model": header.get("model"),
-        "versions": header.get("versions"),
-        "settings": {name: x for name, x in mapping(header.get("settings")).items() if name not in _WHICH},
-    }
+    settings = {name: x for name, x in mapping(header.get("settings")).items() if name not in _WHICH}
+    return header["hardware"], header.get("model"), header.get("versions"), settings

@@ -200,7 +200,7 @@ def _show(found: dict[str, Any], levels: int, svg: Path | None) -> None:
         assert svg is not None
         path = svg if len(drawn) == 1 else svg.with_name(f"{svg.stem}-t{temperature:g}{svg.suffix}")
         try:
-            path.write_bytes(charts.svg(chart, charts.LIGHT, background="white"))
+            path.write_bytes(charts.image(chart, "svg"))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
         console.note(f"The figure is in {path}.")
