@@ -17,7 +17,7 @@ from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
 from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
-from longdraft.bench.surprise import surprise
+from longdraft.bench.exact_forwards import surprise
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
