@@ -61,8 +61,8 @@ def test_the_target_is_asked_for_each_token_but_the_first(loaded, text):
     """Against transformers' own forward over prompt and needle."""
     asking, found = measured(loaded, text, [])
     answer, code = asking.answer(found.haystack)
-    assert loaded.tokenizer.decode(answer) + "." == found.haystack.sentence.lower()
-    assert loaded.tokenizer.decode(answer[code:]) == found.haystack.code
+    assert loaded.tokenizer.decode(answer) + "." == found.haystack.needle.sentence.lower()
+    assert loaded.tokenizer.decode(answer[code:]) == found.haystack.needle.code
     ids = [*found.haystack.tokens, *answer]
     with torch.inference_mode():
         logits = loaded.model(torch.tensor([ids])).logits[0].float()

@@ -17,7 +17,7 @@ from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
 from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
-from longdraft.bench.surprise import surprise
+from longdraft.bench.exact_forwards import surprise
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
@@ -250,12 +250,12 @@ def test_haystacks(tmp_path):
     path.write_text("the cat sat on the mat. " * 40)
     found = needle.haystacks(Search(path, (0.1, 0.8), 300, 2), tokenizer)
     assert [h.depth for h in found] == [0.8, 0.1, 0.8, 0.1]  # the deepest first: its beginning serves the next
-    assert len({h.code for h in found}) == 4
+    assert len({h.needle.code for h in found}) == 4
     for h in found:
         text = tokenizer.decode(h.tokens)
         assert 270 <= len(h.tokens) <= 300
         # Its share of the document: the question and the marks of the chat come behind.
-        assert abs(text.index(h.code) / text.index("what is") - h.depth) < 0.2
+        assert abs(text.index(h.needle.code) / text.index("what is") - h.depth) < 0.2
         assert text.rstrip().endswith("door?<eos><assistant>")
     jsonl = tmp_path / "hay.jsonl"
     jsonl.write_text("".join(json.dumps({"text": "the dog sat. " * 20}) + "\n" for _ in range(3)))
@@ -276,13 +276,13 @@ def test_several_needles_and_a_chain_of_variables(tmp_path):
     several, tracking = found[:3], found[3]
     for h in several:  # all needles lie in each, at their depths
         text = tokenizer.decode(h.tokens)
-        at = [text.index(each.code) / text.index("what is") for each in several]
+        at = [text.index(each.needle.code) / text.index("what is") for each in several]
         assert at == pytest.approx([0.8, 0.4, 0.1], abs=0.2)
-        assert h.score(f"It is {h.code}.") == 1.0 and h.score("It is 1.") == 0.0
-    assert len({h.code for h in several}) == 3 and len(tracking.names) == 3
-    first, second, third = tracking.names
+        assert h.score(f"It is {h.needle.code}.") == 1.0 and h.score("It is 1.") == 0.0
+    assert len({h.needle.code for h in several}) == 3 and len(tracking.needle.names) == 3
+    first, second, third = tracking.needle.names
     text = tokenizer.decode(tracking.tokens).lower()
-    order = [text.index(f"{name.lower()} =") for name in tracking.names]
+    order = [text.index(f"{name.lower()} =") for name in tracking.needle.names]
     assert order == sorted(order)
     assert tracking.score(f"{first}, {second} and {third}") == 1.0
     assert tracking.score(f"{first} X{second}") == pytest.approx(1 / 3)

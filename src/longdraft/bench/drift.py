@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from longdraft.attention.block import Block
+from longdraft.bench.exact_forwards import read
 from longdraft.engine.accept import Accepted
 from longdraft.engine.event import Event
-from longdraft.engine.loop import PREFILL_CHUNK
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.schedule import Verified
 from longdraft.memory.prompt_cache import PromptCache
@@ -127,18 +127,8 @@ def exact_hidden(
     listener: Listener, cache: PromptCache, prompt: SequenceOf[int], output: SequenceOf[int]
 ) -> torch.Tensor:
     """(layers, len(output), hidden size) float32 at the prompt's last token and all output tokens but the last."""
-    text = [*prompt, *output[:-1]]
-    store = cache.open(listener.new_store, 1, len(text))
-    cache.begin(0, prompt)
-    found = []
-    try:
-        while (done := store.lengths[0]) < len(text):
-            chunk = text[done : done + PREFILL_CHUNK]
-            listener.forward(store.block([0], [chunk], prompt=True), store, logits="none")
-            store.commit(0, range(len(chunk)))
-            found.append(listener.hidden(range(len(chunk))))
-    finally:
-        cache.remember(0, text)
+    pieces = read(listener, cache, [*prompt, *output[:-1]], prompt)
+    found = [listener.hidden(range(len(piece))) for _, piece, _ in pieces]
     return torch.cat(found, 1)[:, -len(output) :]
 
 

@@ -57,17 +57,18 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A needle: the sentence put into a text, and the question about it.
+class Needle:
+    """Sentences to put into a text, and a question about one of them.
 
     Attributes:
-        needles: depth and sentence of each. asked: the question.
-        depth, sentence, code: of the needle that is asked for; the code is the answer, in it.
-        names: what else is the answer; none: the code.
+        sentences: depth and sentence of each.
+        question: the question behind the text.
+        depth, sentence, code: those of the sentence in question; it holds the code, which is the answer.
+        names: what the answer must hold instead of the code; empty: the code.
     """
 
-    needles: tuple[tuple[float, str], ...]
-    asked: str
+    sentences: tuple[tuple[float, str], ...]
+    question: str
     depth: float
     sentence: str
     code: str
@@ -76,63 +77,64 @@ class Asked:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A prompt with needles in it.
-
-    Attributes:
-        depth: where the one that is asked for lies. sentence: that needle. code: the answer, in it.
-        kind: of :data:`KINDS`. names: what the answer is to hold instead of the code.
-    """
+    """A prompt with a needle in it. ``kind``: one of :data:`KINDS`."""
 
     tokens: tuple[int, ...]
-    depth: float
-    sentence: str
-    code: str
+    needle: Needle
     kind: str = "single"
-    names: tuple[str, ...] = ()
+
+    @property
+    def depth(self) -> float:
+        return self.needle.depth
 
     def score(self, answer: str) -> float:
-        """Share of an answer that is right: whether its first number is the code; or names that it holds."""
-        if not self.names:
-            return float(found(answer, self.code))
-        return sum(re.search(rf"\b{name}\b", answer) is not None for name in self.names) / len(self.names)
+        """Share of an answer that is right: 1 if its first number is the code; or the share of names in it."""
+        names = self.needle.names
+        if not names:
+            return float(found(answer, self.needle.code))
+        return sum(re.search(rf"\b{name}\b", answer) is not None for name in names) / len(names)
 
 
-def _single(depths: Sequence[float], sample: int) -> list[Asked]:
+def _single(depths: Sequence[float], sample: int) -> list[Needle]:
     made = []
     for depth in depths:
-        draw = random.Random(f"{sample} {depth}")
-        colour, code = draw.choice(COLOURS), str(draw.randrange(10000, 100000))
-        sentence = NEEDLE.format(colour=colour, code=code)
-        made.append(Asked(((depth, sentence),), QUESTION.format(colour=colour), depth, sentence, code))
+        generator = random.Random(f"{sample} {depth}")
+        made += _coloured((depth,), (generator.choice(COLOURS),), (_code(generator),))
     return made
 
 
-def _several(depths: Sequence[float], sample: int) -> list[Asked]:
-    draw = random.Random(f"several {sample}")
-    colours = draw.sample(COLOURS, len(depths))
-    codes = [str(draw.randrange(10000, 100000)) for _ in depths]
+def _several(depths: Sequence[float], sample: int) -> list[Needle]:
+    generator = random.Random(f"several {sample}")
+    colours = generator.sample(COLOURS, len(depths))
+    return _coloured(depths, colours, [_code(generator) for _ in depths])
+
+
+def _coloured(depths: Sequence[float], colours: Sequence[str], codes: Sequence[str]) -> list[Needle]:
+    """A needle for each colour; the sentences of all of them lie in the text."""
     sentences = [NEEDLE.format(colour=colour, code=code) for colour, code in zip(colours, codes, strict=True)]
-    needles = tuple(zip(depths, sentences, strict=True))
+    places = tuple(zip(depths, sentences, strict=True))
     return [
-        Asked(needles, QUESTION.format(colour=colour), depth, sentence, code)
-        for depth, colour, sentence, code in zip(depths, colours, sentences, codes, strict=True)
+        Needle(places, QUESTION.format(colour=colour), depth, sentence, code)
+        for (depth, sentence), colour, code in zip(places, colours, codes, strict=True)
     ]
 
 
-def _tracking(depths: Sequence[float], sample: int) -> list[Asked]:
-    draw = random.Random(f"tracking {sample}")
-    code = str(draw.randrange(10000, 100000))
-    names = ["".join(draw.sample(string.ascii_uppercase, 3)) for _ in depths]
-    values = [code, *(f"VAR {name}" for name in names)]
-    needles = tuple(
-        (depth, f"VAR {name} = {value}.") for depth, name, value in zip(sorted(depths), names, values, strict=False)
-    )
-    depth, sentence = needles[0]
-    return [Asked(needles, TRACKED.format(code=code), depth, sentence, code, tuple(names))]
+def _tracking(depths: Sequence[float], sample: int) -> list[Needle]:
+    generator = random.Random(f"tracking {sample}")
+    code = _code(generator)
+    names = ["".join(generator.sample(string.ascii_uppercase, 3)) for _ in depths]
+    values = [code, *(f"VAR {name}" for name in names[:-1])]
+    chain = [f"VAR {name} = {value}." for name, value in zip(names, values, strict=True)]
+    places = tuple(zip(sorted(depths), chain, strict=True))
+    return [Needle(places, TRACKED.format(code=code), *places[0], code, tuple(names))]
 
 
-# Kinds of RULER (Hsieh et al. 2024, section 3): one needle; one of several whose keys are alike; a chain of variables.
-KINDS: dict[str, Callable[[Sequence[float], int], list[Asked]]] = {
+def _code(generator: random.Random) -> str:
+    return str(generator.randrange(10000, 100000))
+
+
+# Kinds of RULER (Hsieh et al. 2024, section 3): one needle; one of several with similar keys; a chain of variables.
+KINDS: dict[str, Callable[[Sequence[float], int], list[Needle]]] = {
     "single": _single, "several": _several, "tracking": _tracking,
 }  # fmt: skip
 
@@ -145,10 +147,10 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
         ContextError: the context leaves no room for text.
     """
     depths = sorted(set(search.depths), reverse=True)
-    asked = {kind: [KINDS[kind](depths, sample) for sample in range(search.samples)] for kind in search.kinds}
+    needles = {kind: [KINDS[kind](depths, sample) for sample in range(search.samples)] for kind in search.kinds}
     taken = max(
-        len(chat_prompt(tokenizer, each.asked, " ".join(sentence for _, sentence in each.needles)))
-        for texts in asked.values() for own in texts for each in own
+        len(chat_prompt(tokenizer, needle.question, " ".join(sentence for _, sentence in needle.sentences)))
+        for samples in needles.values() for sample in samples for needle in sample
     )  # fmt: skip
     room = search.context - SLACK - taken
     if room < 1:
@@ -166,13 +168,12 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
     made = []
     for sample in range(search.samples):
         hay = str(tokenizer.decode(ids[sample * step : sample * step + room], skip_special_tokens=True))
-        for kind, texts in asked.items():
-            for each in texts[sample]:
+        for kind, samples in needles.items():
+            for needle in samples[sample]:
                 text = hay
-                for depth, sentence in sorted(each.needles, reverse=True):
+                for depth, sentence in sorted(needle.sentences, reverse=True):
                     text = place(text, sentence, depth)
-                prompt = tuple(chat_prompt(tokenizer, each.asked, text))
-                made.append(Haystack(prompt, each.depth, each.sentence, each.code, kind, each.names))
+                made.append(Haystack(tuple(chat_prompt(tokenizer, needle.question, text)), needle, kind))
     return made
 
 

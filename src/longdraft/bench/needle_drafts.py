@@ -189,10 +189,10 @@ class NeedleDrafts:
 
     def answer(self, haystack: Haystack) -> tuple[list[int], int]:
         """The needle as an answer, without its full stop, and which of its tokens is the code's first."""
-        sentence = haystack.sentence.rstrip(".")
+        sentence = haystack.needle.sentence.rstrip(".")
         tokens = encode(self._tokenizer, sentence)
         # A token may hold the code's beginning and the space before it: what both texts share comes before that.
-        return tokens, common_prefix(tokens, encode(self._tokenizer, sentence.removesuffix(haystack.code)))
+        return tokens, common_prefix(tokens, encode(self._tokenizer, sentence.removesuffix(haystack.needle.code)))
 
     def _drafter(self, name: str, tokens: int) -> tuple[Drafter, list[Heard]]:
         """A fresh drafter, and where it will be written what it gives each token."""

@@ -14,10 +14,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift
+from longdraft.bench.exact_forwards import surprise
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
-from longdraft.bench.surprise import surprise
 from longdraft.bench.ties import first_difference
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.bench.exact_forwards import read
 from longdraft.engine.sampler import Sampling
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
@@ -96,18 +96,6 @@ def compare(
 
 def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> torch.Tensor:
     """(vocabulary,) logits of the token that follows the text."""
-    store = cache.open(runner.new_store, 1, len(text))
-    cache.begin(0, text)
-    logits = None
-    try:
-        while (done := store.lengths[0]) < len(text):
-            chunk = text[done : done + PREFILL_CHUNK]
-            last = done + len(chunk) == len(text)
-            logits = runner.forward(
-                store.block([0], [chunk], prompt=True), store, logits="last" if last else "none"
-            ).logits
-            store.commit(0, range(len(chunk)))
-    finally:
-        cache.remember(0, text)
-    assert logits is not None
-    return logits[0, -1]
+    *_, (_, _, out) = read(runner, cache, text, text)
+    assert out.logits is not None
+    return out.logits[0, -1]

@@ -1,0 +1,59 @@
+"""Exact forwards of the target over a text that is already written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.runner import TargetOutput, TargetRunner
+
+# Rows of an answer whose logits are held at a time.
+ROWS = 128
+
+
+def read(
+    runner: TargetRunner,
+    cache: PromptCache,
+    text: Sequence[int],
+    known: Sequence[int],
+    logits_from: int | None = None,
+) -> Iterator[tuple[int, Sequence[int], TargetOutput]]:
+    """Reads a text piece by piece. Yields each piece's position, its tokens and the forward's output.
+
+    Args:
+        cache: keeps the text's KV afterwards.
+        known: the beginning of the text whose KV is taken from the cache, as far as it is there.
+        logits_from: position of the first row whose logits are computed; None: only those of the text's last row.
+    """
+    store = cache.open(runner.new_store, 1, len(text))
+    cache.begin(0, known)
+    try:
+        while (done := store.lengths[0]) < len(text):
+            answer = logits_from is not None and done >= logits_from
+            end = done + ROWS if answer else min(done + PREFILL_CHUNK, logits_from or len(text))
+            piece = text[done:end]
+            logits = "all" if answer else "last" if end >= len(text) else "none"
+            out = runner.forward(store.block([0], [piece], prompt=not answer), store, logits=logits)
+            store.commit(0, range(len(piece)))
+            yield done, piece, out
+    finally:
+        cache.remember(0, text)
+
+
+@torch.inference_mode()
+def surprise(runner: TargetRunner, cache: PromptCache, prompt: Sequence[int], output: Sequence[int]) -> float:
+    """Mean -log p, in nats, that the target gives an output's tokens.
+
+    Args:
+        cache: KV of the prompt or some of it, with room for the output.
+    """
+    first, total = len(prompt) - 1, 0.0
+    for start, piece, out in read(runner, cache, [*prompt, *output[:-1]], prompt, first):
+        if start >= first:
+            assert out.logits is not None
+            tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
+            total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
+    return total / len(output)
