@@ -14,10 +14,10 @@ from longdraft import LoadedModel, Speculator
 from longdraft.bench import needle, quality_report
 from longdraft.bench.data import Sample
 from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
+from longdraft.bench.exact_forwards import surprise
 from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
-from longdraft.bench.exact_forwards import surprise
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter

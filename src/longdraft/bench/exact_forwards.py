@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -35,7 +36,7 @@ def read(
             answer = logits_from is not None and done >= logits_from
             end = done + ROWS if answer else min(done + PREFILL_CHUNK, logits_from or len(text))
             piece = text[done:end]
-            logits = "all" if answer else "last" if end >= len(text) else "none"
+            logits: Literal["all", "last", "none"] = "all" if answer else "last" if end >= len(text) else "none"
             out = runner.forward(store.block([0], [piece], prompt=not answer), store, logits=logits)
             store.commit(0, range(len(piece)))
             yield done, piece, out
