@@ -56,34 +56,34 @@ def test_links_lead_somewhere(page):
 
 def names_in(path: Path) -> set[str]:
     """The names that a file defines: `name`, and `Class.name`."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        found |= {t.id for t in targets if isinstance(t, ast.Name)}
+        names |= {t.id for t in targets if isinstance(t, ast.Name)}
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
 
 
 @each_page
 def test_files_and_names_of_the_code_exist(page):
     """Tables of a paper beside the code name `file.py` `Name.method`, `other`."""
-    for name, called in re.findall(r"`([\w/]+\.py)`((?:(?: |, | and )`[A-Z][\w.]*`| `[a-z_]\w*`)*)", prose(page)):
-        place = next((p for p in (SOURCE / name, ROOT / name) if p.is_file()), None)
-        if place is None:
+    for name, symbols in re.findall(r"`([\w/]+\.py)`((?:(?: |, | and )`[A-Z][\w.]*`| `[a-z_]\w*`)*)", prose(page)):
+        file = next((p for p in (SOURCE / name, ROOT / name) if p.is_file()), None)
+        if file is None:
             assert "/" not in name, name
             continue
-        if place.is_relative_to(SOURCE):
-            for wanted in re.findall(r"`([\w.]+)`", called):
-                assert wanted in names_in(place), f"{name}: {wanted}"
+        if file.is_relative_to(SOURCE):
+            for symbol in re.findall(r"`([\w.]+)`", symbols):
+                assert symbol in names_in(file), f"{name}: {symbol}"
 
 
-def shown(name: str) -> str:
+def signature(name: str) -> str:
     """Returns a signature as the page shows it: no annotations, no self, functions and classes as dots."""
-    made = longdraft.methods if name == "longdraft.methods" else pkgutil.resolve_name(name)  # also a module
-    parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
+    function = longdraft.methods if name == "longdraft.methods" else pkgutil.resolve_name(name)  # also a module
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     words, starred = [], False
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and not starred:
@@ -104,25 +104,27 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.partition("(")[0])
 def test_signatures_of_the_api_are_the_codes(call):
-    assert call == shown(call.partition("(")[0])
+    assert call == signature(call.partition("(")[0])
 
 
 def test_the_api_page_names_all_there_is():
     for name in longdraft.__all__:
         assert re.search(rf"\b{name}\b", API), name
-    raised = {name for name, made in vars(errors).items() if inspect.isclass(made) and issubclass(made, Exception)}
-    assert raised <= set(re.findall(r"`(\w+Error)`", API))
-    assert set(re.findall(r"`(\w+Error)`", API)) - raised <= set(dir(__import__("builtins")))
+    exceptions = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert exceptions <= set(re.findall(r"`(\w+Error)`", API))
+    assert set(re.findall(r"`(\w+Error)`", API)) - exceptions <= set(dir(__import__("builtins")))
 
 
 @pytest.mark.parametrize("name", ["Step", "Result"])
 def test_attributes_of_the_api_exist(name):
-    made = getattr(longdraft, name)
+    kind = getattr(longdraft, name)
     table = API.split(f"| `{name}` | |")[1].split("\n\n")[0]
     listed = {word for row in table.splitlines()[2:] for word in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert is_dataclass(made)
-    assert {f.name for f in fields(made)} <= listed
-    assert all(hasattr(made, word) or word in {f.name for f in fields(made)} for word in listed)
+    assert is_dataclass(kind)
+    assert {f.name for f in fields(kind)} <= listed
+    assert all(hasattr(kind, word) or word in {f.name for f in fields(kind)} for word in listed)
     for owner, attribute in re.findall(r"`(Speculator|Session)\.(\w+)`", API):
         assert hasattr(getattr(longdraft, owner), attribute)
 
@@ -139,20 +141,20 @@ COMMANDS = [
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_flags_of_commands_exist(page, line):
     """Checks the flags of each `longdraft` command in a block; placeholders in capitals are not read."""
-    found: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     words = shlex.split(line, comments=True)[1:]
-    while words and hasattr(found, "get_command"):
+    while words and hasattr(command, "get_command"):
         if words[0] == "--load":  # of `longdraft train`, before the kind's name
             words = words[2:]
-        elif " ".join(words[:2]) in getattr(found, "commands", ()):  # `bench quality` is a verb of its own
-            found, words = found.commands[" ".join(words[:2])], words[2:]
-        elif (inner := found.get_command(click.Context(found), words[0])) is None:
+        elif " ".join(words[:2]) in getattr(command, "commands", ()):  # `bench quality` is a verb of its own
+            command, words = command.commands[" ".join(words[:2])], words[2:]
+        elif (inner := command.get_command(click.Context(command), words[0])) is None:
             break
         else:
-            found, words = inner, words[1:]
-    known = {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
-    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-    assert given <= known, f"{line}: {sorted(given - known)}"
+            command, words = inner, words[1:]
+    known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+    flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert flags <= known, f"{line}: {sorted(flags - known)}"
 
 
 def test_the_table_of_options_is_the_catalogue():
