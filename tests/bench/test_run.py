@@ -64,10 +64,10 @@ class Altered:
         return True
 
     def cold(self, job: Job) -> Run:
-        return self._altered(self.bench._contenders["ar"].cold(job))
+        return self._altered(self.bench.contenders["ar"].cold(job))
 
     def warm(self, job: Job) -> Run:
-        return self._altered(self.bench._contenders["ar"].warm(job))
+        return self._altered(self.bench.contenders["ar"].warm(job))
 
     def release(self) -> None:
         pass
@@ -79,7 +79,7 @@ class Altered:
 
 def with_altered(loaded, alter):
     bench = Bench(loaded, settings(methods=("ar",), ignore_eos=True))
-    bench._contenders["altered"] = Altered(bench, alter)
+    bench.contenders["altered"] = Altered(bench, alter)
     found = [bench.measure(group) for group in batches(prepare(SAMPLES, loaded, bench.settings), 1)[0]]
     return bench, found
 
@@ -154,7 +154,7 @@ def test_depths_spread_and_memory(loaded):
 def test_accepted_tokens_are_counted_round_by_round(loaded):
     bench = Bench(loaded, settings(methods=("prompt-lookup",), ignore_eos=True))
     (prompt,) = prepare(SAMPLES[2:3], loaded, bench.settings)
-    run = bench._contenders["prompt-lookup"].cold(bench._job([prompt.tokens], 30))
+    run = bench.contenders["prompt-lookup"].cold(bench.job([prompt.tokens], 30))
     assert len(run.accepted) == run.rounds[0]
     assert sum(accepted + 1 for accepted, _ in run.accepted) == 29
     assert run.accepted[0][1] == 28
@@ -215,9 +215,9 @@ def test_generate_starts_from_its_kept_prompt(loaded):
         lambda module, inputs, output: lengths.append(inputs[0].shape[1])
     )
     try:
-        bench._contenders["hf"].cold(job := bench._job([prompt.tokens], 4))
-        again = bench._contenders["hf"].warm(job)
-        assert again.tokens == bench._contenders["hf"].warm(job).tokens
+        bench.contenders["hf"].cold(job := bench.job([prompt.tokens], 4))
+        again = bench.contenders["hf"].warm(job)
+        assert again.tokens == bench.contenders["hf"].warm(job).tokens
     finally:
         handle.remove()
     assert [n for n in lengths if n > 1] == [len(prompt.tokens)]
@@ -383,7 +383,7 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     names = ("prompt-lookup", "ar:kv_dtype=int8", "prompt-lookup:kv_dtype=int8")
     wanted = settings(methods=names, own_options={name: {"kv_dtype": "int8"} for name in names[1:]}, cold=False)
     bench = Bench(loaded, wanted)
-    kept = [c._kept for c in bench.contenders]
+    kept = [c._kept for c in bench.contenders.values()]
     assert kept[0] is kept[1] and kept[2] is kept[3] and kept[0] is not kept[2]
     found = rows(loaded, wanted, samples=SAMPLES[:1])
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
