@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "longdraft-acceptance", 1
-# The last tokens of a prompt are read again in every run: some drafters choose their view by the queries of these tokens.
+# The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries.
 READ_AGAIN = 64
 
 
