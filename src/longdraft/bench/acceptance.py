@@ -1,8 +1,8 @@
-"""Mean accepted length against context length: the same texts, cut to several lengths, decoded with each draft.
+"""Acceptance against context length: the same texts, cut to each of several lengths, decoded with each draft.
 
-Lengths beyond the target's trained context are measured on the target stretched by YaRN. A text is read once a target,
-at its longest; shorter lengths, and every method and temperature, start from that KV. Trees are the methods' own,
-without a planner.
+A length within the target's trained context is measured on the target as it is, a longer one on the target stretched by
+YaRN. A text is read once a target, at its longest; all that is shorter, and every method and temperature, starts from
+that KV. Trees are the methods' own: no planner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Job, Kept, Ours, ends_of
+from longdraft.bench.contenders import Job, Kept, Ours
 from longdraft.bench.data import Sample, fitted
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "longdraft-acceptance", 1
-# The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries.
-READ_AGAIN = 64
+# The last tokens of a prompt are read anew in every run: some drafters choose what they see by these tokens' queries,
+# and would find but the very last one's where all the others were kept.
+READ_ANEW = 64
 
 
 class Short(Enum):
-    """Handling of texts shorter than a length: leave them out, join the next ones to them, or keep them."""
+    """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
 
     leave = "leave"
     join = "join"
@@ -55,8 +56,7 @@ class Text:
     """A prompt of one length.
 
     Attributes:
-        length: the context length that was asked for, in tokens.
-        joined: it holds the texts of several rows.
+        length: tokens of context that were asked for. joined: it holds the texts of several rows.
     """
 
     sample: Sample
@@ -66,17 +66,17 @@ class Text:
 
     @cached_property
     def digest(self) -> str:
-        """Fingerprint of its tokens."""
+        """Names its tokens."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
 
     @property
     def seed(self) -> int:
-        """A seed of its own, so that samples of different texts are independent."""
+        """Its own, so that the texts' samples are independent."""
         return int(self.digest[:8], 16)
 
 
 Work = dict[float | None, dict[Sample, list[Text]]]
-"""YaRN factor of the target -> row -> its prompts."""
+"""By YaRN factor of the target, each row's prompts."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,9 @@ class Asked:
     """Settings of one run, beside those that are the same for the whole file.
 
     Attributes:
-        options: the method's options, as JSON.
-        draft: fingerprint of its draft; empty if it has none.
-        rope_factor: YaRN factor of the target; None: it is not stretched.
-        sample, prompt: origin of the text, and fingerprint of its tokens.
+        options: of the method, as JSON. draft: fingerprint of its draft; empty where it has none.
+        rope_factor: YaRN factor of the target; None: as it is.
+        sample, prompt: origin of the text, and a fingerprint of its tokens.
     """
 
     method: str
@@ -106,9 +105,8 @@ class Accepted:
     """One prompt, decoded once.
 
     Attributes:
-        new_tokens: without the prefill's token.
-        verifications: target forwards that gave them.
-        accepted: for each verification, drafted tokens that it accepted, and how many the token budget had room for.
+        new_tokens: without the one that came of reading the prompt. verifications: target forwards that gave them.
+        accepted: of each verification, drafted tokens that it accepted, and how many the token budget had room for.
     """
 
     asked: Asked
@@ -125,7 +123,7 @@ class Accepted:
 
 
 class Results(JsonLines[Accepted]):
-    """A file of runs. Runs with other methods, lengths, temperatures and prompts may be added later.
+    """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
 
     Raises:
         ConfigError: the file's runs were made with another model, other versions or other settings.
@@ -143,10 +141,10 @@ class Results(JsonLines[Accepted]):
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
-    """Names of the methods whose drafter is a draft that the package ships for this target, in any variant.
+    """The methods that are a draft which comes with the package for this target, with options of their own or without.
 
-    Methods that run the target on a part of its KV between draft and verification are left out: these forwards are no
-    verifications, so their accepted lengths mean something else.
+    Methods that run the target on a part of its KV between draft and verification are not among them: these forwards
+    are no verifications, so their accepted lengths say something else.
     """
     try:
         description = target.parts.description
@@ -163,7 +161,7 @@ def _bare(drafter: object) -> object:
 
 
 def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
-    """YaRN factor, a power of two -> the lengths that need it; None: those within the context."""
+    """By YaRN factor, a power of two, the lengths that need it, in tokens; None: those that the context holds."""
     found: dict[float | None, list[int]] = {}
     for length in sorted(set(lengths)):
         factor = None if length <= context else 2.0 ** math.ceil(math.log2(length / context))
@@ -177,11 +175,10 @@ def texts(
     """Every sample's prompt of a length.
 
     Args:
-        length: tokens of context.
-        room: tokens that a prompt may have, so that new ones fit behind it.
+        length: tokens of context. room: tokens that a prompt may have at most, as new ones have to fit behind it.
 
     Returns:
-        The prompts, and notes on those that are not as asked for.
+        The prompts, and what has to be said of those that are not as asked for.
     """
     size, found, lacking = min(length, room), [], []
     for i, sample in enumerate(samples):
@@ -195,14 +192,14 @@ def texts(
             lacking.append(len(tokens))
         if not whole or short is Short.keep:
             found.append(Text(sample, length, tuple(tokens), joined=longer is not sample))
-    notes, joined = [], sum(text.joined for text in found)
+    said, joined = [], sum(text.joined for text in found)
     if joined:
-        notes.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
+        said.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
     if lacking:
         none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
         fate = "taken as they are" if short is Short.keep else "left out"
-        notes.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
-    return found, notes
+        said.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
+    return found, said
 
 
 def _joined(
@@ -218,19 +215,18 @@ def _joined(
 
 
 class Acceptance:
-    """Measures methods on a target, which is stretched for the lengths that need it. Holds one target at a time.
+    """The methods on a target, which is stretched for the lengths that need it. One target is held at a time.
 
     Args:
-        load: loads the target with a YaRN factor; None: as it is.
-        settings: makes the settings for a target.
-        name: the model's name, as the user gave it.
-        factor: the target's factor for all lengths; None: each length has the factor that it needs.
+        load: reads the target, stretched by a YaRN factor; None: as it is.
+        settings: of a target: its methods, their options and what is the same for all runs.
+        name: what the user calls the model.
+        factor: of the target for all lengths; None: each length has the factor that it needs.
         progress: called with a line of text before something long.
 
     Attributes:
-        tokenizer: the target's.
-        context: tokens that the target holds as it was first loaded.
-        model: the description of the target in a file's header.
+        tokenizer: the target's. context: tokens that the target holds as it was first loaded.
+        model: what a file's header says of the target.
 
     Raises:
         CapabilityError: a method's draft is missing.
@@ -251,15 +247,17 @@ class Acceptance:
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
-        self._ends = ends_of(target, loaded.tokenizer, self.settings.ignore_eos)
+        own_end = loaded.tokenizer.eos_token_id
+        ends = target.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
+        self._ends = frozenset() if self.settings.ignore_eos else ends
         self._host(loaded, factor, progress)
         self._drafts = {n: fingerprint(c.draft) if c.draft is not None else "" for n, c in self._contenders.items()}
 
     def stretch(self, factor: float | None) -> None:
-        """Replaces the target by one with this YaRN factor.
+        """Takes the target with that YaRN factor in the place of the one that is there.
 
         Raises:
-            CapabilityError: its rotary embedding cannot be stretched. No target is held then.
+            CapabilityError: its rotary embedding cannot be stretched. There is no target then.
         """
         if factor != self._factor:
             self._sharing.clear()
@@ -275,7 +273,7 @@ class Acceptance:
                 method_name(name), loaded.model, loaded.tokenizer, plan=s.plan_of(name), **s.options(name)
             )
             specs[name].planner(progress)
-        # Methods share the KV of a text, if their drafts read the same hidden states.
+        # Methods share the KV of a text. Where their drafts read other hidden states of it, it is read once for each.
         layers = {name: spec.feature_layers() for name, spec in specs.items()}
         first = next(filter(None, layers.values()), ())
         together: dict[tuple[int, ...], list[str]] = {}
@@ -288,7 +286,7 @@ class Acceptance:
         """The runs to measure, and notes on texts that differ from what was asked for.
 
         Raises:
-            ContextError: a length exceeds the context at the given factor; or it has no room for new tokens.
+            ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.
             PromptError: no text is as long as any of the lengths.
         """
         if self._given is None:
@@ -352,7 +350,7 @@ class Acceptance:
 
     def _run(self, asked: Asked, text: Text, kept: Kept) -> Accepted:
         if kept.cache.tokens:
-            kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_AGAIN)]
+            kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
         sampling = Sampling(temperature=asked.temperature)
         job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed + text.seed, self._ends)
         run = self._contenders[asked.method].warm(job)

@@ -1,4 +1,4 @@
-"""``transformers``' own ``generate`` as a contender."""
+"""``transformers``' own ``generate`` as a contender. The only file outside ``host/`` and its like that uses it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past
 
 
 class Clock(BaseStreamer):
-    """A streamer that records times. ``generate`` gives it the prompt first, then each forward's tokens.
+    """A streamer that only looks at the clock. ``generate`` gives it the prompt first, then each forward's tokens.
 
     Attributes:
-        counts: tokens of each call, all rows together; the first is the prompt's.
+        counts: tokens of each call, those of all rows together; the prompt's is the first.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Generate:
     """``transformers``' own ``generate`` with sdpa attention.
 
     Attributes:
-        same_arithmetic: its model computes in the target's arithmetic; if not, its tokens may differ.
+        same_arithmetic: its model computes in the target's; else its tokens may be others.
     """
 
     name = "hf"
@@ -67,7 +67,7 @@ class Generate:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.note = model, f"{precision.of_model(model)} weights"
-        # Keys and values of the prompts without their last token, as views: the next cache copies them when it grows.
+        # Keys and values of the prompts but their last token: views, which the next cache copies when it grows.
         self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def comparable(self, greedy: bool, batch: int) -> bool:
@@ -95,7 +95,7 @@ class Generate:
             layers = out[_CACHE].layers
             self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
         tokens = _new_tokens(out, width, job)
-        # One token a forward; the prompt's forward gives the first.
+        # One token a forward, and the prompt's forward gives the first.
         rounds = tuple(len(t) - 1 for t in tokens)
         return Run(tokens, clock.first_token_seconds, clock.decode_seconds, rounds)
 
@@ -103,8 +103,7 @@ class Generate:
         """``generate``'s output, the prompts' padded width, and the clock.
 
         Args:
-            arguments: further arguments of ``generate``.
-            settings: further entries of its configuration.
+            arguments: further ones of ``generate``. settings: further ones of its configuration.
         """
         pad = min(job.eos, default=0)
         width = max(map(len, job.prompts))
@@ -129,25 +128,28 @@ class Generate:
 
 
 class Assisted(Generate):
-    """``generate`` with drafts of several tokens that one forward verifies, for one prompt at a time.
+    """``generate`` with a draft of several tokens that one forward checks. It takes one prompt at a time.
 
-    It cannot start from a prompt's KV, so every run reads the prompt again; the decode seconds do not include that. The
-    forward that reads the prompt verifies a draft too: the tokens that it accepts are ``early``.
+    It cannot start from a prompt's KV, so every run reads the prompt again, which is not in the decode seconds. The
+    forward that reads the prompt checks a draft too: what it accepts is ``early``.
     """
 
     def comparable(self, greedy: bool, batch: int) -> bool:
         # Sampled tokens have the right distribution, but not our random numbers.
         return self.same_arithmetic and greedy
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self._arguments: dict[str, Any] = {}
-        self._options: dict[str, Any] = {}
-
     def _run(self, job: Job) -> Run:
-        out, width, clock = self._generate(job, self._arguments, **self._options)
+        out, width, clock = self._generate(job, self._arguments(), **self._options())
         (tokens,) = _new_tokens(out, width, job)
         return Run.streamed(tokens, job, clock.start, clock.times[1:], clock.counts[1:])
+
+    def _arguments(self) -> dict[str, Any]:
+        """Further arguments of ``generate``, beside those of plain decoding."""
+        return {}
+
+    def _options(self) -> dict[str, Any]:
+        """Further entries of the generation configuration."""
+        return {}
 
 
 class PromptLookup(Assisted):
@@ -156,24 +158,25 @@ class PromptLookup(Assisted):
     name = "hf-prompt-lookup"
     TOKENS = 10  # what transformers' documentation calls it with
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self._options = {"prompt_lookup_num_tokens": self.TOKENS}
+    def _options(self) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": self.TOKENS}
 
 
 class AssistantModel(Assisted):
     """``generate`` with a small language model as its assistant, at transformers' own settings.
 
     Args:
-        assistant: a model with the same vocabulary, on the same device.
-        folder: where it was read from.
+        assistant: with the model's vocabulary, on its device. folder: where it was read from.
     """
 
     name = "hf-assisted"
 
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel, folder: Path) -> None:
         super().__init__(model)
-        self.draft, self._arguments = folder, {"assistant_model": assistant}
+        self.draft, self._assistant = folder, assistant
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"assistant_model": self._assistant}
 
 
 def _new_tokens(out: Any, width: int, job: Job) -> tuple[tuple[int, ...], ...]:
