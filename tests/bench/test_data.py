@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from longdraft.bench import tasks
 from longdraft.bench.data import Sample, fitted, read
 from longdraft.errors import ContextError, PromptError
 from tests.tiny import tiny_tokenizer
@@ -21,14 +22,17 @@ def write(tmp_path):
     return written
 
 
-def test_a_whole_prompt(write):
-    path = write({"text": "read this"})
-    assert read([path]) == [Sample("read this", "", "rows", f"{path}:1")]
-
-
-def test_a_longbench_row(write):
-    path = write({"input": "why?", "context": "long", "answers": [], "dataset": "qmsum"})
-    assert read([path]) == [Sample("long", "why?", "qmsum", f"{path}:1")]
+@pytest.mark.parametrize(
+    ("row", "document", "instruction", "dataset"),
+    [
+        ({"text": "read this"}, "read this", "", "rows"),
+        ({"input": "why?", "context": "long", "answers": [], "dataset": "qmsum"}, "long", "why?", "qmsum"),
+    ],
+)
+@pytest.mark.parametrize("reading", [lambda path: read([path]), lambda path: tasks.read([str(path)])])
+def test_rows_of_a_file(write, row, document, instruction, dataset, reading):
+    path = write(row)
+    assert reading(path) == [Sample(document, instruction, dataset, f"{path}:1")]
 
 
 def test_blank_lines_are_passed_over_and_the_limit_is_each_files(write):

@@ -9,17 +9,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from longdraft import LoadedModel, Sampling
+from longdraft import Sampling
 from longdraft.bench import report
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.llama_peer import LlamaCpp
 from longdraft.bench.peers import Sources
-from longdraft.bench.prompts import grid, prepare
-from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError, CheckpointError
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.bench.measuring import measured, settings
 
 
 class Llama:
@@ -52,11 +50,6 @@ class Llama:
             yield token
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
-
-
 @pytest.fixture
 def file(monkeypatch, tmp_path):
     """A GGUF file, where llama-cpp-python is installed."""
@@ -77,17 +70,16 @@ def peer_of(file, tokens=61) -> LlamaCpp:
 
 
 def test_beside_the_others(loaded, file):
-    settings = Settings(methods=("hf", "llama-cpp"), max_tokens=16, repeats=2, sources=Sources(gguf=file))
-    bench = Bench(loaded, settings)
-    groups, _ = grid(prepare([Sample("one two one two " * 4, "", "a", "a:1")], loaded, settings), settings)
-    rows = report.document(bench.names, [bench.measure(group) for group in groups], bench.notes)["rows"]
+    wanted = settings(methods=("hf", "llama-cpp"), max_tokens=16, repeats=2, sources=Sources(gguf=file))
+    bench, found = measured(loaded, wanted, [Sample("one two one two " * 4, "", "a", "a:1")])
+    rows = report.rows(bench.names, found)
     accepted = {row["method"]: row["mean_accepted_length"] for row in rows if row["mismatches"] is None}
     assert accepted == {"llama-cpp": 1.0}
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert "tiny.gguf" in bench.notes["llama-cpp"]
 
 
-def test_a_run_ends_where_it_should(file):
+def test_a_run_ends_at_the_limit_or_at_eos(file):
     peer = peer_of(file)
     cold = peer.cold(job([3, 4, 5]))
     assert cold.tokens == (tuple(range(6, 23)),)

@@ -12,28 +12,22 @@ from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.hf import AssistantModel, PromptLookup
 from longdraft.bench.peers import PEERS, Sources
-from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError
 from longdraft.model.runner import TargetRunner
+from tests.bench import measuring
+from tests.bench.measuring import settings
 from tests.drafters.test_small_lm_draft import KEPT, trained
 from tests.drafts import small_lm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 
 SAMPLES = [Sample("one two one two " * 4, "", "a", "a:1"), Sample("three four three", "", "a", "a:2")]
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
-
-
 def measured(loaded, unpacked=None, **wanted):
-    settings = Settings(**({"max_tokens": 16, "repeats": 2} | wanted))
-    bench = Bench(loaded, settings, unpacked=unpacked)
-    groups, _ = grid(prepare(SAMPLES, loaded, settings), settings)
-    return bench, [bench.measure(group) for group in groups]
+    wanted = settings(**({"max_tokens": 16, "repeats": 2} | wanted))
+    return measuring.measured(loaded, wanted, SAMPLES, unpacked=unpacked)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.2)])

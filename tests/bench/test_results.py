@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,18 +13,14 @@ from longdraft.bench import report
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.results import Results, header, read
-from longdraft.bench.run import Bench
+from longdraft.bench.run import Bench, Disagreement
 from longdraft.bench.settings import Settings
+from longdraft.bench.ties import Difference
 from longdraft.errors import CheckpointError, ConfigError
 from tests.drafts import small_lm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 
 SAMPLES = [Sample(f"one two {i} " * 8, "why?", "a", f"a:{i}") for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
 
 
 class Session:
@@ -69,15 +66,11 @@ def test_what_was_written_comes_back(session, tmp_path):
 
 def test_differences_come_back(session, tmp_path):
     file = session.open(tmp_path / "r.jsonl")
-    one = session.bench.measure(session.groups[0])
-    run = one.rounds["prompt-lookup"][0]
-    wrong = replace(run, tokens=((run.tokens[0][0] ^ 8, *run.tokens[0][1:]),))
-    one.rounds["prompt-lookup"][0] = wrong
-    prompts = session.groups[0]
-    one.disagreements.extend(session.bench._disagreements(prompts, "prompt-lookup", {}, one.rounds))
-    assert len(one.disagreements) == 1
-    file.add(one)
-    assert read(tmp_path / "r.jsonl")[1] == [one]
+    found = [Difference(3, 5, 6, 0.25, True), Difference(1, None, 6, math.inf)]
+    differences = [Disagreement("prompt-lookup", "a", "a:0", one) for one in found]
+    measured = replace(session.bench.measure(session.groups[0]), disagreements=differences)
+    file.add(measured)
+    assert read(tmp_path / "r.jsonl")[1] == [measured]
 
 
 def test_a_run_goes_on_where_it_ended(session, tmp_path):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from longdraft import LoadedModel, Sampling
+from longdraft import LoadedModel, Sampling, Speculator
 from longdraft.bench import contenders, report
-from longdraft.bench.contenders import Job, Run, trimmed
+from longdraft.bench.contenders import Kept, Ours, Run
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import batches, grid, prepare
 from longdraft.bench.run import Bench
-from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
 from longdraft.planning import plans
 from longdraft.planning.costs import CostTable
+from tests.bench import measuring
+from tests.bench.measuring import settings
 from tests.drafts import random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -29,76 +31,58 @@ SAMPLES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return LoadedModel(tiny_model(context=512, layers=2), tiny_tokenizer(chat=True))
+def measured(loaded, wanted, samples=SAMPLES, extra=()):
+    return measuring.measured(loaded, wanted, samples, extra=extra)
 
 
-def settings(**over) -> Settings:
-    return Settings(**({"max_tokens": 8, "repeats": 1} | over))
+def rows(loaded, wanted, samples=SAMPLES):
+    return measuring.rows(loaded, wanted, samples)
 
 
-def measured(loaded, wanted: Settings, samples=SAMPLES, extra=()):
-    prompts = prepare(samples, loaded, wanted)
-    groups, _ = grid(prompts, wanted)
-    bench = Bench(loaded, wanted, extra)
-    return bench, [bench.measure(group) for group in groups]
+class Altered(Ours):
+    """``ar`` with some of its tokens replaced.
 
+    Args:
+        alter: position -> bits of the token to flip.
+    """
 
-def rows(*arguments, **options):
-    bench, found = measured(*arguments, **options)
-    return report.rows(bench.names, found)
+    def __init__(self, loaded, alter):
+        spec = Speculator("ar", target=loaded.model, tokenizer=loaded.tokenizer)
+        super().__init__("altered", spec, Kept(PromptCache()))
+        self.alter = alter
 
-
-@dataclass
-class Altered:
-    """``ar``, with one of its tokens replaced in timed runs."""
-
-    bench: Bench
-    alter: dict[int, int] = field(default_factory=dict)
-    name = "altered"
-    note = ""
-    draft = None
-
-    def comparable(self, greedy: bool, batch: int) -> bool:
-        return True
-
-    def cold(self, job: Job) -> Run:
-        return self._altered(self.bench._contenders["ar"].cold(job))
-
-    def warm(self, job: Job) -> Run:
-        return self._altered(self.bench._contenders["ar"].warm(job))
-
-    def release(self) -> None:
-        pass
-
-    def _altered(self, run: Run) -> Run:
+    def warm(self, job):
+        run = super().warm(job)
         change = [tuple(t ^ self.alter.get(i, 0) for i, t in enumerate(tokens)) for tokens in run.tokens]
         return replace(run, tokens=tuple(change))
 
 
-def with_altered(loaded, alter):
-    bench = Bench(loaded, settings(methods=("ar",), ignore_eos=True))
-    bench._contenders["altered"] = Altered(bench, alter)
-    found = [bench.measure(group) for group in batches(prepare(SAMPLES, loaded, bench.settings), 1)[0]]
-    return bench, found
+def altered_report(loaded, alter):
+    """The JSON report of ``ar`` and an altered ``ar``, and the latter's row of the first data set."""
+    bench, found = measured(loaded, settings(methods=("ar",), ignore_eos=True), extra=[Altered(loaded, alter)])
+    report_ = report.document(bench.names, found)
+    (row,) = [r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a")]
+    return report_, row
 
 
-@pytest.mark.parametrize("wanted", [settings(), settings(batches=(2,)), settings(sampling=Sampling(1.0), seed=3)])
-def test_methods_and_generate_agree_with_ar(loaded, wanted):
-    found = rows(loaded, replace(wanted, methods=("prompt-lookup", "hf", "ar")))
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        {"batches": (2,)},
+        {"sampling": Sampling(1.0), "seed": 3},
+        {"sampling": Sampling(repetition_penalty=1.3)},
+        {"sampling": Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)},
+    ],
+    ids=str,
+)
+def test_methods_and_generate_agree_with_ar(loaded, over):
+    found = rows(loaded, settings(methods=("prompt-lookup", "hf", "ar"), **over))
     assert {row["method"] for row in found} == {"ar", "prompt-lookup", "hf"}
-    assert [row["mismatches"] for row in found] == [0] * len(found)
-    assert [row["near_ties"] for row in found] == [0] * len(found)
+    assert [(row["mismatches"], row["near_ties"]) for row in found] == [(0, 0)] * len(found)
 
 
-def test_generate_agrees_with_processors_too(loaded):
-    for sampling in (Sampling(repetition_penalty=1.3), Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)):
-        found = rows(loaded, settings(methods=("hf",), sampling=sampling), samples=SAMPLES[:2])
-        assert all(row["mismatches"] == 0 for row in found)
-
-
-def test_batches_of_generate_draw_otherwise(loaded):
+def test_batches_of_generate_sample_other_tokens(loaded):
     found = rows(loaded, settings(methods=("prompt-lookup", "hf"), sampling=Sampling(1.0), batches=(2,)))
     assert [row["mismatches"] for row in found if row["method"] != "hf"] == [0, 0]
     assert [row["mismatches"] for row in found if row["method"] == "hf"] == [None]
@@ -152,19 +136,17 @@ def test_depths_spread_and_memory(loaded):
 
 
 def test_accepted_tokens_are_counted_round_by_round(loaded):
-    bench = Bench(loaded, settings(methods=("prompt-lookup",), ignore_eos=True))
-    (prompt,) = prepare(SAMPLES[2:3], loaded, bench.settings)
-    run = bench._contenders["prompt-lookup"].cold(bench._job([prompt.tokens], 30))
+    wanted = settings(methods=("prompt-lookup",), ignore_eos=True, max_tokens=30)
+    _, (found,) = measured(loaded, wanted, SAMPLES[2:3])
+    run = found.cold["prompt-lookup"]
     assert len(run.accepted) == run.rounds[0]
     assert sum(accepted + 1 for accepted, _ in run.accepted) == 29
     assert run.accepted[0][1] == 28
     assert all(accepted <= room for accepted, room in run.accepted)
 
 
-def test_mismatches_are_seen(loaded):
-    bench, found = with_altered(loaded, {5: 8})
-    report_ = report.document(bench.names, found)
-    row = next(r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a"))
+def test_mismatches_are_reported(loaded):
+    report_, row = altered_report(loaded, {5: 8})
     assert (row["mismatches"], row["near_ties"]) == (3, 0)
     first = report_["differences"][0]
     assert (first["method"], first["sample"], first["position"]) == ("altered", "a.jsonl:1", 5)
@@ -172,8 +154,7 @@ def test_mismatches_are_seen(loaded):
     assert first["gap"] > 1e-3
     (line, *_) = report.listing(report_, loaded.tokenizer.decode)
     assert line.startswith("MISMATCH: altered on a.jsonl:1, new token 6")
-    ar = next(r for r in report_["rows"] if r["method"] == "ar")
-    assert ar["mismatches"] == 0
+    assert all(r["mismatches"] == 0 for r in report_["rows"] if r["method"] == "ar")
 
 
 def test_near_ties_are_counted_apart():
@@ -181,9 +162,7 @@ def test_near_ties_are_counted_apart():
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head[1::2] = head[::2]
-    bench, found = with_altered(LoadedModel(model, tiny_tokenizer(chat=True)), {2: 1})
-    report_ = report.document(bench.names, found)
-    row = next(r for r in report_["rows"] if (r["method"], r["dataset"]) == ("altered", "a"))
+    report_, row = altered_report(LoadedModel(model, tiny_tokenizer(chat=True)), {2: 1})
     assert (row["mismatches"], row["near_ties"]) == (0, 3)
     assert report.listing(report_, lambda ids: str(ids))[0].startswith("near tie: altered")
 
@@ -208,22 +187,22 @@ def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, monkeypa
 
 
 def test_generate_starts_from_its_kept_prompt(loaded):
-    wanted = settings(methods=("hf",), repeats=2)
+    wanted = settings(methods=("hf",), max_tokens=4, ignore_eos=True)
     (prompt,) = prepare(SAMPLES[2:3], loaded, wanted)
     bench, lengths = Bench(loaded, wanted), []
+    peer, job = bench.contenders["hf"], bench.job([prompt.tokens], 4)
     handle = loaded.model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: lengths.append(inputs[0].shape[1])
     )
     try:
-        bench._contenders["hf"].cold(job := bench._job([prompt.tokens], 4))
-        again = bench._contenders["hf"].warm(job)
-        assert again.tokens == bench._contenders["hf"].warm(job).tokens
+        peer.cold(job)
+        again = peer.warm(job)
+        assert again.tokens == peer.warm(job).tokens
     finally:
         handle.remove()
     assert [n for n in lengths if n > 1] == [len(prompt.tokens)]
     assert len(lengths) == 12
-    assert again.rounds == (3,)
-    assert again.mean_accepted_length == 1.0
+    assert (again.rounds, again.mean_accepted_length) == ((3,), 1.0)
 
 
 def test_generate_leaves_the_model_as_it_was(loaded):
@@ -293,11 +272,6 @@ def test_one_token_has_no_speed(loaded):
     found = rows(loaded, settings(max_tokens=1, methods=("prompt-lookup", "hf")))
     assert all(row["tokens_per_second"] is None and row["speedup_vs_ar"] is None for row in found)
     assert all(row["ttft_seconds"] > 0 for row in found)
-
-
-def test_trimmed():
-    assert trimmed([1, 2, 3, 2], frozenset({2})) == (1, 2)
-    assert trimmed([1, 2], frozenset()) == (1, 2)
 
 
 def test_batches_do_not_mix_datasets(loaded):
@@ -383,7 +357,7 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     names = ("prompt-lookup", "ar:kv_dtype=int8", "prompt-lookup:kv_dtype=int8")
     wanted = settings(methods=names, own_options={name: {"kv_dtype": "int8"} for name in names[1:]}, cold=False)
     bench = Bench(loaded, wanted)
-    kept = [c._kept for c in bench.contenders]
+    kept = [c._kept for c in bench.contenders.values()]
     assert kept[0] is kept[1] and kept[2] is kept[3] and kept[0] is not kept[2]
     found = rows(loaded, wanted, samples=SAMPLES[:1])
     assert [row["mismatches"] for row in found] == [0, 0, None, None]

@@ -63,11 +63,6 @@ def test_the_limit_is_each_data_sets(write):
     assert [len(tasks.read([f"lcc={write(LONGBENCH, '.parquet')}"], n)) for n in (1, 3, 9, None)] == [1, 3, 3, 3]
 
 
-def test_plain_files_are_read_as_before(write):
-    path = write([{"context": "long", "input": "why?", "dataset": "mine"}])
-    assert tasks.read([str(path)]) == [Sample("long", "why?", "mine", f"{path}:1")]
-
-
 @pytest.mark.parametrize("raw", [False, True])
 def test_what_stands_before_and_behind_a_document_is_not_cut(raw):
     tokenizer = tiny_tokenizer(chat=True)

@@ -1,4 +1,4 @@
-"""From runs at several lengths to the rows of a report, for people and for programs, and to its figure."""
+"""The report of runs at several lengths: JSON rows, tables and charts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def document(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[s
 
     Args:
         methods: in the order of the rows.
-        notes: what has to be said of texts. complete: nothing that was asked for is missing.
+        notes: remarks about texts.
+        complete: no run is missing.
     """
     cells: dict[tuple[float, str | None, int], dict[str, list[Accepted]]] = {}
     decoded = [run for run in runs if run.verifications]  # an answer of one token came of reading the prompt
@@ -82,10 +83,10 @@ def _standard_error(runs: Sequence[Accepted]) -> float | None:
 
 
 def tables(report: Mapping[str, Any], levels: int = 0) -> list[tuple[str, Table]]:
-    """For people: a title and a table for each temperature and dataset, a column a length.
+    """A title and a table for each temperature and data set, with a column for each length.
 
     Args:
-        levels: depths of which the share that was accepted is shown, in tables of their own.
+        levels: how many depths to show the accepted share of, in tables of their own.
     """
     groups: dict[tuple[float, str | None], list[dict[str, Any]]] = {}
     for row in report["rows"]:

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 
 class WideHead(nn.Module):
-    """A head of few rows, its logits spread over a larger vocabulary; all other tokens are impossible.
+    """A head of few rows, its logits spread over a larger vocabulary; all other tokens have -inf.
 
     Args:
-        head: hidden states to logits (..., n). ids: (n,) token id of each. vocabulary: how many there are in all.
+        head: hidden states -> logits (..., n).
+        ids: (n,) token id of each row.
+        vocabulary: size of the larger vocabulary.
     """
 
     ids: torch.Tensor
@@ -42,13 +44,13 @@ class WideHead(nn.Module):
 
 
 def assistant(runner: TargetRunner, name: str | Path | None = None) -> tuple[PreTrainedModel, Path]:
-    """A causal language model with the target's vocabulary, and where it was read from.
+    """A causal language model with the target's vocabulary, and the folder it was read from.
 
     Args:
         name: draft folder of ours, or folder or hub id of a model of transformers; None: the shipped draft.
 
     Raises:
-        CapabilityError: none is named, and none comes with the package for this target.
+        CapabilityError: none is named, and the package ships none for this target.
         CheckpointError: it cannot be read, or has another vocabulary.
         UnsupportedModelError: it cannot be hosted, or the target shares nothing with drafts.
     """

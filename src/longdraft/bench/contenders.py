@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from longdraft.bench import precision
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Tokens of a prompt that is worth a file.
 KEPT_FROM = 512
@@ -25,8 +29,8 @@ class Job:
     """A batch to decode, the same for every contender.
 
     Attributes:
-        eos: token ids that end a sequence; empty to decode ``max_tokens`` whatever comes.
-        seed: of sampling; has no effect on greedy decoding.
+        seed: of sampling.
+        eos: token ids that end a sequence; empty: decode on to ``max_tokens``.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -36,7 +40,7 @@ class Job:
     eos: frozenset[int]
 
     def started(self, spec: Speculator, cache: PromptCache | None) -> Generation:
-        """The job by a method of ours, from what a cache holds of the prompts."""
+        """Starts the job with a method of ours, from the KV in a cache."""
         return spec.stream(
             [list(p) for p in self.prompts],
             max_new_tokens=self.max_tokens,
@@ -54,15 +58,13 @@ class Run:
 
     Attributes:
         tokens: new tokens of each prompt, EOS included.
-        first_token_seconds: from the call to the first token of the last prompt: the time to first token, when
-            nothing had been read before; None where a snapshot was.
+        first_token_seconds: from the call to the first token of the last prompt; None if a snapshot was read.
         decode_seconds: from there to the end.
         rounds: target forwards of each prompt after its first token.
-        early: tokens that came with the first one, out of the forward that read the prompt: no second of
-            ``decode_seconds`` was spent on them.
-        accepted: for each round, drafted tokens that it accepted, and how many its token budget had room for; rounds of
-            all prompts, in the order in which they ended.
-        view: rows that a draft or a partial verification sees of a longer text, as a table shows them; empty: all.
+        early: tokens that came with the first one, out of the prompt's forward; ``decode_seconds`` has no time of them.
+        accepted: for each round, drafted tokens that it accepted, and how many the token budget had room for. Rounds
+            of all prompts, in the order in which they ended.
+        view: the rows of a longer text that a draft or a partial verification sees, as text; empty: all.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -80,10 +82,10 @@ class Run:
     def streamed(
         cls, tokens: tuple[int, ...], job: Job, start: float, times: Sequence[float], counts: Sequence[int]
     ) -> Run:
-        """A single prompt's, of somebody who says when tokens come.
+        """The run of a single prompt, from the times of its tokens.
 
         Args:
-            times, counts: when each forward's tokens came, and how many; the first is the forward that read the prompt.
+            times, counts: for each forward, when its tokens came and how many; the first is the prompt's.
         """
         first, *later = counts
         emitted = accumulate(later, initial=first)
@@ -102,20 +104,20 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens / decode seconds; None when nothing was decoded after the first tokens."""
+        """New tokens / decode seconds; None if nothing was decoded after the first tokens."""
         if self.decode_seconds <= 0 or not any(self.rounds):
             return None
         return (self.new_tokens - self.early) / self.decode_seconds
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """New tokens / target forwards, the prefill's tokens not counted; None when there was no forward."""
+        """New tokens / target forwards, without the prefill's tokens; None if there was no forward."""
         forwards = sum(self.rounds)
         return (self.new_tokens - len(self.tokens) - self.early) / forwards if forwards else None
 
 
 class Contender(Protocol):
-    """Decodes jobs. ``cold`` reads the prompts; ``warm`` starts from what it kept of them."""
+    """Decodes jobs. ``cold`` reads the prompts; ``warm`` starts from their kept KV."""
 
     @property
     def name(self) -> str: ...
@@ -126,28 +128,28 @@ class Contender(Protocol):
 
     @property
     def draft(self) -> Path | None:
-        """Folder or file of the weights that it has beside the target's, or in their place."""
+        """Folder or file of its weights beside the target's, or in their place."""
 
     def comparable(self, greedy: bool, batch: int) -> bool:
         """True if its tokens should be those of ``ar``."""
 
     def cold(self, job: Job) -> Run:
-        """Decodes with nothing read before. What was kept of an earlier job is given up first."""
+        """Drops what was kept of an earlier job, and decodes with nothing read before."""
 
     def warm(self, job: Job) -> Run:
-        """Decodes a job that ``cold`` has seen just before."""
+        """Decodes the job of the last ``cold``."""
 
     def release(self) -> None:
-        """Gives up what was kept of the prompts."""
+        """Drops what was kept of the prompts."""
 
 
 @dataclass
 class Kept:
-    """KV of the job's prompts. Our contenders share one: theirs is the same, and one is all that should be held.
+    """KV of the job's prompts, which our contenders share.
 
     Attributes:
-        feature_layers: hidden states that some contender reads; kept whoever reads the prompt.
-        snapshots: a folder where single prompts are kept from one benchmark to the next; None: nowhere.
+        feature_layers: layers whose hidden states some contender reads.
+        snapshots: a folder that keeps the KV of single prompts for later benchmarks; None: none.
     """
 
     cache: PromptCache
@@ -241,3 +243,11 @@ def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
         if token in eos:
             return tuple(tokens[: i + 1])
     return tuple(tokens)
+
+
+def ends_of(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos: bool) -> frozenset[int]:
+    """Token ids that end a sequence: the model's and the tokenizer's."""
+    if ignore_eos:
+        return frozenset()
+    own = tokenizer.eos_token_id
+    return runner.eos_token_ids | (frozenset() if own is None else {int(own)})

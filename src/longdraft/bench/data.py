@@ -21,11 +21,11 @@ class Sample:
     """One row of a data file.
 
     Attributes:
-        document: the long text; the part that is cut.
-        instruction: what stands behind it; empty when the row is one whole prompt.
-        dataset: the row's own name for where it comes from, else the file's stem.
+        document: the long text, which is cut to fit.
+        instruction: the text behind it; empty if the row is one whole prompt.
+        dataset: the row's own ``dataset``, else the file's stem.
         origin: file and line, for messages.
-        preface: what stands before the document, and is not cut.
+        preface: the text before the document; never cut.
     """
 
     document: str
@@ -54,10 +54,10 @@ def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
 
 
 def rows(path: Path, limit: int | None = None) -> list[tuple[dict[str, Any], str]]:
-    """The first ``limit`` rows of a JSONL file, and the file and line of each.
+    """The first ``limit`` rows of a JSONL file, with the file and line of each.
 
     Raises:
-        PromptError: as :func:`read` does.
+        PromptError: as in :func:`read`.
     """
     if path.is_dir():
         raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
@@ -107,16 +107,16 @@ def fitted(sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | Non
     """The sample's prompt, its document cut at the end so that the whole has at most ``tokens`` tokens.
 
     Raises:
-        ContextError: when the instruction alone is longer.
+        ContextError: the instruction alone is longer.
     """
     ids = sample.encode(tokenizer, raw)
     if tokens is None or len(ids) <= tokens:
         return ids
-    # Cut in characters, not in tokens: what a cut text encodes to is known only by encoding it.
+    # The text is cut in characters, and encoded to count its tokens.
     best: list[int] | None = None
     low, high = 0, len(sample.document)
     while high - low > 1 and len(best or ()) < tokens:
-        # Text has much the same density throughout, so the first guess is close; then the interval is halved.
+        # The first guess assumes the same density throughout; then the interval is halved.
         middle = (low + high) // 2 if best else max(low + 1, min(high - 1, high * tokens // max(1, len(ids))))
         cut = sample.document[:middle]
         ids = replace(sample, document=cut).encode(tokenizer, raw) if cut.strip() else []

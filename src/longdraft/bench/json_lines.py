@@ -1,6 +1,6 @@
-"""A file of measurements: a header, then a line for each, on the disk as soon as it is there.
+"""Files of measurements: a header, then a line for each measurement, written at once.
 
-Whatever decides a figure stands in the header; a run whose header is another one may not go on with the file.
+The header holds everything that figures depend on. A run with another header may not continue the file.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from longdraft.errors import CheckpointError, ConfigError
 T = TypeVar("T")
 
 _SAMPLE = 1 << 20  # bytes of either end of a weight file that its fingerprint sees
-# Of the hardware: what changes from one run to the next on the same machine decides nothing.
+# Entries of the hardware that change from run to run on the same machine.
 _LOOSE = ("memory_available_bytes",)
-# Of the header: what is said of a run and decides nothing.
-_SAID = ("created", "command")
+# Entries of the header that figures do not depend on.
+_REMARKS = ("created", "command")
 
 
 class JsonLines(Generic[T]):
     """A file that measurements are added to.
 
     Args:
-        header: of this run, as :func:`signed` makes it.
-        parsed: a line's object -> what it stands for.
+        header: this run's, from :func:`signed`.
+        parsed: makes a measurement from a line's object.
 
     Attributes:
-        measured: what was there already, and what has been added.
+        measured: all measurements, those that were in the file first.
 
     Raises:
-        ConfigError: the file holds a run with another header; says what differs.
+        ConfigError: the file holds a run with another header; the message names the differences.
         CheckpointError: it cannot be read or written, or is no such file.
     """
 
@@ -70,7 +70,7 @@ class JsonLines(Generic[T]):
 
 
 def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
-    """A header: the format, what decides the figures, and what is said of the run; as it comes back from a file."""
+    """A header as it is read back from a file: format, content, time and command."""
     said = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
     found: dict[str, Any] = json.loads(json.dumps({"format": form, "version": version, **content, **said}))
     return found
@@ -79,7 +79,7 @@ def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any
 def contents(
     path: Path, form: str, version: int, parsed: Callable[[dict[str, Any]], T]
 ) -> tuple[int, dict[str, Any], list[T]]:
-    """Bytes, header and measurements of a file, all without a last line that was cut short.
+    """Size in bytes, header and measurements of a file, without a torn last line.
 
     Raises:
         CheckpointError: it cannot be read, or is no file of this format and version.
@@ -112,15 +112,15 @@ def contents(
 
 
 def decisive(header: Mapping[str, Any]) -> dict[str, Any]:
-    """A header without what changes by itself."""
+    """A header without the entries that change by themselves."""
     hardware = {k: v for k, v in mapping(header.get("hardware")).items() if k not in _LOOSE}
     gpus = [{k: v for k, v in mapping(gpu).items() if k not in _LOOSE} for gpu in hardware.get("gpus") or []]
-    said = {k: v for k, v in header.items() if k not in _SAID}
+    said = {k: v for k, v in header.items() if k not in _REMARKS}
     return {**said, "hardware": {**hardware, "gpus": gpus}}
 
 
 def fingerprint(weights: Path) -> str:
-    """Name and content of a file, or of the files of a folder, as far as their ends and sizes tell it."""
+    """Fingerprint of a file or a folder's files: their names, sizes, first and last bytes."""
     digest = hashlib.sha256()
     for file in sorted(p for p in weights.glob("*") if p.is_file()) if weights.is_dir() else [weights]:
         if file.is_file():  # else a hub id
@@ -134,13 +134,13 @@ def fingerprint(weights: Path) -> str:
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON can hold them."""
+    """Options with values that JSON can hold."""
     held = (int, float, bool, str, tuple, type(None))
     return {name: x if isinstance(x, held) else str(x) for name, x in options.items()}
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A value of a results file that should be an object."""
+    """A value of a results file that should be an object; empty if it is none."""
     return dict(value) if isinstance(value, Mapping) else {}
 
 
@@ -162,7 +162,7 @@ def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
 
 @contextmanager
 def _failures(path: Path, what: str) -> Iterator[None]:
-    """Inside it, a file that cannot be used ends in a CheckpointError."""
+    """Turns errors of the file system into CheckpointErrors."""
     try:
         yield
     except OSError as error:

@@ -29,12 +29,14 @@ class Sources:
 
 @dataclass(frozen=True)
 class Peer:
-    """Attributes:
-    make: the contender on a target.
-    unpacked: it runs on the target's model object, which must not hold weights as a file stores them.
-    batched: it takes several prompts at once.
-    takes: the attribute of :class:`Sources` that it reads, if any.
-    check: refuses what cannot run, before a model is loaded.
+    """A kind of contender that is not ours.
+
+    Attributes:
+        make: makes the contender on a target.
+        unpacked: it runs on the target's model object, which must not hold packed weights.
+        batched: it takes several prompts at once.
+        takes: the attribute of :class:`Sources` that it reads, if any.
+        check: refuses what cannot run, before a model is loaded.
     """
 
     make: Callable[[TargetRunner, Sources], Contender]
@@ -65,10 +67,10 @@ HF = Generate.name
 
 
 def check(names: tuple[str, ...], sources: Sources, largest_batch: int) -> None:
-    """Refuses peers that cannot run as they are asked to.
+    """Refuses peers that cannot run with these settings.
 
     Raises:
-        ValueError: a source that none of them reads, or a batch for one that takes one prompt at a time.
+        ValueError: a source that none of them reads, or a batch for a peer that takes one prompt at a time.
         CapabilityError, CheckpointError: as the peer's own check says.
     """
     asked = {name: PEERS[name] for name in names if name in PEERS}

@@ -14,7 +14,7 @@ from longdraft.model.runner import TargetRunner
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample as the model reads it. ``context``: what it was cut for."""
+    """A sample's tokens. ``context``: the length that it was cut to; None: it is whole."""
 
     sample: Sample
     tokens: tuple[int, ...]
@@ -29,7 +29,7 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
     """Encodes every sample for every context before anything is measured.
 
     Raises:
-        ContextError: for a prompt that with its budget exceeds the model's context, naming file and line.
+        ContextError: a prompt with its new tokens exceeds the model's context. Names file and line.
     """
     limit = TargetRunner(loaded.model).context_length
     prompts = []
@@ -48,10 +48,10 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> tuple[list[Group], int]:
-    """Batches of exactly ``size``, none across datasets or contexts, and how many prompts were left over.
+    """Batches of exactly ``size`` of one data set and context, and the count of prompts that are left over.
 
     Raises:
-        PromptError: when no dataset fills a batch.
+        PromptError: no data set fills a batch.
     """
     groups: dict[tuple[str, int | None], list[Prompt]] = {}
     for prompt in prompts:
@@ -63,10 +63,10 @@ def batches(prompts: Sequence[Prompt], size: int) -> tuple[list[Group], int]:
 
 
 def grid(prompts: Sequence[Prompt], settings: Settings) -> tuple[list[Group], dict[int, int]]:
-    """Every batch that is to be measured, dataset by dataset, then by context; and by batch how many were left over.
+    """All batches, by data set and context; and batch size -> count of prompts that are left over.
 
     Raises:
-        PromptError: when no dataset fills a batch.
+        PromptError: no data set fills a batch.
     """
     found: list[Group] = []
     left: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""From measurements to the rows of a report, for people and for programs."""
+"""The report of a bench: JSON rows, tables and remarks."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """A row for each method, dataset, context and batch, with the keys that docs/figures.md defines.
+    """A row for each method, data set, context and batch, with the keys that docs/figures.md defines.
 
     Args:
-        names: of the contenders, in the order of the table.
+        names: the contenders, in the order of the table.
     """
     cells: dict[tuple[str, int | None, int], list[Measured]] = {}
     for m in measured:
@@ -101,7 +101,7 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
 def _spread(
     measured: Sequence[Measured], figure: Callable[[dict[str, list[Run]], int], float | None]
 ) -> list[float] | None:
-    """Lowest and highest of the rounds, each of which counts with the median of its samples."""
+    """Lowest and highest round; a round's figure is the median of its samples."""
     repeats = min(len(m.rounds[REFERENCE]) for m in measured)
     found = [median_of(figure(m.rounds, i) for m in measured) for i in range(repeats)]
     known = [x for x in found if x is not None]
@@ -112,20 +112,20 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     """Share of rounds that accepted at least d drafted tokens, for d from 1 to the deepest.
 
     Args:
-        rounds: drafted tokens that each accepted, and how many its token budget had room for.
+        rounds: for each, drafted tokens that it accepted, and how many the token budget had room for.
     """
     levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
 
 
 def _rolled_back(runs: Sequence[Run]) -> float | None:
-    """Tokens that a full verification refuted / tokens that partial ones accepted; None where there were none."""
+    """Tokens that full verifications refuted / tokens that partial ones accepted; None if there were none."""
     accepted = sum(run.partial_tokens for run in runs)
     return sum(run.rolled_back for run in runs) / accepted if accepted else None
 
 
 def over(measured: Sequence[Measured], name: str, reference: str) -> Tally | None:
-    """A method's tokens/s / the reference's, of every batch that both decoded."""
+    """A method's tokens/s over the reference's, for every batch that both decoded."""
     both = [m for m in measured if name in m.rounds and reference in m.rounds]
     return tally(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both)
 
@@ -140,7 +140,8 @@ def document(
     """The report as one JSON object.
 
     Args:
-        notes: what has to be said of a contender, by name. complete: nothing that was asked for is missing.
+        notes: remarks about contenders, by name.
+        complete: no batch is missing.
     """
     return {
         "rows": rows(names, measured),
@@ -167,7 +168,7 @@ def difference(found: Disagreement) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """For people: a title and a table for each dataset, context and batch."""
+    """A title and a table for each data set, context and batch."""
     found: dict[tuple[str, int | None, int], tuple[str, Table]] = {}
     known = columns(report["rows"])
     shown = [column for column in known if column != VIEW]
@@ -204,7 +205,7 @@ def listing(report: dict[str, Any], decode: Any) -> list[str]:
     """A line for each sample whose tokens are not those of ``ar``.
 
     Args:
-        decode: a list of token ids to text.
+        decode: makes text of token ids.
     """
     lines = []
     for d in report["differences"]:

@@ -1,4 +1,4 @@
-"""Measurements of the bench in a file: a run that was stopped goes on where it was. Format: docs/figures.md."""
+"""The bench's results file: a run that was stopped goes on where it was. Format: docs/figures.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ _CACHE = "LONGDRAFT_CACHE"
 def header(
     bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None
 ) -> dict[str, Any]:
-    """All that decides the figures of a run, and what is to be known of them.
+    """A run's header: everything that its figures depend on, and remarks.
 
     Args:
-        model, data, limit: what the user named.
+        model, data, limit: as the user gave them.
     """
     s, target = bench.settings, bench.target
     tokens = hashlib.sha256()
@@ -42,7 +42,7 @@ def header(
             "contenders": bench.names,
             "options": {name: plain(s.options(name)) for name in s.contenders if name not in PEERS},
             "plan": {name: s.plan_of(name) for name in s.contenders if name not in PEERS},
-            "exact": {c.name: c.comparable(greedy, 1) for c in bench.contenders},
+            "exact": {c.name: c.comparable(greedy, 1) for c in bench.contenders.values()},
             "contexts": s.contexts,
             "batches": s.batches,
             "max_tokens": s.max_tokens,
@@ -55,11 +55,11 @@ def header(
             "offload": None if s.offload is None else str(s.offload),
             "data": data,
             "limit": limit,
-            # Switches of this package: all but the place of its cache decide how fast something is.
+            # The package's switches; all but the place of its cache change how fast something is.
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _CACHE},
         },
         "model": model_of(target, model),
-        "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders if c.draft is not None},
+        "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
         "prompts": tokens.hexdigest()[:16],
         "hardware": machine.hardware(),
         "versions": machine.versions(),
@@ -94,9 +94,9 @@ class Results(JsonLines[Measured]):
 
     def has(self, group: Group) -> bool:
         """True if a batch was measured already."""
-        return _key(group[0].sample.dataset, group[0].context, [p.sample.origin for p in group]) in {
-            _key(m.dataset, m.context, m.samples) for m in self.measured
-        }
+        first, origins = group[0], tuple(prompt.sample.origin for prompt in group)
+        key = first.sample.dataset, first.context, origins
+        return any((m.dataset, m.context, m.samples) == key for m in self.measured)
 
     def add(self, measured: Measured) -> None:
         """Appends a line, on the disk when this returns."""
@@ -150,7 +150,3 @@ def _disagreement(d: Mapping[str, Any]) -> Disagreement:
     gap = math.inf if d["gap"] is None else d["gap"]
     difference = Difference(d["position"], d["token"], d["reference"], gap, d["near_tie"])
     return Disagreement(d["method"], d["dataset"], d["sample"], difference)
-
-
-def _key(dataset: str, context: int | None, samples: Iterable[str]) -> tuple[Any, ...]:
-    return dataset, context, *samples

@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run
+from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
 from longdraft.bench.hf import Generate
 from longdraft.bench.peers import PEERS
 from longdraft.bench.profile import profile
@@ -42,16 +43,16 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch of one dataset: what each contender took, and where it differed.
+    """The figures of one batch of one data set.
 
     Attributes:
-        context: what the prompts were cut for.
+        context: the length that the prompts were cut to; None: they are whole.
         samples, prompt_tokens: origin and length of each prompt.
-        cold: the run from nothing, by name, of those that had one.
-        rounds: the timed runs, by name.
-        comparable: names whose tokens are meant to be those of ``ar``.
-        peak_memory_bytes: the process's while the timed runs of a name lasted; None where the system does not say.
-        profiles: where the rounds of a name spend their time; see :mod:`longdraft.bench.profile`.
+        cold: the runs from nothing, by contender.
+        rounds: the timed runs, by contender.
+        comparable: contenders whose tokens should be those of ``ar``.
+        peak_memory_bytes: of the process in a contender's timed runs; None if the system does not say.
+        profiles: see :mod:`longdraft.bench.profile`.
     """
 
     dataset: str
@@ -81,8 +82,11 @@ class Bench:
     Args:
         extra: further contenders, for methods that are not registered.
         progress: called with a line of text before something long.
-        unpacked: reads the model once more, in a plain dtype, for the peers that run on a model object; None: they run
-            on ``loaded`` itself.
+        unpacked: reads the model once more, in a plain dtype, for peers that run on a model object; None: they run on
+            ``loaded`` itself.
+
+    Attributes:
+        contenders: by name, ``ar`` first.
     """
 
     def __init__(
@@ -94,70 +98,63 @@ class Bench:
         unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        self._kept = Kept(PromptCache(), snapshots=settings.snapshots)
-        # KV that is rounded is another's, which those share that round alike.
-        self._rounded: dict[str, Kept] = {}
-        self._runner: TargetRunner | None = None
-        plain: TargetRunner | None = None
-        self._contenders: dict[str, Contender] = {}
+        # Contenders share the prompts' KV if they round it to the same dtype.
+        self._kept: dict[str | None, Kept] = {}
+        self._unpacked = unpacked
+        self.contenders: dict[str, Contender] = {}
         for name in settings.contenders:
-            if name in PEERS:
-                # Behind ar, which is always the first: peers share its runner, unless they need another model.
-                assert self._runner is not None
-                target = self._runner
-                if unpacked is not None and PEERS[name].unpacked:
-                    target = plain = plain or TargetRunner(unpacked().model)
-                peer = PEERS[name].make(target, settings.sources)
-                if isinstance(peer, Generate):
-                    peer.same_arithmetic = target.arithmetic == self._runner.arithmetic
-                self._contenders[name] = peer
-                continue
-            spec = Speculator(
-                method_name(name),
-                target=loaded.model,
-                tokenizer=loaded.tokenizer,
-                offload=settings.offload,
-                plan=settings.plan_of(name),
-                kv_dtype=settings.kv_dtype_of(name),
-                **settings.options(name),
-            )
-            spec.planner(progress)
-            self._runner = self._runner or spec.runner()
-            rounded = settings.kv_dtype_of(name)
-            kept = self._kept
-            if rounded is not None:
-                kept = self._rounded.setdefault(rounded, Kept(PromptCache(), snapshots=settings.snapshots))
-            self._contenders[name] = Ours(name, spec, kept)
-        self._contenders |= {c.name: c for c in extra}
-        assert self._runner is not None  # ar is always there
-        self._eos: frozenset[int] = frozenset()
-        if not settings.ignore_eos:
-            own = loaded.tokenizer.eos_token_id
-            self._eos = self._runner.eos_token_ids | (frozenset() if own is None else {int(own)})
+            self.contenders[name] = self._peer(name) if name in PEERS else self._ours(name, loaded, progress)
+        self.contenders |= {c.name: c for c in extra}
+        self._eos = ends_of(self.target, loaded.tokenizer, settings.ignore_eos)
+
+    def _ours(self, name: str, loaded: LoadedModel, progress: Progress | None) -> Ours:
+        s, kv_dtype = self.settings, self.settings.kv_dtype_of(name)
+        spec = Speculator(
+            method_name(name),
+            target=loaded.model,
+            tokenizer=loaded.tokenizer,
+            offload=s.offload,
+            plan=s.plan_of(name),
+            kv_dtype=kv_dtype,
+            **s.options(name),
+        )
+        spec.planner(progress)
+        return Ours(name, spec, self._kept.setdefault(kv_dtype, Kept(PromptCache(), snapshots=s.snapshots)))
+
+    def _peer(self, name: str) -> Contender:
+        """A peer on the target, or on the unpacked model if it needs one."""
+        separate = PEERS[name].unpacked and self._unpacked is not None
+        target = self._plain if separate else self.target
+        peer = PEERS[name].make(target, self.settings.sources)
+        if isinstance(peer, Generate):
+            peer.same_arithmetic = target.arithmetic == self.target.arithmetic
+        return peer
+
+    @cached_property
+    def _plain(self) -> TargetRunner:
+        assert self._unpacked is not None
+        return TargetRunner(self._unpacked().model)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._contenders)
-
-    @property
-    def contenders(self) -> tuple[Contender, ...]:
-        return tuple(self._contenders.values())
+        return tuple(self.contenders)
 
     @property
     def target(self) -> TargetRunner:
         """The hosted model."""
-        assert self._runner is not None
-        return self._runner
+        ar = self.contenders[REFERENCE]
+        assert isinstance(ar, Ours)
+        return ar.spec.runner()
 
     @property
     def notes(self) -> dict[str, str]:
-        """Notes on contenders, by name."""
-        return {name: c.note for name, c in self._contenders.items() if c.note}
+        """Remarks about contenders, by name."""
+        return {name: c.note for name, c in self.contenders.items() if c.note}
 
     def wake(self, prompt: Prompt) -> None:
-        """Runs each contender for a moment, so that the first batch does not pay for what is done once."""
-        for contender in self._contenders.values():
-            contender.cold(self._job([prompt.tokens[:WAKE_PROMPT]], min(WAKE_TOKENS, self.settings.max_tokens)))
+        """Runs each contender for a moment, so that the first batch does not pay for what is done only once."""
+        for contender in self.contenders.values():
+            contender.cold(self.job([prompt.tokens[:WAKE_PROMPT]], min(WAKE_TOKENS, self.settings.max_tokens)))
             contender.release()
 
     def measure(self, prompts: Sequence[Prompt], tick: Callable[[str], None] = lambda what: None) -> Measured:
@@ -166,28 +163,28 @@ class Bench:
         Args:
             tick: called before each run with the contender's name.
         """
-        job = self._job([p.tokens for p in prompts], self.settings.max_tokens)
+        job = self.job([p.tokens for p in prompts], self.settings.max_tokens)
         cold: dict[str, Run] = {}
-        for name, contender in self._contenders.items():
+        for name, contender in self.contenders.items():
             if self._reads(name):
                 tick(name)
                 cold[name] = contender.cold(job)
-        rounds: dict[str, list[Run]] = {name: [] for name in self._contenders}
-        peaks: dict[str, list[int]] = {name: [] for name in self._contenders}
+        rounds: dict[str, list[Run]] = {name: [] for name in self.contenders}
+        peaks: dict[str, list[int]] = {name: [] for name in self.contenders}
         device = self.target.device
         for i in range(self.settings.repeats):
             for name in self.names if i % 2 == 0 else reversed(self.names):
                 tick(name)
                 gc.collect()  # or a collection falls due inside somebody's turn
                 watched = machine.forget_peak(device)
-                rounds[name].append(self._contenders[name].warm(job))
+                rounds[name].append(self.contenders[name].warm(job))
                 if watched and (peak := machine.peak_bytes(device)) is not None:
                     peaks[name].append(peak)
         profiles = self._profiles(job) if self.settings.profile else {}
         greedy = self.settings.sampling.greedy
-        comparable = [name for name, c in self._contenders.items() if c.comparable(greedy, len(prompts))]
+        comparable = [name for name, c in self.contenders.items() if c.comparable(greedy, len(prompts))]
         disagreements = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
-        for contender in self._contenders.values():
+        for contender in self.contenders.values():
             contender.release()
         return Measured(
             prompts[0].sample.dataset,
@@ -204,20 +201,20 @@ class Bench:
 
     def _profiles(self, job: Job) -> dict[str, dict[str, Any]]:
         """Profiles of our methods by name, on the prompts' KV that is still there."""
-        ours = {name: c.spec for name, c in self._contenders.items() if isinstance(c, Ours)}
-        found = {name: profile(spec, job, self._kept.cache) for name, spec in ours.items()}
+        ours = {name: c.spec for name, c in self.contenders.items() if isinstance(c, Ours)}
+        found = {name: profile(spec, job, self._kept[None].cache) for name, spec in ours.items()}
         return {name: seen.as_dict() for name, seen in found.items() if seen is not None}
 
     def runs(self, batch_count: int) -> int:
         """Count of calls of ``tick`` for a number of batches."""
-        reading = sum(map(self._reads, self._contenders))
-        return batch_count * (reading + len(self._contenders) * self.settings.repeats)
+        reading = sum(map(self._reads, self.contenders))
+        return batch_count * (reading + len(self.contenders) * self.settings.repeats)
 
     def _reads(self, name: str) -> bool:
         """True if a contender has a cold run."""
-        return self.settings.cold or name == REFERENCE or not isinstance(self._contenders[name], Ours)
+        return self.settings.cold or name == REFERENCE or not isinstance(self.contenders[name], Ours)
 
-    def _job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:
+    def job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:
         return Job(tuple(prompts), max_tokens, self.settings.sampling, self.settings.seed, self._eos)
 
     def _disagreements(
@@ -231,7 +228,7 @@ class Bench:
             outputs = {run.tokens[i] for run in runs} - {reference}
             # A batch's first slot is free for the judge now: the rounds are over.
             judged = [
-                compare(self.target, prompt.tokens, tokens, reference, self.settings.sampling, self._kept.cache)
+                compare(self.target, prompt.tokens, tokens, reference, self.settings.sampling, self._kept[None].cache)
                 for tokens in outputs
             ]
             differences = [d for d in judged if d is not None]

@@ -28,22 +28,21 @@ class Settings:
 
     Attributes:
         methods: names of methods and peers.
-        max_tokens: new tokens at most, a prompt.
-        contexts: tokens that a prompt has at most, each measured; None leaves them as they are.
-        batches: prompts decoded together, each measured.
+        max_tokens: new tokens of a prompt at most.
+        contexts: lengths to cut prompts to, each measured; None: prompts are whole.
+        batches: batch sizes, each measured.
         repeats: timed rounds.
-        raw: prompts as plain text, without the chat template.
+        raw: prompts are plain text, without the chat template.
         ignore_eos: decode on to ``max_tokens``.
-        cold: every method reads the prompts once itself, which gives its time to first token. Without it the first of
-            ours reads them for all of ours.
-        draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
-        own_options: further options of one contender, by its name: ``specpv:budget=512`` is ``specpv`` with that.
-            ``plan`` and ``kv_dtype`` may be among them.
-        plan: how our methods size their trees; see :class:`~longdraft.speculator.Speculator`.
-        offload: where our methods keep the KV; see :class:`~longdraft.speculator.Speculator`. Peers keep theirs.
-        sources: where peers have their own weights from.
-        profile: look into some rounds of our methods, after the timed ones.
-        snapshots: a folder where our methods keep the KV of prompts, so that another benchmark need not read them.
+        cold: every method reads the prompts once itself, which gives its time to first token. If false, ``ar`` reads
+            them for all of ours.
+        draft_options: options for the methods that take a draft: ``draft``, ``widths``, ``nodes``.
+        own_options: further options of single contenders, by name (``specpv:budget=512``), ``plan`` and ``kv_dtype``
+            included.
+        plan, offload: of our methods; see :class:`~longdraft.speculator.Speculator`.
+        sources: the weights of peers.
+        profile: profile some rounds of our methods after the timed ones.
+        snapshots: a folder where our methods keep the KV of prompts for later benchmarks.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -80,9 +79,8 @@ class Settings:
                     f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
                 )
             if name not in PEERS:
-                resolve(
-                    method_name(name), self.options(name), alone=True
-                )  # a wrong option, or a draft that cannot be read
+                # Refuses a wrong option, or a draft that cannot be read.
+                resolve(method_name(name), self.options(name), alone=True)
             plans.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
@@ -115,7 +113,7 @@ class Settings:
         return name not in PEERS and METHODS[method_name(name)].takes_draft
 
     def _shared(self, name: str) -> Mapping[str, Any]:
-        """The draft options. A draft folder goes to the methods that can take its kind, if there are any."""
+        """The draft options. A draft goes to the methods that take its kind, if there are any."""
         if not self.takes_draft(name):
             return {}
         draft = self.draft_options.get("draft")

@@ -12,7 +12,7 @@ from rich.table import Table
 from longdraft.bench import machine
 
 Column = tuple[str, str, str]
-"""A figure of a row as people read it: a heading, the row's key, and a format."""
+"""A column of a table: its heading, the row's key, and a format."""
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -22,11 +22,11 @@ def median_of(values: Iterable[float | None]) -> float | None:
 
 
 def ratio(own: float | None, other: float | None) -> float | None:
-    """None where one of them is missing, or there is nothing to divide by."""
+    """None if one of them is missing, or the other is 0."""
     return None if own is None or not other else own / other
 
 
-# Speed-ups within so much of 1 are neither a win nor a loss: the same method run twice differs by as much.
+# Speed-ups this close to 1 are neither a win nor a loss: the same method run twice differs by as much.
 LEVEL = 0.02
 
 
@@ -35,7 +35,7 @@ class Tally:
     """Counts of prompts on which a method is faster than another, and slower, which a mean would hide.
 
     Attributes:
-        ratios: tokens/s / the other's, one a prompt (a batch, where prompts are decoded together); one at least.
+        ratios: tokens/s over the other's, of each prompt (batch); not empty.
     """
 
     ratios: Sequence[float]
@@ -50,7 +50,7 @@ class Tally:
 
     @property
     def ends(self) -> list[float]:
-        """The least and the largest."""
+        """The smallest and the largest."""
         return [min(self.ratios), max(self.ratios)]
 
     @property
@@ -80,7 +80,7 @@ def count(number: int, what: str) -> str:
 
 
 def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
-    """An empty table: columns of names, and of figures at their right edges."""
+    """An empty table: columns of names, and right-aligned columns of figures."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for head in names:
         made.add_column(head, no_wrap=True)
@@ -90,5 +90,5 @@ def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
 
 
 def circumstances() -> dict[str, Any]:
-    """The machine and the versions of what matters, as each report's JSON object has them."""
+    """The machine and the versions, for a report's JSON object."""
     return {"hardware": machine.hardware(), "versions": machine.versions()}

@@ -1,9 +1,9 @@
-"""Data sets by name: where their rows lie, and how a row becomes a prompt. The words around a document are our own."""
+"""Data sets by name: where their rows are, and how a row becomes a prompt. The words around documents are our own."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,17 +18,23 @@ from longdraft.model.checkpoints import quiet
 _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
 _READERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 BUILT_IN = "stdlib"
-"""What is measured where nobody names data: source files of Python's standard library, which every machine has."""
+"""The default data: source files of Python's standard library."""
 _MODULES = ("textwrap", "argparse", "typing")
+_BUILT_IN_TASKS = {
+    "stdlib-summary": "Summarise what this module offers.",
+    "stdlib-quote": "Show the code of the first class in this module once more.",
+}
 
 
 @dataclass(frozen=True)
 class Task:
-    """Attributes:
-    hub: arguments of ``datasets.load_dataset``.
-    document: columns, the first of them that a row has is the long text.
-    instruction: stands behind it; ``{input}`` is the row's own question or text.
-    preface: stands before it.
+    """A data set.
+
+    Attributes:
+        hub: arguments of ``datasets.load_dataset``.
+        document: columns for the long text; the first that a row has is used.
+        instruction: the text behind the document; ``{input}`` is the row's question or text.
+        preface: the text before the document.
     """
 
     hub: Mapping[str, Any]
@@ -95,10 +101,10 @@ def _read(name: str, limit: int | None) -> list[Sample]:
     if name == BUILT_IN:
         return built_in()[:limit]
     if name in TASKS:
-        return _samples(name, _hub_rows(name, limit))
+        return [_sample(name, *row) for row in _hub_rows(name, limit)]
     task, equals, file = name.partition("=")
     if equals and task in TASKS:
-        return _samples(task, _file_rows(Path(file).expanduser(), limit))
+        return [_sample(task, *row) for row in _file_rows(Path(file).expanduser(), limit)]
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
         raise PromptError(
@@ -120,19 +126,13 @@ def built_in() -> list[Sample]:
             source = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise PromptError("This Python comes without the sources of its modules: name data with --data.") from None
-        found.append(Sample(source, "Summarise what this module offers.", "stdlib-summary", f"{name}.py"))
-        found.append(
-            Sample(source, "Show the code of the first class in this module once more.", "stdlib-quote", f"{name}.py")
-        )
+        for dataset, instruction in _BUILT_IN_TASKS.items():
+            found.append(Sample(source, instruction, dataset, f"{name}.py"))
     return found
 
 
-def _samples(name: str, rows: Iterable[tuple[Mapping[str, Any], str]]) -> list[Sample]:
+def _sample(name: str, row: Mapping[str, Any], origin: str) -> Sample:
     task = TASKS[name]
-    return [_sample(name, task, row, origin) for row, origin in rows]
-
-
-def _sample(name: str, task: Task, row: Mapping[str, Any], origin: str) -> Sample:
     column = next((c for c in task.document if c in row), None)
     asked = row.get("input", "") or ""
     if column is None or ("{input}" in task.instruction and "input" not in row):

@@ -15,6 +15,7 @@ from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Sho
 from longdraft.bench.peers import PEERS
 from longdraft.bench.settings import Settings
 from longdraft.cli import console, method_options, options
+from longdraft.cli.bench import check_writable
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Shares
 from longdraft.engine.sampler import Sampling
@@ -61,7 +62,7 @@ def acceptance(
     ] = "0,1",
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
     levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
@@ -100,9 +101,7 @@ def acceptance(
     for t in temperatures:
         Sampling(temperature=t)
     chosen = None if names is None else settings(names)  # what is wrong is said before the model is read
-    for option, path in (("--svg", svg), ("--results", results)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
+    check_writable({"--svg": svg, "--results": results})
     if svg is not None:
         charts.available()
     samples = tasks.read(data or [tasks.BUILT_IN], limit)
@@ -152,7 +151,7 @@ def _default(target: TargetRunner) -> tuple[str, ...]:
 def _measure(
     measuring: Acceptance, work: Work, runs: dict[Asked, Accepted], file: Results | None, notes: list[str]
 ) -> bool:
-    """Adds the runs that are missing, and says whether nothing is missing any more."""
+    """Adds the runs that are missing; False if Ctrl-C ended it."""
     asked = {
         factor: {a for own in rows.values() for a in measuring.asked(own, factor)} for factor, rows in work.items()
     }

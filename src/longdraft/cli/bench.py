@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.model.stored import is_stored
 from longdraft.planning.load import OtherProcesses
 
-DRAFTED = "self:lookup=true"  # what decodes on a CPU where nobody names a method
+DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
 # Long enough to be a long prompt, short enough that all of it takes minutes on two CPU cores.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
@@ -79,7 +79,7 @@ def bench(
         int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
     ] = None,
     choosing: options.SamplingOptions,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
     ] = False,
@@ -152,9 +152,7 @@ def bench(
             profile=profile,
             snapshots=snapshots,
         )  # fmt: skip
-    for option, path in (("--out", out), ("--results", results)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
+    check_writable({"--out": out, "--results": results})
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
     with console.status() as status:
@@ -166,11 +164,9 @@ def bench(
         unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
             measuring = Bench(loaded, settings, progress=status, unpacked=unpacked)
-    file = (
-        None
-        if results is None
-        else Results(results, header(measuring, prompts, loading.model or EMBEDDED_ID, read, limit))
-    )
+    file = None
+    if results is not None:
+        file = Results(results, header(measuring, prompts, loading.model or EMBEDDED_ID, read, limit))
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
@@ -190,15 +186,26 @@ def bench(
         raise typer.Exit(EXIT_CODE)
 
 
+def check_writable(paths: Mapping[str, Path | None]) -> None:
+    """Refuses files that cannot be made, before anything is measured.
+
+    Args:
+        paths: by option; None: not given.
+    """
+    for option, path in paths.items():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
+
+
 def _by_default(draft: Path | None) -> tuple[str, ...]:
-    """The default methods, with that of a draft that was named in the place of the one that drafts."""
+    """The default methods; a given draft's method replaces the one that drafts itself."""
     if draft is None:
         return METHODS_BY_DEFAULT
     return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
 
 
 def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) -> tuple[list[Measured], bool]:
-    """All measurements, those of the file first, and whether nothing is missing."""
+    """All measurements, those of the file first; and True if none is missing."""
     measured = [] if file is None else list(file.measured)
     groups = [group for group in groups if file is None or not file.has(group)]
     if file is not None and measured:

@@ -1,0 +1,26 @@
+"""Runs of the bench from samples to measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longdraft.bench import report
+from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.run import Bench, Measured
+from longdraft.bench.settings import Settings
+
+
+def settings(**over: Any) -> Settings:
+    return Settings(**({"max_tokens": 8, "repeats": 1} | over))
+
+
+def measured(loaded, wanted: Settings, samples, **options: Any) -> tuple[Bench, list[Measured]]:
+    """A bench, and its figures of every batch."""
+    bench = Bench(loaded, wanted, **options)
+    groups, _ = grid(prepare(samples, loaded, wanted), wanted)
+    return bench, [bench.measure(group) for group in groups]
+
+
+def rows(*arguments, **options) -> list[dict[str, Any]]:
+    bench, found = measured(*arguments, **options)
+    return report.rows(bench.names, found)
