@@ -148,20 +148,24 @@ def lines(
         share: the values are shares, shown in per cent, over small whole numbers; else x is logarithmic.
     """
     from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
-    from matplotlib.transforms import ScaledTranslation
 
     xs = sorted({point.x for points in series.values() for point in points})
     if len(xs) == 1:
         return _bars(title, {name: points[0] for name, points in series.items()}, style, y_label, reference)
     figure, axes = _figure(title, 3.0)
+    if not share:
+        axes.set_xscale("log")
+        margin = (xs[-1] / xs[0]) ** 0.05
+        axes.set_xlim(xs[0] / margin, xs[-1] * margin)
+        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
+        axes.xaxis.set_minor_locator(NullLocator())
     for i, (name, points) in enumerate(series.items()):
-        # Side by side, so that no spread hides another.
-        beside = ScaledTranslation(3 * (i - (len(series) - 1) / 2) / 72, 0, figure.dpi_scale_trans)
+        # Side by side on the logarithmic axis, so that no spread hides another.
+        beside = 1.0 if share else (xs[-1] / xs[0]) ** (0.01 * (i - (len(series) - 1) / 2))
         spreads = list(zip(*(point.spread for point in points), strict=True))
         axes.errorbar(
-            [point.x for point in points], [point.y for point in points],
+            [beside * point.x for point in points], [point.y for point in points],
             yerr=spreads if any(map(any, spreads)) else None,
-            transform=axes.transData if share else axes.transData + beside,
             label=name, linewidth=1.8, markersize=5.5, elinewidth=1.1, **style[name],
         )  # fmt: skip
     if reference is not None:
@@ -170,10 +174,6 @@ def lines(
     if share:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    else:
-        axes.set_xscale("log")
-        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
-        axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=False, axis="x")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
