@@ -27,10 +27,10 @@ _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past
 
 
 class Clock(BaseStreamer):
-    """A streamer that only looks at the clock. ``generate`` gives it the prompt first, then each forward's tokens.
+    """A streamer that notes the time. ``generate`` gives it the prompt first, then each forward's tokens.
 
     Attributes:
-        counts: tokens of each call, those of all rows together; the prompt's is the first.
+        times, counts: time of each call, and its tokens in all rows together; the prompt's is the first.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,6 @@ class Clock(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.times[1] - self.start
-
-    @property
-    def decode_seconds(self) -> float:
-        return self.times[-1] - self.times[1]
 
 
 class Generate:
@@ -85,19 +77,20 @@ class Generate:
         self._prompt_kv = None
 
     def _run(self, job: Job) -> Run:
-        known: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self._prompt_kv is not None:
-            known[_CACHE] = cache = DynamicCache()
+            arguments[_CACHE] = cache = DynamicCache()
             for layer, (k, v) in enumerate(self._prompt_kv):
                 cache.update(k, v, layer)
-        out, width, clock = self._generate(job, known)
+        out, width, clock = self._generate(job, arguments)
         if self._prompt_kv is None and width > 1:
             layers = out[_CACHE].layers
             self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
         tokens = _new_tokens(out, width, job)
         # One token a forward, and the prompt's forward gives the first.
         rounds = tuple(len(t) - 1 for t in tokens)
-        return Run(tokens, clock.first_token_seconds, clock.decode_seconds, rounds)
+        first, last = clock.times[1], clock.times[-1]
+        return Run(tokens, first - clock.start, last - first, rounds)
 
     def _generate(self, job: Job, arguments: Mapping[str, Any], **settings: Any) -> tuple[Any, int, Clock]:
         """``generate``'s output, the prompts' padded width, and the clock.
@@ -113,7 +106,6 @@ class Generate:
         torch.manual_seed(job.seed)
         with ExitStack() as changed:
             changed.enter_context(quiet())  # transformers warns of what it does with an assistant's settings
-            changed.enter_context(_sdpa(self._model))
             changed.enter_context(_settings(self._model, _config(job, pad, settings)))
             clock = Clock()
             out = self._model.generate(
@@ -128,38 +120,30 @@ class Generate:
 
 
 class Assisted(Generate):
-    """``generate`` with a draft of several tokens that one forward checks. It takes one prompt at a time.
+    """``generate`` with a draft of several tokens that one forward verifies. It takes one prompt at a time.
 
     It cannot start from a prompt's KV, so every run reads the prompt again, which is not in the decode seconds. The
-    forward that reads the prompt checks a draft too: what it accepts is ``early``.
+    forward that reads the prompt verifies a draft too: the tokens that it accepts are ``early``.
     """
+
+    arguments: Mapping[str, Any] = {}  # of generate, beside those of plain decoding
+    configuration: Mapping[str, Any] = {}
 
     def comparable(self, greedy: bool, batch: int) -> bool:
         # Sampled tokens have the right distribution, but not our random numbers.
         return self.same_arithmetic and greedy
 
     def _run(self, job: Job) -> Run:
-        out, width, clock = self._generate(job, self._arguments(), **self._options())
+        out, width, clock = self._generate(job, self.arguments, **self.configuration)
         (tokens,) = _new_tokens(out, width, job)
         return Run.streamed(tokens, job, clock.start, clock.times[1:], clock.counts[1:])
-
-    def _arguments(self) -> dict[str, Any]:
-        """Further arguments of ``generate``, beside those of plain decoding."""
-        return {}
-
-    def _options(self) -> dict[str, Any]:
-        """Further entries of the generation configuration."""
-        return {}
 
 
 class PromptLookup(Assisted):
     """``generate``'s own prompt lookup."""
 
     name = "hf-prompt-lookup"
-    TOKENS = 10  # what transformers' documentation calls it with
-
-    def _options(self) -> dict[str, Any]:
-        return {"prompt_lookup_num_tokens": self.TOKENS}
+    configuration: Mapping[str, Any] = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation
 
 
 class AssistantModel(Assisted):
@@ -173,10 +157,7 @@ class AssistantModel(Assisted):
 
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel, folder: Path) -> None:
         super().__init__(model)
-        self.draft, self._assistant = folder, assistant
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"assistant_model": self._assistant}
+        self.draft, self.arguments = folder, {"assistant_model": assistant}
 
 
 def _new_tokens(out: Any, width: int, job: Job) -> tuple[tuple[int, ...], ...]:
@@ -212,23 +193,15 @@ def _config(job: Job, pad: int, more: Mapping[str, Any]) -> GenerationConfig:
 
 @contextmanager
 def _settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Puts ``config`` in place of the model's own for a while: ``generate`` fills what an argument leaves out, such
-    as an EOS that is to be ignored, from the model's."""
-    before = model.generation_config
+    """Gives the model sdpa attention and this configuration for a while.
+
+    ``generate`` takes what a configuration leaves out, such as an EOS that is to be ignored, from the model's own.
+    """
+    before, attention = model.generation_config, model.config._attn_implementation
     model.generation_config = config
+    model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
         model.generation_config = before
-
-
-@contextmanager
-def _sdpa(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    if before != "sdpa":
-        model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if before != "sdpa":
-            model.set_attn_implementation(before)
+        model.set_attn_implementation(attention)
