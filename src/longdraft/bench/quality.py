@@ -142,10 +142,6 @@ class Likeness:
     same: int
     share: float
 
-    @property
-    def identical(self) -> bool:
-        return self.share == 1.0
-
 
 @dataclass(frozen=True)
 class Compared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench.drift import Drift, bucket
-from longdraft.bench.needle import Haystack
-from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared, Quality
+from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared, Likeness, Quality
 from longdraft.bench.tables import circumstances, count, figure, filled, median_of, ratio, table
 
 DEFINITIONS = (
@@ -33,6 +32,7 @@ NEEDLE_DEFINITION = (
     "is asked for). tracking: share of the names of variables that are in the answer."
 )
 
+LIKENESS = ("rouge_l_mean", "rouge_l_min", "same_tokens", "same_share", "identical")
 COLUMNS = (
     ("ROUGE-L", "rouge_l_mean", "{:.3f}"),
     ("least", "rouge_l_min", "{:.3f}"),
@@ -55,20 +55,19 @@ def document(
     Args:
         asked: contenders of the needle test. answered: its haystacks.
     """
-    datasets = dict.fromkeys(c.prompt.sample.dataset for c in compared)
-    groups = {name: [c for c in compared if c.prompt.sample.dataset == name] for name in datasets}
+    groups: dict[str, list[Compared]] = {}
+    for c in compared:
+        groups.setdefault(c.prompt.sample.dataset, []).append(c)
+    kinds: dict[str, list[Answered]] = {}
+    for a in answered:
+        kinds.setdefault(a.haystack.kind, []).append(a)
     order = [REFERENCE, FULL, *quality.approximate]
-    kinds = dict.fromkeys(a.haystack.kind for a in answered)
     return {
         "drafter": quality.drafter,
         "layers": list(quality.runner.layers),
         "rows": [_row(quality, name, own) for own in groups.values() for name in order],
         "drift": [row for own in groups.values() for name in quality.variants for row in _drift(quality, name, own)],
-        "needle": [
-            _needle(quality, name, kind, [a for a in answered if a.haystack.kind == kind])
-            for kind in kinds
-            for name in asked
-        ],
+        "needle": [_needle(quality, name, own) for own in kinds.values() for name in asked],
         **circumstances(),
     }
 
@@ -93,11 +92,7 @@ def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]
         "context_tokens": round(median(len(c.prompt.tokens) for c in own)),
         "samples": len(own),
         "reference": quality.reference(name),
-        "rouge_l_mean": mean(x.rouge_l for x in likeness) if likeness else None,
-        "rouge_l_min": min(x.rouge_l for x in likeness) if likeness else None,
-        "same_tokens": mean(x.same for x in likeness) if likeness else None,
-        "same_share": mean(x.share for x in likeness) if likeness else None,
-        "identical": sum(x.identical for x in likeness) if likeness else None,
+        **(_likeness(likeness) if likeness else dict.fromkeys(LIKENESS)),
         "surprise": mean(r.surprise for r in runs if r.surprise is not None),
         "tokens_per_second": median_of(r.tokens_per_second for r in runs),
         "speedup_vs_full": median_of(
@@ -106,6 +101,12 @@ def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]
         "mean_accepted_length": sum(len(r.tokens) - 1 for r in runs) / rounds if rounds else None,
         "partial_share": sum(r.partial_rounds for r in runs) / rounds if rounds else None,
     }
+
+
+def _likeness(found: Sequence[Likeness]) -> dict[str, float]:
+    scores = [x.rouge_l for x in found]
+    values = mean(scores), min(scores), mean(x.same for x in found), mean(x.share for x in found)
+    return dict(zip(LIKENESS, (*values, sum(x.share == 1.0 for x in found)), strict=True))
 
 
 def _drift(quality: Quality, name: str, own: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -130,29 +131,24 @@ def _drift(quality: Quality, name: str, own: Sequence[Compared]) -> list[dict[st
     return found
 
 
-def _needle(quality: Quality, name: str, kind: str, answered: Sequence[Answered]) -> dict[str, Any]:
+def _needle(quality: Quality, name: str, answered: Sequence[Answered]) -> dict[str, Any]:
     rounds = sum(a.runs[name].rounds for a in answered)
     partial = sum(a.runs[name].partial_rounds for a in answered)
     return {
         **_head(quality, name),
-        "kind": kind,
+        "kind": answered[0].haystack.kind,
         "context_tokens": round(median(len(a.haystack.tokens) for a in answered)),
-        "asked": len(answered),
-        "found": sum(a.right[name] for a in answered),
+        **_found(name, answered),
         "by_depth": [
-            {
-                "depth": depth,
-                "asked": sum(a.haystack.depth == depth for a in answered),
-                "found": sum(a.right[name] for a in answered if a.haystack.depth == depth),
-            }
-            for depth in _depths(a.haystack for a in answered)
+            {"depth": depth, **_found(name, [a for a in answered if a.haystack.depth == depth])}
+            for depth in sorted({a.haystack.depth for a in answered})
         ],
         "partial_share": partial / rounds if rounds else None,
     }
 
 
-def _depths(haystacks: Iterable[Haystack]) -> list[float]:
-    return sorted({h.depth for h in haystacks})
+def _found(name: str, answered: Sequence[Answered]) -> dict[str, float]:
+    return {"asked": len(answered), "found": sum(a.right[name] for a in answered)}
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
