@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 
 from longdraft.bench.needle import COLOURS, NEEDLE, Haystack
-from longdraft.bench.self_draft import Heard, SelfDrafter
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
@@ -38,21 +37,27 @@ from longdraft.trees.level import Growth, Level, Scored
 from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 
+# Logits (V,) of the next token, and (V,) the target's ids that they are of; None: the target's vocabulary.
+Prediction = tuple[torch.Tensor, torch.Tensor | None]
+
 # The target on all of its KV: what a drafter could foresee at best. Always measured.
 TARGET = "target"
-# The target on the KV that it retrieves.
-RETRIEVED = "target-retrieval"
 # Short names for the views of a small language model.
 SMALL = {view: ("small-lm", {"view": view}) for view in ("full", "streaming", "retrieval")}
+# The target on the KV that it retrieves (Sun et al. 2024, TriForce, section 4.1).
+RETRIEVED = "target-retrieval"
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    **SMALL, RETRIEVED: ("self", {"view": "chunks", "budget": 1184, "sink": 32, "window": 128})
+}  # fmt: skip
 _TREES = frozenset({"widths", "nodes", "tree", "depth", "top_k", "threshold"})
 
 
 @dataclass(frozen=True)
 class View:
-    """A drafter with its options, or the target.
+    """A drafter with its options.
 
     Attributes:
-        name: as the user wrote it. method: whose drafter; None for the target.
+        name: as the user wrote it. method: the method whose drafter it is; None for the target.
     """
 
     name: str
@@ -61,30 +66,24 @@ class View:
 
 
 def view(name: str, options: Mapping[str, Any]) -> View:
-    """A view from its name, :data:`RETRIEVED`, one of :data:`SMALL` or a method's, and further options.
+    """A view from its name, one of :data:`NAMED` or a method's, and further options.
 
     Raises:
         UnknownMethodError: no such view or method.
         ValueError: a method that drafts without probabilities, or an option that it does not have.
     """
     written = ":".join([name, *(f"{key}={value}" for key, value in options.items())])
-    if name == RETRIEVED:
-        try:
-            SelfDrafter(**options)
-        except TypeError:
-            raise ValueError(f"{RETRIEVED} has the options budget, block, sink, recent, every and selector") from None
-        return View(written, None, options)
-    named, own = SMALL.get(name, (name, {}))
-    known = method_named(named)
-    if not known.needs_draft:
+    method, own = NAMED.get(name, (name, {}))
+    known = method_named(method)
+    if not known.needs_draft and name not in NAMED:
         raise ValueError(
-            f"{name} is no view: name {', '.join(SMALL)}, {RETRIEVED}, or a method with a trained draft, such as "
+            f"{name} is no view: name {', '.join(NAMED)}, or a method with a trained draft, such as "
             "longspec, longspec:retrieval=true or eagle3"
         )
-    known.checked(options)
+    known.checked({**own, **options})
     if shapes := sorted(_TREES & set(options)):
-        raise ValueError(f"{', '.join(shapes)}: only first choices are looked at here, whatever the tree")
-    return View(written, named, {**own, **options})
+        raise ValueError(f"{', '.join(shapes)}: only a draft's first choice counts here, whatever the tree")
+    return View(written, method, {**own, **options})
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,9 @@ class NeedleDrafts:
             given = {"draft": read[kind]} if kind in read else {}
             # Nothing is verified, so the first choice is all the tree that is needed.
             options = {**given, **each.options, "widths": (1,)}
-            self._recipes[name] = recipe_for(*resolve(each.method, options), self.runner)
-            read[kind] = self._recipes[name].options["draft"]  # once read, it is not read again
+            recipe = self._recipes[name] = recipe_for(*resolve(each.method, options), self.runner)
+            if "draft" in recipe.options:
+                read[kind] = recipe.options["draft"]  # it is not read twice
         self._cache = PromptCache()
 
     @property
@@ -175,14 +175,14 @@ class NeedleDrafts:
             ContextError: haystack and needle exceed the target's context.
         """
         answer, code = self.answer(haystack)
-        asked = {name: self._drafter(name, len(answer)) for name in self.names}
-        self._make_room(haystack, len(answer), [drafter for drafter, _ in asked.values()])
+        drafters = {name: self._drafter(name) for name in self.names}
+        self._make_room(haystack, len(answer), [drafter for drafter, _ in drafters.values()])
         tokens: dict[str, list[Foreseen]] = {}
-        for name, (drafter, heard) in asked.items():
+        for name, (drafter, predictions) in drafters.items():
             tick(name)
-            told = _Told(answer)
-            self._decode(haystack, drafter, told)
-            rows = told.heard[1:] if name == TARGET else heard
+            forced = _Forced(answer)
+            self._decode(haystack, drafter, forced)
+            rows = forced.predictions[1:] if name == TARGET else predictions
             judged = zip(rows, answer[1:], range(1, len(answer)), strict=True)
             tokens[name] = [_judged(*row, token, at >= code) for row, token, at in judged]
         return Measured(haystack, context, tokens)
@@ -194,16 +194,13 @@ class NeedleDrafts:
         # A token may hold the code's beginning and the space before it: what both texts share comes before that.
         return tokens, common_prefix(tokens, encode(self._tokenizer, sentence.removesuffix(haystack.needle.code)))
 
-    def _drafter(self, name: str, tokens: int) -> tuple[Drafter, list[Heard]]:
-        """A fresh drafter, and where it will be written what it gives each token."""
+    def _drafter(self, name: str) -> tuple[Drafter, list[Prediction]]:
+        """A fresh drafter, and the list that its predictions are added to."""
         if name == TARGET:
             return NoDrafter(), []
-        if name not in self._recipes:
-            own = SelfDrafter(**self._views[name].options, _tokens=tokens)
-            return own, own.heard
-        drafter, listening = self._recipes[name].drafter(), _Listening()
-        cast(TreeDrafter, drafter).tree = listening
-        return drafter, listening.heard
+        drafter, tree = self._recipes[name].drafter(), _FirstChoice()
+        cast(TreeDrafter, drafter).tree = tree
+        return drafter, tree.predictions
 
     def _make_room(self, haystack: Haystack, tokens: int, drafters: Sequence[Drafter]) -> None:
         """Takes memory for the largest run once, with the hidden states that any drafter reads."""
@@ -213,27 +210,27 @@ class NeedleDrafts:
         new_store = partial(self.runner.new_store, feature_layers=layers)
         self._cache.open(new_store, 1, len(haystack.tokens) + tokens + 1 + nodes, layers)
 
-    def _decode(self, haystack: Haystack, drafter: Drafter, told: _Told) -> None:
+    def _decode(self, haystack: Haystack, drafter: Drafter, forced: _Forced) -> None:
         # One more than is emitted, or nothing would be drafted for the last one.
-        length = len(told.answer) + 1
-        sequence = Text(0, list(haystack.tokens), length, self.runner.device, sampler=told, rules=[told.over])
+        length = len(forced.answer) + 1
+        sequence = Text(0, list(haystack.tokens), length, self.runner.device, sampler=forced, rules=[forced.over])
         engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
         engine.add(sequence)
         for _ in engine.run():
             pass
 
 
-class _Told(Sampler):
-    """Takes the tokens that it was told, and writes down the logits that the target would have sampled from."""
+class _Forced(Sampler):
+    """Returns the tokens of an answer, and keeps the logits that the target would have sampled from."""
 
     def __init__(self, answer: list[int]) -> None:
         super().__init__(False, Sampling().processors())
         self.answer = answer
-        self.heard: list[Heard] = []
+        self.predictions: list[Prediction] = []
 
     def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
-        self.heard.append((logits, None))
-        return self.answer[len(self.heard) - 1]
+        self.predictions.append((logits, None))
+        return self.answer[len(self.predictions) - 1]
 
     def over(self, sequence: Text) -> FinishReason | None:
         """A rule: the answer is complete."""
@@ -248,19 +245,19 @@ class _RootsAlone(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Listening(Static):
-    """A tree of the first choice alone, which writes down what the choice was made from."""
+class _FirstChoice(Static):
+    """A tree of the first choice alone, which keeps the logits of that choice."""
 
     widths: tuple[int, ...] = (1,)
-    heard: list[Heard] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
 
     def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
-        def overheard(level: Level) -> torch.Tensor:
+        def expand(level: Level) -> torch.Tensor:
             logits = growth.expand(level)
-            self.heard.extend((row, growth.ids) for row in logits[:, 0])
+            self.predictions.extend((row, growth.ids) for row in logits[:, 0])
             return logits
 
-        return super().levels(replace(growth, expand=overheard, likeliest=None), roots)
+        return super().levels(replace(growth, expand=expand, likeliest=None), roots)
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bool) -> Foreseen:

@@ -9,7 +9,7 @@ import typer
 
 from longdraft.bench import needle as needles
 from longdraft.bench import needle_report
-from longdraft.bench.needle_drafts import RETRIEVED, SMALL, NeedleDrafts, View, view
+from longdraft.bench.needle_drafts import NAMED, RETRIEVED, SMALL, NeedleDrafts, View, view
 from longdraft.cli import console, method_options, options
 from longdraft.cli.progress import Runs
 from longdraft.drafts.draft import Draft
@@ -112,5 +112,5 @@ def _default(drafts: dict[str, Draft[Any]]) -> list[View]:
 def _view(word: str) -> View:
     """``longspec:retrieval=true`` -> a view."""
     name, *pairs = word.split(":")
-    named = name if name in METHODS else SMALL[name][0] if name in SMALL else None
-    return view(name, method_options.method_options(named, pairs))
+    method, _ = NAMED.get(name, (name, {}))
+    return view(name, method_options.method_options(method if method in METHODS else None, pairs))
