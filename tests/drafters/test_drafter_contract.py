@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from longdraft import Speculator
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.engine.drafter import Drafter
-from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence
 from longdraft.methods import METHODS as CATALOGUE
@@ -18,8 +16,8 @@ from longdraft.options import declared
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
+from tests.drafters.watching import run
 from tests.drafts import random_draft
-from tests.events import decoded
 from tests.exactness.cases import METHODS, PARTIAL, Case
 from tests.exactness.workshop import Workshop, target
 from tests.tiny import tiny_model
@@ -36,60 +34,9 @@ def workshop(tmp_path_factory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("drafts"))
 
 
-@dataclass
-class Watching(Drafter):
-    """Notes what a drafter proposes, and for what."""
-
-    inner: Drafter
-    limit: NodeLimit | None = None
-    proposed: list[tuple[list[int], int, TokenTree]] = field(default_factory=list)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def propose(self, sequences, limit=None):
-        trees = self.inner.propose(sequences, self.limit or limit)
-        self.proposed += [(s.tokens, s.remaining, tree) for s, tree in zip(sequences, trees, strict=True)]
-        return trees
-
-    def observe(self, event):
-        self.inner.observe(event)
-
-    def release(self, sequence):
-        self.inner.release(sequence)
-
-    def bind(self, runner, store):
-        self.inner.bind(runner, store)
-
-    def feature_layers(self, runner):
-        return self.inner.feature_layers(runner)
-
-    def query_layers(self, runner):
-        return self.inner.query_layers(runner)
-
-
-for _name in ("max_nodes", "free", "forwards", "views", "query_window", "prior_acceptance", "forward_ratio"):
-    setattr(Watching, _name, property(lambda self, name=_name: getattr(self.inner, name)))
-Watching.__abstractmethods__ = frozenset()
-
-
-def run(spec: Speculator, prompts=PROMPTS, limit: NodeLimit | None = None) -> tuple[Watching, list[Sequence]]:
-    """Decodes greedily with a fresh drafter of a speculator's method."""
-    runner = spec.runner()
-    recipe = spec.recipe(runner)
-    drafter = recipe.drafter()
-    if limit is not None:
-        drafter.use_planner()
-    watching = Watching(drafter, limit)
-    sampler = Sampler(True, Sampling().processors())
-    sequences = [Sequence(i, list(p), NEW, sampler=sampler) for i, p in enumerate(prompts)]
-    decoded(Engine(runner, watching, recipe.schedule()), sequences)
-    return watching, sequences
-
-
 @each_drafter
 def test_trees_are_rooted_at_the_last_token_and_within_the_drafters_bound(workshop, case):
-    watching, _ = run(workshop.spec(case))
+    watching, _ = run(workshop.spec(case), PROMPTS)
     assert watching.proposed
     for text, _, tree in watching.proposed:
         assert tree.tokens[0] == text[-1]
@@ -101,7 +48,9 @@ def test_trees_are_rooted_at_the_last_token_and_within_the_drafters_bound(worksh
 def test_a_planners_limit_is_kept(workshop, case):
     sizes = {name: value for name, value in case.options.items() if name not in declared(TreeOptions)}
     draft = case.draft and case.draft.removesuffix(" window")  # the method's own tree is deeper than that window
-    watching, sequences = run(workshop.spec(replace(case, draft=draft, options=sizes)), limit=NodeLimit(2, 0.0))
+    watching, sequences = run(
+        workshop.spec(replace(case, draft=draft, options=sizes)), PROMPTS, limit=NodeLimit(2, 0.0)
+    )
     free = watching.inner.free  # lookups cost nothing: the planner cuts them itself
     for _, _, tree in watching.proposed:
         assert tree.drafted <= (watching.inner.max_nodes if free else 2)
@@ -111,7 +60,7 @@ def test_a_planners_limit_is_kept(workshop, case):
 @each_drafter
 def test_a_batch_is_drafted_as_its_texts_are_one_by_one(workshop, case):
     spec = workshop.spec(case)
-    _, together = run(spec)
+    _, together = run(spec, PROMPTS)
     alone = [run(spec, [prompt])[1][0] for prompt in PROMPTS]
     assert [s.output for s in together] == [s.output for s in alone]
     assert [(s.rounds, s.accepted) for s in together] == [(s.rounds, s.accepted) for s in alone]
@@ -127,7 +76,7 @@ def test_a_slot_that_is_used_again_leaves_no_trace(workshop, case):
 
 @each_drafter
 def test_forwards_are_counted_if_drafting_takes_any(workshop, case):
-    watching, _ = run(workshop.spec(case))
+    watching, _ = run(workshop.spec(case), PROMPTS)
     assert (watching.inner.forwards > 0) == (case.method != "prompt-lookup")
 
 

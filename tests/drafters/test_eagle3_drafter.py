@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from longdraft import Speculator
-from longdraft.drafters import eagle3
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.views.window import SPARE
+from tests.drafters.watching import run
 from tests.drafts import random_eagle3
 from tests.events import attended, begun, replaced, taken_back
 from tests.forwards import forward
@@ -124,25 +124,6 @@ def assert_defined(model, draft, text, tree, window=None, limit=40, seen=None):
         assert tree.log_probs[node] == pytest.approx(float(expected[parent][token]), abs=3e-4)
 
 
-def recorded_rounds(monkeypatch, drafter):
-    """Every tree that is proposed, with the text before it."""
-    found: list[tuple[list[int], object]] = []
-    propose = drafter.propose
-
-    def recorded(self, sequences, budget=None):
-        trees = propose(self, sequences, budget)
-        found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
-        return trees
-
-    monkeypatch.setattr(drafter, "propose", recorded)
-    return found
-
-
-@pytest.fixture
-def rounds(monkeypatch):
-    return recorded_rounds(monkeypatch, Eagle3Drafter)
-
-
 # Shorter than the windows, just as long, several times as long: together, so in one ragged batch.
 PROMPTS = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)], [8]]
 
@@ -163,35 +144,34 @@ PROMPTS = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)], [8]]
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
-def test_rounds_are_the_modules_plain_definition(tmp_path, rounds, settings, options, head_dim):
+def test_rounds_are_the_modules_plain_definition(tmp_path, settings, options, head_dim):
     model = six_layers()
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, head_dim=head_dim, **settings))
-    results = Speculator("eagle3", target=model, draft=draft, **options).generate(PROMPTS, max_new_tokens=14)
+    watching, sequences = run(Speculator("eagle3", target=model, draft=draft, **options), PROMPTS)
     window = options.get("window", settings.get("window"))
-    checked = rounds[:8] + rounds[-8:]
+    checked = watching.rounds[:8] + watching.rounds[-8:]
     for text, tree in checked:
         assert_defined(model, draft, text, tree, window, limit=14)
     assert max(max(tree.depths) for _, tree in checked) == options.get("depth", 3)
-    assert "kept" in settings or sum(r.accepted for r in results) > 0
+    assert "kept" in settings or sum(s.accepted for s in sequences) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-def test_families(tmp_path, rounds, family):
+def test_families(tmp_path, family):
     model = six_layers(family)
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model))
-    Speculator("eagle3", target=model, draft=draft, depth=2, top_k=3).generate(PROMPTS[:3], max_new_tokens=6)
-    for text, tree in rounds[-4:]:
+    watching, _ = run(Speculator("eagle3", target=model, draft=draft, depth=2, top_k=3), PROMPTS[:3], 6)
+    for text, tree in watching.rounds[-4:]:
         assert_defined(model, draft, text, tree)
 
 
-def test_long_prompts_are_read_in_chunks(tmp_path, rounds, monkeypatch):
-    monkeypatch.setattr(eagle3, "CHUNK", 7)
+@pytest.mark.usefixtures("small_chunks")
+def test_long_prompts_are_read_in_chunks(tmp_path):
     model = six_layers()
     for window in (None, 10):
-        rounds.clear()
         draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window))
-        Speculator("eagle3", target=model, draft=draft, depth=2, top_k=2).generate([PROMPTS[2]], max_new_tokens=4)
-        assert_defined(model, draft, *rounds[0], window)
+        watching, _ = run(Speculator("eagle3", target=model, draft=draft, depth=2, top_k=2), [PROMPTS[2]], 4)
+        assert_defined(model, draft, *watching.rounds[0], window)
 
 
 # --- what the engine may tell it ---
@@ -237,9 +217,9 @@ def decoding(request, tmp_path):
     return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12, **options)
 
 
-def test_many_rows_at_once(decoding, monkeypatch):
+@pytest.mark.usefixtures("small_chunks")
+def test_many_rows_at_once(decoding):
     decoding.check()
-    monkeypatch.setattr(eagle3, "CHUNK", 5)
     for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
         decoding.read([decoding.s.tokens[-1]])
         decoding.emit([token])

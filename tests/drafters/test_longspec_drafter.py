@@ -16,6 +16,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner
 from longdraft.views.window import SPARE, Window
+from tests.drafters.watching import run
 from tests.drafts import random_draft
 from tests.events import attended, begun, replaced, taken_back
 from tests.forwards import forward
@@ -101,32 +102,18 @@ def tolerance(model, logits: float) -> float:
     return float(torch.finfo(torch.float32).eps) / 2 * longest * max(1.0, logits)
 
 
-@pytest.fixture
-def rounds(monkeypatch):
-    """Every tree that is proposed, with the text before it."""
-    found: list[tuple[list[int], object]] = []
-    propose = LongSpecDrafter.propose
-
-    def recorded(self, sequences, budget=None):
-        trees = propose(self, sequences, budget)
-        found.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
-        return trees
-
-    monkeypatch.setattr(LongSpecDrafter, "propose", recorded)
-    return found
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=str)
 @pytest.mark.parametrize("final_norm", [False, True])
-def test_rounds_are_the_blocks_plain_definition(tmp_path, rounds, family, heads, final_norm):
+def test_rounds_are_the_blocks_plain_definition(tmp_path, family, heads, final_norm):
     model = tiny_model(family, vocab=11, heads=heads[0], kv_heads=heads[1])
     draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW, final_norm=final_norm))
     spec = Speculator("longspec", target=model, draft=draft, widths=(3, 4, 4))
     # Shorter than the window, just as long, several times as long: together, so in one ragged batch.
     prompts = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)]]
-    results = spec.generate(prompts, max_new_tokens=16)
-    assert sum(r.accepted for r in results) > 0
+    watching, sequences = run(spec, prompts, 16)
+    rounds = watching.rounds
+    assert sum(s.accepted for s in sequences) > 0
     exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft.weights.items()}
     checked, deepest = 0, 0
     for text, tree in rounds[:9] + rounds[-9:]:
@@ -144,14 +131,14 @@ def test_rounds_are_the_blocks_plain_definition(tmp_path, rounds, family, heads,
     assert max(len(text) for text, _ in rounds) > 4 * WINDOW
 
 
-def test_a_smaller_vocabulary_takes_the_rows_of_the_head_that_it_needs(tmp_path, rounds):
+def test_a_smaller_vocabulary_takes_the_rows_of_the_head_that_it_needs(tmp_path):
     model = tiny_model(vocab=11)
     kept = [1, 2, 5, 7, 10]
     draft = LongSpecDraft.load(random_draft(tmp_path, model, kept=kept))
     spec = Speculator("longspec", target=model, draft=draft, widths=(2, 3))
-    spec.generate([[1, 2, 3]], max_new_tokens=8)
+    watching, _ = run(spec, [[1, 2, 3]], 8)
     exact, weights = copy.deepcopy(model).double(), {n: t.double() for n, t in draft.weights.items()}
-    for text, tree in rounds:
+    for text, tree in watching.rounds:
         assert set(tree.tokens[1:]) <= set(kept)
         if tree.drafted:
             full = plain_log_probs(exact, weights, text, len(text) - 1, WINDOW)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
-from longdraft.drafters import eagle3, onepass
 from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDraft, OnePassDrafter
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
@@ -19,7 +18,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.views.window import SPARE
-from tests.drafters.test_eagle3_drafter import PROMPTS, recorded_rounds, rms, rope, six_layers
+from tests.drafters.test_eagle3_drafter import PROMPTS, rms, rope, six_layers
+from tests.drafters.watching import run
 from tests.drafts import random_eagle3, random_onepass
 from tests.events import begun, replaced, taken_back
 from tests.forwards import forward
@@ -65,7 +65,7 @@ def plain_rows(model, draft: OnePassDraft, text: list[int], window: int | None =
         return rms(out[-shape.slots :], w["norm.weight"], eps) @ w["lm_head.weight"].T
 
 
-def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int, candidates: int) -> torch.Tensor:
+def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int) -> torch.Tensor:
     """(draft vocabulary,) of what follows a node k deep that carries the target's token ``before``.
 
     Tokens that the bigram does not choose among get none.
@@ -76,24 +76,19 @@ def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int
     if before in ids:
         bigram = w["bigram_out.weight"] @ w["bigram_in.weight"][ids.index(before)]
         likely = torch.zeros(len(ids), dtype=torch.bool)
-        likely[logits.topk(min(candidates, len(ids))).indices] = True
+        likely[logits.topk(min(CANDIDATES, len(ids))).indices] = True
         logits = logits + bigram.masked_fill(~likely, 0.0)
     return torch.log_softmax(logits, -1)
 
 
-def assert_defined(model, draft, text, tree, window=None, candidates=CANDIDATES, near=3e-4):
+def assert_defined(model, draft, text, tree, window=None, near=3e-4):
     assert tree.tokens[0] == text[-1]
     rows = plain_rows(model, draft, text, window)
     ids = list(range(rows.shape[1])) if draft.ids is None else draft.ids.tolist()
     for node in range(1, tree.size):
         parent = tree.parents[node]
-        wanted = plain_log_probs(draft, rows, tree.depths[parent], tree.tokens[parent], candidates)
+        wanted = plain_log_probs(draft, rows, tree.depths[parent], tree.tokens[parent])
         assert tree.log_probs[node] == pytest.approx(float(wanted[ids.index(tree.tokens[node])]), abs=near)
-
-
-@pytest.fixture
-def rounds(monkeypatch):
-    return recorded_rounds(monkeypatch, OnePassDrafter)
 
 
 @pytest.mark.usefixtures("float32_weights")
@@ -113,56 +108,49 @@ def rounds(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
-def test_rounds_are_the_modules_plain_definition(tmp_path, rounds, settings, options, head_dim):
+def test_rounds_are_the_modules_plain_definition(tmp_path, settings, options, head_dim):
     model = six_layers()
     draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=head_dim, **settings))
     spec = Speculator("onepass", target=model, draft=draft, **options)
-    results = spec.generate(PROMPTS, max_new_tokens=14)
-    assert tuple(r.token_ids for r in results) == plain_text(model)
-    checked = rounds[:8] + rounds[-8:]
+    watching, sequences = run(spec, PROMPTS)
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=14)
+    assert [s.output for s in sequences] == [r.token_ids for r in plain]
+    checked = watching.rounds[:8] + watching.rounds[-8:]
     for text, tree in checked:
         assert_defined(model, draft, text, tree, settings.get("window"))
     if "tree" not in options:
         deepest = len(options.get("widths", ())) or options.get("depth", settings.get("slots", 4))
         assert max(max(tree.depths) for _, tree in checked) == deepest
-    assert "kept" in settings or sum(r.accepted for r in results) > 0
-
-
-def plain_text(model) -> tuple[list[int], ...]:
-    return tuple(r.token_ids for r in Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=14))
+    assert "kept" in settings or sum(s.accepted for s in sequences) > 0
 
 
 @pytest.mark.usefixtures("float32_weights")
 @pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
-def test_the_bigram_chooses_among_the_likely(tmp_path, rounds, head_dim, monkeypatch):
+def test_the_bigram_chooses_among_the_likely(tmp_path, head_dim):
     """Of a larger vocabulary; the rest keeps its share, so the likely get no more than theirs."""
     model = six_layers(vocab=61)
     draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=head_dim))
     spec = Speculator("onepass", target=model, draft=draft, depth=3, top_k=3, nodes=12)
-    for candidates in (CANDIDATES, 7, 61, 100):
-        monkeypatch.setattr(onepass, "CANDIDATES", candidates)
-        rounds.clear()
-        spec.generate(PROMPTS[:2], max_new_tokens=6)
-        for text, tree in rounds[:4]:
-            assert_defined(model, draft, text, tree, candidates=candidates)
+    watching, _ = run(spec, PROMPTS[:2], 6)
+    for text, tree in watching.rounds:
+        assert_defined(model, draft, text, tree)
 
 
-def test_a_tree_wider_than_there_are_candidates(tmp_path, rounds, monkeypatch):
-    monkeypatch.setattr(onepass, "CANDIDATES", 5)
+def test_a_tree_wider_than_there_are_candidates(tmp_path):
     model = six_layers(vocab=61)
     draft = OnePassDraft.load(random_onepass(tmp_path, model))
-    Speculator("onepass", target=model, draft=draft, widths=(2, 40, 9)).generate(PROMPTS[:1], max_new_tokens=6)
-    tree = rounds[0][1]
-    assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 10, 9]
+    watching, _ = run(Speculator("onepass", target=model, draft=draft, widths=(2, 60, 9)), PROMPTS[:1], 6)
+    tree = watching.rounds[0][1]
+    assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 2 * CANDIDATES, 9]
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
-def test_rounded_weights_say_nearly_the_same(tmp_path, rounds):
+def test_rounded_weights_say_nearly_the_same(tmp_path):
     """The kernels hold a draft's weights in eight bits."""
     model = six_layers()
     draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=16))
-    Speculator("onepass", target=model, draft=draft, depth=4, top_k=3, nodes=12).generate(PROMPTS, max_new_tokens=6)
-    for text, tree in rounds[:8]:
+    spec = Speculator("onepass", target=model, draft=draft, depth=4, top_k=3, nodes=12)
+    for text, tree in run(spec, PROMPTS, 6)[0].rounds[:8]:
         assert_defined(model, draft, text, tree, near=0.4)
 
 
@@ -224,23 +212,21 @@ def decoding(request, tmp_path, float32_weights):
     return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12)
 
 
-def test_many_rows_at_once(decoding, monkeypatch):
+@pytest.mark.usefixtures("small_chunks")
+def test_many_rows_at_once(decoding):
     decoding.check()
-    monkeypatch.setattr(eagle3, "CHUNK", 5)
     for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
         decoding.go_on(token)
     decoding.check()
 
 
-@pytest.mark.usefixtures("float32_weights")
-def test_long_prompts_are_read_in_chunks(tmp_path, rounds, monkeypatch):
-    monkeypatch.setattr(eagle3, "CHUNK", 7)
+@pytest.mark.usefixtures("float32_weights", "small_chunks")
+def test_long_prompts_are_read_in_chunks(tmp_path):
     model = six_layers()
     for window in (None, 10):
-        rounds.clear()
         draft = OnePassDraft.load(random_onepass(tmp_path, model, window=window))
-        Speculator("onepass", target=model, draft=draft, depth=2, top_k=2).generate([PROMPTS[2]], max_new_tokens=4)
-        assert_defined(model, draft, *rounds[0], window)
+        watching, _ = run(Speculator("onepass", target=model, draft=draft, depth=2, top_k=2), [PROMPTS[2]], 4)
+        assert_defined(model, draft, *watching.rounds[0], window)
 
 
 @pytest.mark.parametrize("back", [1, 3, 9])

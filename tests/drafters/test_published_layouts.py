@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from longdraft import Speculator
-from longdraft.drafters.eagle3 import Eagle3Drafter
 from longdraft.drafts import tensor_files
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
+from tests.drafters.watching import run
 from tests.tiny import tiny_model
 
 KEPT = [1, 2, 5, 7, 9]
@@ -224,19 +224,12 @@ def log_probs(model, tensors, text, path, theta):
 
 
 @pytest.mark.parametrize("layout", ["eagle-1", "eagle-2"])
-def test_eagle_proposes_what_its_formulas_say(tmp_path, monkeypatch, layout):
+def test_eagle_proposes_what_its_formulas_say(tmp_path, layout):
     model = tiny_model(vocab=11, layers=8, dtype=torch.float64)
     folder = write(tmp_path / "draft", layout, rope_theta=500.0)
-    tensors, rounds, propose = tensor_files.read(folder), [], Eagle3Drafter.propose
-
-    def recorded(self, sequences, budget=None):
-        trees = propose(self, sequences, budget)
-        rounds.extend((s.tokens, tree) for s, tree in zip(sequences, trees, strict=True))
-        return trees
-
-    monkeypatch.setattr(Eagle3Drafter, "propose", recorded)
+    tensors = tensor_files.read(folder)
     spec = Speculator(folder, target=model, plan="fixed", depth=3, top_k=2, nodes=6)
-    spec.generate(PROMPTS, max_new_tokens=8)
+    rounds = run(spec, PROMPTS, 8)[0].rounds
     assert len(rounds) > 4
     for text, tree in rounds:
         for node in range(1, tree.size):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters import self_drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
@@ -19,12 +18,12 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
 from longdraft.memory import sizes
 from longdraft.model.runner import TargetRunner
-from longdraft.views import compact
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
 from tests.forwards import forward
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_sizes")
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
 SMALL = {"budget": 24, "window": 4}
 STREAMING = {"view": "streaming", "budget": 24, "sink": 4}
@@ -33,13 +32,6 @@ CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, **SMALL}
 TOKENS = {"view": "tokens", "sink": 2, **SMALL}
 VIEWS = [STREAMING, SNAPKV, CHUNKS | {"refresh": 2}, TOKENS | {"adaptive": True, "refresh": 0}]
 views = pytest.mark.parametrize("view", VIEWS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _small_sizes(monkeypatch):
-    monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(compact, "FRESH", 8)
-    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 def tokens(results):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from longdraft import Speculator
 from longdraft.drafters.small_lm import SmallLMDrafter
@@ -15,43 +15,28 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
+from tests.drafters.watching import run
 from tests.drafts import small_lm
 from tests.events import begun, taken_back
 from tests.tiny import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_sizes")
 STREAMING = {"view": "streaming", "sink": 4, "recent": 12}
 RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}
 # Shorter than the working caches, about as long, several times as long.
 PROMPTS = [[1, 2, 3], [t % 11 for t in range(30)], [(3 * t * t) % 11 for t in range(120)], [8]]
 
 
-@pytest.fixture(autouse=True)
-def _small_sizes(monkeypatch):
-    monkeypatch.setattr(compact, "FRESH", 8)
-    monkeypatch.setattr(compact, "PIECE", 16)
-
-
-@pytest.fixture
-def rounds(monkeypatch):
-    """Every tree that is proposed, with the drafter's model and the tokens that it saw, the root the last of them."""
-    found: list[tuple[object, list[int], object]] = []
-    propose = SmallLMDrafter.propose
-
-    def recorded(self, sequences, budget=None):
-        trees = propose(self, sequences, budget)
-        for s, tree in zip(sequences, trees, strict=True):
-            if s.remaining > 1:
-                found.append((self._bound.runner.model, seen(self, s), tree))
-        return trees
-
-    monkeypatch.setattr(SmallLMDrafter, "propose", recorded)
-    return found
+def rounds(spec: Speculator, new: int, prompts=PROMPTS) -> tuple[PreTrainedModel, list, list[Sequence]]:
+    """The draft's model, what was drafted behind which tokens of its cache, and the sequences of a greedy run."""
+    watching, sequences = run(spec, prompts, new, text_of=seen)
+    model = spec.options["draft"].bound(spec.runner()).runner.model
+    return model, [(tokens, tree) for tokens, remaining, tree in watching.proposed if remaining > 1], sequences
 
 
 def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
-    """The tokens that lie in a drafter's cache, in its order."""
+    """The tokens in a drafter's cache, in its order, the root last."""
     cache, text = drafter.cache, s.tokens
-    assert drafter._fed[s.slot] == text
     if drafter.view == "full" or cache.whole(s.slot):
         return text
     kept = cache.full.lengths[s.slot]
@@ -75,38 +60,37 @@ def assert_defined(model, tokens, tree, limit=14):
     ids=str,
 )
 @pytest.mark.parametrize("layers", [1, 3])
-def test_rounds_are_the_models_own_forward(tmp_path, rounds, tree, layers):
+def test_rounds_are_the_models_own_forward(tmp_path, tree, layers):
     folder = small_lm(tmp_path, layers=layers)
     spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=folder, **tree)
-    results = spec.generate(PROMPTS, max_new_tokens=16)
-    for each in rounds[:8] + rounds[-8:]:
-        assert_defined(*each)
-    assert sum(r.accepted for r in results) > 0 and max(max(tree.depths) for *_, tree in rounds) >= 3
+    model, found, sequences = rounds(spec, 16)
+    for each in found[:8] + found[-8:]:
+        assert_defined(model, *each)
+    assert sum(s.accepted for s in sequences) > 0 and max(max(tree.depths) for _, tree in found) >= 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("view", [{}, STREAMING, RETRIEVAL], ids=str)
-def test_families_and_views(tmp_path, rounds, family, view):
+def test_families_and_views(tmp_path, family, view):
     """With one layer, keys and values are those of token and position: what is seen is all there is to know."""
     spec = Speculator(
         "small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path, family=family, layers=1), **view
     )
-    spec.generate(PROMPTS, max_new_tokens=20)
-    for each in rounds[-12:] + rounds[3:8]:
-        assert_defined(*each, limit=6)
-    lengths = [len(tokens) for _, tokens, _ in rounds]
+    model, found, _ = rounds(spec, 20)
+    for each in found[-12:] + found[3:8]:
+        assert_defined(model, *each, limit=6)
+    lengths = [len(tokens) for tokens, _ in found]
     assert (max(lengths) > 100) == (not view)
 
 
 @pytest.mark.parametrize("view", [STREAMING | {"recent": 256}, RETRIEVAL | {"chunks": 64}], ids=str)
-def test_a_working_cache_of_the_whole_text_proposes_what_the_full_view_does(tmp_path, rounds, view):
+def test_a_working_cache_of_the_whole_text_proposes_what_the_full_view_does(tmp_path, view):
     model, folder = tiny_model(vocab=11, dtype=torch.float64), small_lm(tmp_path, layers=3)
     found = []
     for options in ({}, view):
-        rounds.clear()
         spec = Speculator("small-lm", target=model, draft=folder, depth=3, top_k=3, tree="dynamic", **options)
-        results = spec.generate(PROMPTS, max_new_tokens=24)
-        found.append(([(tokens, tree) for _, tokens, tree in rounds], [r.accepted for r in results]))
+        _, trees, sequences = rounds(spec, 24)
+        found.append((trees, [s.accepted for s in sequences]))
     (full, accepted), (working, also) = found
     assert accepted == also and len(full) == len(working) > 20
     for (text, a), (tokens, b) in zip(full, working, strict=True):
@@ -114,11 +98,11 @@ def test_a_working_cache_of_the_whole_text_proposes_what_the_full_view_does(tmp_
         assert a.log_probs == pytest.approx(b.log_probs, abs=1e-6)
 
 
-def test_what_the_target_attends_to_is_seen(tmp_path, rounds):
+def test_what_the_target_attends_to_is_seen(tmp_path):
     """Under retrieval, rows between sink and recent window come and go; nothing before the prefill's own scores."""
     spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path), **RETRIEVAL)
-    spec.generate([PROMPTS[2]], max_new_tokens=40)
-    middles = {tuple(tokens[4:20]) for _, tokens, _ in rounds}
+    _, found, _ = rounds(spec, 40, [PROMPTS[2]])
+    middles = {tuple(tokens[4:20]) for tokens, _ in found}
     assert len(middles) > 1 and tuple(PROMPTS[2][4:20]) not in middles
 
 
@@ -147,7 +131,9 @@ class Decoding:
 
     def __init__(self, folder, text: list[int], prompt: int, **options) -> None:
         self.runner = TargetRunner(tiny_model(vocab=11))
-        self.drafter = SmallLMDrafter(SmallLMDraft.load(folder), depth=3, top_k=3, **options)
+        draft = SmallLMDraft.load(folder)
+        self.model = draft.bound(self.runner).runner.model
+        self.drafter = SmallLMDrafter(draft, depth=3, top_k=3, **options)
         self.drafter.bind(self.runner, self.runner.new_store(1, len(text) + 60))
         self.s = Sequence(0, text[:prompt], 80)
         self.emit(text[prompt : prompt + 1])
@@ -160,7 +146,7 @@ class Decoding:
 
     def check(self):
         (tree,) = self.drafter.propose([self.s])
-        assert_defined(self.drafter._bound.runner.model, seen(self.drafter, self.s), tree)
+        assert_defined(self.model, seen(self.drafter, self.s), tree)
 
 
 @pytest.fixture(params=[{}, STREAMING, RETRIEVAL | {"tree": "dynamic"}], ids=str)
@@ -189,7 +175,8 @@ def test_rewound_text(decoding, back):
 
 def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
     """A tree is no deeper than its sequence may still grow; the others' trees do not notice."""
-    drafter = SmallLMDrafter(SmallLMDraft.load(small_lm(tmp_path)), widths=(3, 4, 4, 4))
+    draft = SmallLMDraft.load(small_lm(tmp_path))
+    drafter = SmallLMDrafter(draft, widths=(3, 4, 4, 4))
     runner = TargetRunner(tiny_model(vocab=11))
     drafter.bind(runner, runner.new_store(4, 80))
     sequences = [Sequence(i, PROMPTS[1][i:], budget) for i, budget in enumerate((5, 60, 2, 3))]
@@ -199,7 +186,7 @@ def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
     trees = drafter.propose(sequences)
     assert [max(tree.depths) for tree in trees] == [3, 4, 0, 1]
     for s, tree in zip(sequences, trees, strict=True):
-        assert_defined(drafter._bound.runner.model, s.tokens, tree, limit=16)
+        assert_defined(draft.bound(runner).runner.model, s.tokens, tree, limit=16)
 
 
 def test_a_text_that_only_became_shorter(decoding):
@@ -208,15 +195,6 @@ def test_a_text_that_only_became_shorter(decoding):
     decoding.drafter.observe(taken_back(decoding.s))
     decoding.check()
     decoding.check()  # and is asked for twice
-
-
-def test_a_slot_is_used_again(decoding):
-    decoding.check()
-    decoding.drafter.release(decoding.s)
-    decoding.s = Sequence(0, [5, 4, 3], 80)
-    decoding.emit([1])
-    decoding.drafter.observe(begun(decoding.s))
-    decoding.check()
 
 
 # --- options, refusals ---
@@ -311,7 +289,8 @@ def test_learned_positions_draft_as_far_as_they_go(gpt2):
 
 
 def test_padding_has_no_position_beyond_the_last(gpt2):
-    drafter = SmallLMDrafter(SmallLMDraft.load(gpt2), widths=(2,))
+    draft = SmallLMDraft.load(gpt2)
+    drafter = SmallLMDrafter(draft, widths=(2,))
     runner = TargetRunner(tiny_model(vocab=11))
     drafter.bind(runner, runner.new_store(2, 60))
     sequences = [Sequence(0, [5] * 37, 3), Sequence(1, [1, 2], 30)]
@@ -320,7 +299,7 @@ def test_padding_has_no_position_beyond_the_last(gpt2):
         for token in range(new):
             s.append(token)
     for s, tree in zip(sequences, drafter.propose(sequences), strict=True):
-        assert_defined(drafter._bound.runner.model, s.tokens, tree)
+        assert_defined(draft.bound(runner).runner.model, s.tokens, tree)
 
 
 def test_learned_positions_have_no_other_view(gpt2):

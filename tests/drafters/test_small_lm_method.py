@@ -7,19 +7,13 @@ import torch
 
 from longdraft import Speculator
 from longdraft.errors import CheckpointError
-from longdraft.views import compact
 from tests.drafts import small_lm
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_sizes")
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
 STREAMING = {"view": "streaming", "sink": 4, "recent": 12, "widths": (3, 4, 4)}
 RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2, "threshold": 0.2}
-
-
-@pytest.fixture(autouse=True)
-def _small_sizes(monkeypatch):
-    monkeypatch.setattr(compact, "FRESH", 8)
-    monkeypatch.setattr(compact, "PIECE", 16)
 
 
 @pytest.mark.parametrize("view", [{"widths": (1, 1, 1)}, STREAMING, RETRIEVAL], ids=str)

@@ -1,0 +1,91 @@
+"""Decoding with a drafter that is watched: every tree that it proposes, and for which text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from longdraft import Speculator
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sequence import Sequence
+from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.tree import TokenTree
+from tests.events import decoded
+
+
+@dataclass
+class Watching(Drafter):
+    """Passes everything on to a drafter, and keeps what it proposes.
+
+    Attributes:
+        limit: the node limit of every proposal; None for the engine's.
+        text_of: the tokens that are kept with a tree, by default the text.
+        proposed: (tokens, tokens that may still come, tree) of every proposal.
+    """
+
+    inner: Drafter
+    limit: NodeLimit | None = None
+    text_of: Callable[[Sequence], list[int]] = lambda s: s.tokens
+    proposed: list[tuple[list[int], int, TokenTree]] = field(default_factory=list)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    @property
+    def rounds(self) -> list[tuple[list[int], TokenTree]]:
+        return [(tokens, tree) for tokens, _, tree in self.proposed]
+
+    def propose(self, sequences, limit=None):
+        trees = self.inner.propose(sequences, self.limit or limit)
+        self.proposed += [(self.text_of(s), s.remaining, tree) for s, tree in zip(sequences, trees, strict=True)]
+        return trees
+
+    def observe(self, event):
+        self.inner.observe(event)
+
+    def release(self, sequence):
+        self.inner.release(sequence)
+
+    def bind(self, runner, store):
+        self.inner.bind(runner, store)
+
+    def feature_layers(self, runner):
+        return self.inner.feature_layers(runner)
+
+    def query_layers(self, runner):
+        return self.inner.query_layers(runner)
+
+
+for _name in ("max_nodes", "free", "forwards", "views", "query_window", "prior_acceptance", "forward_ratio"):
+    setattr(Watching, _name, property(lambda self, name=_name: getattr(self.inner, name)))
+Watching.__abstractmethods__ = frozenset()
+
+
+def run(
+    spec: Speculator,
+    prompts,
+    new: int = 14,
+    limit: NodeLimit | None = None,
+    text_of: Callable[[Drafter, Sequence], list[int]] | None = None,
+) -> tuple[Watching, list[Sequence]]:
+    """Decodes greedily with a fresh drafter of a speculator's method.
+
+    Args:
+        new: tokens that follow each prompt.
+        limit: a planner's node limit, the same in every round.
+        text_of: the tokens that are kept with a tree, by the drafter and the sequence; None for the text.
+    """
+    runner = spec.runner()
+    recipe = spec.recipe(runner)
+    drafter = recipe.drafter()
+    if limit is not None:
+        drafter.use_planner()
+    watching = Watching(drafter, limit)
+    if text_of is not None:
+        watching.text_of = lambda s: text_of(drafter, s)
+    sampler = Sampler(True, Sampling().processors())
+    sequences = [Sequence(i, list(p), new, sampler=sampler) for i, p in enumerate(prompts)]
+    decoded(Engine(runner, watching, recipe.schedule()), sequences)
+    return watching, sequences
