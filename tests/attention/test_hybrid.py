@@ -22,10 +22,10 @@ def kernels():
 
 
 @pytest.mark.parametrize("behind", [0, 3])
-def test_a_long_chain_is_one_causal_call(monkeypatch, behind):
-    monkeypatch.setattr(hybrid, "CAUSAL_ROWS", 6)
-    assert_like_reference(hybrid.attend, *case([0, 40, 3], 6, tree=False, dtype=torch.bfloat16, behind=behind))
-    assert torch_kernels.calls == [(18, 2, 6, 46 + behind, True)]
+def test_a_long_chain_is_one_causal_call(behind):
+    size = hybrid.CAUSAL_ROWS
+    assert_like_reference(hybrid.attend, *case([0, 40, 3], size, tree=False, dtype=torch.bfloat16, behind=behind))
+    assert torch_kernels.calls == [(18, 2, size, 40 + size + behind, True)]
 
 
 def test_rows_are_handed_over_as_heads_so_that_keys_are_read_once_and_cut():

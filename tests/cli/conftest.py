@@ -6,12 +6,13 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import pytest
 
 from longdraft.cli import options
 from longdraft.cli.main import main
+from longdraft.drafts import shipped
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -33,11 +34,30 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes | TextIO], None]:
+    """``stdin(b"...")`` puts these bytes, or an open file, in the place of standard input."""
+
+    def put(source: bytes | TextIO) -> None:
+        stream = io.TextIOWrapper(io.BytesIO(source)) if isinstance(source, bytes) else source
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    return put
+
+
+@pytest.fixture
+def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """``shipped_in(folder)`` makes a folder's drafts the ones that come with longdraft."""
+    return lambda folder: monkeypatch.setattr(shipped, "FOLDER", folder)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], stdin: Callable[[bytes | TextIO], None]) -> Shell:
     """``shell("generate", "-p", "hi", stdin=b"...")``: exit code, stdout and stderr."""
 
+    put = stdin
+
     def run(*arguments: object, stdin: bytes = b"") -> Ended:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        put(stdin)
         capsys.readouterr()
         code = main([str(a) for a in arguments])
         return Ended(code, *capsys.readouterr())

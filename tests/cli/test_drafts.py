@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from longdraft.drafts import shipped
 from tests.drafts import published_eagle3, random_draft, random_eagle3
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
@@ -41,9 +40,9 @@ def test_options_by_name_are_the_same(generate, draft):
     assert ended.code == 0
 
 
-def test_generate_shows_the_method_that_was_chosen(generate, draft, monkeypatch):
+def test_generate_shows_the_method_that_was_chosen(generate, draft, shipped_in):
     assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "prompt-lookup"
-    monkeypatch.setattr(shipped, "FOLDER", draft.parent)
+    shipped_in(draft.parent)
     assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "longspec"
 
 
@@ -103,8 +102,8 @@ def test_bench_refuses(bench, draft, other):
         assert message in ended.err.splitlines()[-1]
 
 
-def test_doctor_examines_drafts(shell, model_folder, draft, other, monkeypatch, tmp_path):
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "nothing")
+def test_doctor_examines_drafts(shell, model_folder, draft, other, shipped_in, tmp_path):
+    shipped_in(tmp_path / "nothing")
     ended = shell("doctor", "--model", model_folder, "--json")
     assert last(ended)["drafts"] == [] and "none comes with longdraft" in ended.out
     ended = shell("doctor", "--model", model_folder, "--draft", draft, "--json")
@@ -118,8 +117,8 @@ def test_doctor_examines_drafts(shell, model_folder, draft, other, monkeypatch, 
     assert ended.code == 1 and "no draft folder" in last(ended)["drafts"][0]["reason"]
 
 
-def test_doctor_and_a_shipped_draft_for_another_model(shell, model_folder, draft, other, monkeypatch, tmp_path):
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)  # holds `other`
+def test_doctor_and_a_shipped_draft_for_another_model(shell, model_folder, draft, other, shipped_in, tmp_path):
+    shipped_in(tmp_path)  # holds `other`
     ended = shell("doctor", "--model", model_folder, "--json")
     (found,) = last(ended)["drafts"]
     assert (ended.code, found["shipped"], found["fits"], found["reason"]) == (0, True, False, None)
@@ -159,8 +158,8 @@ def test_generate_with_an_eagle3_draft_and_any_tree(generate, draft, eagle3):
         assert ended.code == 2 and message in ended.err.splitlines()[-1]
 
 
-def test_bench_gives_a_draft_to_the_method_that_reads_it(bench, eagle3, draft, monkeypatch):
-    monkeypatch.setattr(shipped, "FOLDER", draft.parent)
+def test_bench_gives_a_draft_to_the_method_that_reads_it(bench, eagle3, draft, shipped_in):
+    shipped_in(draft.parent)
     ended = bench("--methods", "longspec,eagle3", "--draft", eagle3, "--tree", "dynamic", "--depth", 2)
     assert ended.code == 0
     rows = last(ended)["rows"]
@@ -168,8 +167,8 @@ def test_bench_gives_a_draft_to_the_method_that_reads_it(bench, eagle3, draft, m
     assert all(row["mismatches"] == 0 for row in rows)
 
 
-def test_doctor_remarks_on_an_eagle3_draft(shell, model_folder, eagle3, tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "nothing")
+def test_doctor_remarks_on_an_eagle3_draft(shell, model_folder, eagle3, tmp_path, shipped_in):
+    shipped_in(tmp_path / "nothing")
     ended = shell("doctor", "--model", model_folder, "--draft", eagle3, "--json")
     (found,) = last(ended)["drafts"]
     assert (ended.code, found["method"], found["fits"], found["vocabulary"]) == (0, "eagle3", True, 45)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from pathlib import Path
@@ -14,12 +13,8 @@ from longdraft.errors import PromptError
 
 
 @pytest.fixture(autouse=True)
-def _no_input(monkeypatch):
-    piped(monkeypatch, b"")
-
-
-def piped(monkeypatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+def _no_input(stdin):
+    stdin(b"")
 
 
 def test_a_prompt_alone():
@@ -38,22 +33,22 @@ def test_several_files_carry_their_names_with_a_blank_line_between(tmp_path):
     assert document == "File: a.txt\n\ntext of a.txt\n\nFile: b.txt\n\ntext of b.txt"
 
 
-def test_piped_text_is_the_instruction_where_there_is_none(monkeypatch):
-    piped(monkeypatch, b"why?")
+def test_piped_text_is_the_instruction_where_there_is_none(stdin):
+    stdin(b"why?")
     assert reading.read(None, []) == ("", "why?")
 
 
-def test_piped_text_is_a_document_where_there_is_an_instruction(monkeypatch, tmp_path):
-    piped(monkeypatch, b"the report")
+def test_piped_text_is_a_document_where_there_is_an_instruction(stdin, tmp_path):
+    stdin(b"the report")
     assert reading.read("why?", []) == ("the report", "why?")
-    piped(monkeypatch, b"the report")
+    stdin(b"the report")
     (tmp_path / "a.txt").write_text("one")
     document, _ = reading.read("why?", [str(tmp_path / "a.txt")])
     assert document == "File: a.txt\n\none\n\nFile: standard input\n\nthe report"
 
 
-def test_a_dash_is_standard_input(monkeypatch):
-    piped(monkeypatch, b"the report")
+def test_a_dash_is_standard_input(stdin):
+    stdin(b"the report")
     assert reading.read("why?", ["-"]) == ("the report", "why?")
 
 
@@ -62,18 +57,18 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert reading.read(None, [str(tmp_path / "a.txt")]).document == "one"
 
 
-def test_an_idle_device_on_standard_input_is_left_alone(monkeypatch):
+def test_an_idle_device_on_standard_input_is_left_alone(stdin):
     with Path(os.devnull).open() as device:
-        monkeypatch.setattr(sys, "stdin", device)
+        stdin(device)
         assert reading.read("why?", []) == ("", "why?")
 
 
-def test_a_real_pipe_is_read(monkeypatch):
+def test_a_real_pipe_is_read(stdin):
     out, into = os.pipe()
     os.write(into, "café".encode())
     os.close(into)
     with os.fdopen(out, encoding="utf-8") as end:
-        monkeypatch.setattr(sys, "stdin", end)
+        stdin(end)
         assert reading.read(None, []).instruction == "café"
 
 
@@ -149,7 +144,7 @@ def test_a_folder_is_no_file(tmp_path):
         reading.read("why?", [str(tmp_path)])
 
 
-def test_binary_standard_input(monkeypatch):
-    piped(monkeypatch, b"\x89PNG\0")
+def test_binary_standard_input(stdin):
+    stdin(b"\x89PNG\0")
     with pytest.raises(PromptError, match="standard input is a binary file"):
         reading.read("why?", [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from longdraft.cli.console import in_flags
@@ -46,9 +48,9 @@ BEFORE = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), BEFORE, ids=[" ".join(a) for a, _ in BEFORE])
-def test_wrong_options_are_said_before_anything_loads(generate, monkeypatch, arguments, said):
-    monkeypatch.setattr("longdraft.model.loading._Reader.named", lambda *_: pytest.fail("loads"))
-    ended = generate("-p", "hi", *arguments)
+def test_wrong_options_are_said_before_anything_loads(shell, model_folder, tmp_path, arguments, said):
+    without_weights = shutil.copytree(model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    ended = shell("generate", "--model", without_weights, "-p", "hi", *arguments)
     assert ended.code in (1, 2) and said in ended.err
     assert ended.err.startswith("error: ") and len(ended.err.splitlines()) == 1
 

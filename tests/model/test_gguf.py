@@ -17,7 +17,6 @@ from longdraft.folders import cache_folder
 from longdraft.model import gguf_cache
 from longdraft.model.chat import chat_prompt
 from longdraft.model.checkpoints import quiet
-from longdraft.model.gguf_files import File
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredLinear
@@ -188,7 +187,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 def test_load_without_arguments_is_the_embedded_default(package, capfd):
     model, tokenizer = load(device="cpu", rope_factor=2)
-    assert model.config._name_or_path == model.name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert model.config.name_or_path == model.name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert model.config.max_position_embeddings == 1024
     assert capfd.readouterr() == ("", "")
@@ -274,32 +273,41 @@ def test_int8_is_refused_with_why(kind, options, why, tmp_path, monkeypatch):
         assert TargetRunner(load(tmp_path / "a.gguf", device="cpu").model).arithmetic == "float32"
 
 
-def test_what_was_made_of_the_metadata_is_kept(tmp_path, monkeypatch):
-    """A second start reads it back, and gets the same; what is damaged, or of another file, is made again."""
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    """The folder of what is kept of GGUF files, for one test alone."""
     monkeypatch.setattr(gguf_cache, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "gguf"
+
+
+def test_what_was_made_of_the_metadata_is_kept(tmp_path, empty_cache):
+    """A second start reads it back, and gets the same; what is damaged, or of another file, is made again."""
     write_gguf(tmp_path / "model.gguf", "qwen2")
-    made, say = [], []
-    monkeypatch.setattr(File, "tokenizer", lambda self, own=File.tokenizer: made.append(self.path) or own(self))
-    first = load(tmp_path / "model.gguf", device="cpu", progress=say.append)
-    second = load(tmp_path / "model.gguf", device="cpu", progress=say.append)
-    assert len(made) == 1 and sum("once" in line for line in say) == 1
+    lines = []
+
+    def made() -> int:
+        return sum("once" in line for line in lines)
+
+    first = load(tmp_path / "model.gguf", device="cpu", progress=lines.append)
+    second = load(tmp_path / "model.gguf", device="cpu", progress=lines.append)
+    assert made() == 1
     assert second.tokenizer("a b<|im_end|>").input_ids == first.tokenizer("a b<|im_end|>").input_ids
     assert second.model.config.to_dict() == first.model.config.to_dict()
-    (kept,) = (tmp_path / "cache" / "gguf").iterdir()
+    (kept,) = empty_cache.iterdir()
     (kept / "tokenizer.json").write_text("{")
-    load(tmp_path / "model.gguf", device="cpu")
+    load(tmp_path / "model.gguf", device="cpu", progress=lines.append)
+    assert made() == 2
     write_gguf(tmp_path / "model.gguf", "qwen2", layers=1)
-    load(tmp_path / "model.gguf", device="cpu")
-    assert len(made) == 3
+    load(tmp_path / "model.gguf", device="cpu", progress=lines.append)
+    assert made() == 3
 
 
-def test_of_many_files_the_last_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_cache, "cache_folder", lambda: tmp_path / "cache")
+def test_of_many_files_the_last_are_kept(tmp_path, empty_cache, monkeypatch):
     monkeypatch.setattr(gguf_cache, "MOST", 2)
     for layers in (1, 2, 3):
         write_gguf(tmp_path / "model.gguf", layers=layers)
         load(tmp_path / "model.gguf", device="cpu")
-    assert len(list((tmp_path / "cache" / "gguf").iterdir())) == 2
+    assert len(list(empty_cache.iterdir())) == 2
 
 
 def test_a_scale_that_is_no_number_is_an_error(tmp_path):
