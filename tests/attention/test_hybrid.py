@@ -25,7 +25,7 @@ def kernels():
 def test_a_long_chain_is_one_causal_call(behind):
     size = hybrid.CAUSAL_ROWS
     assert_like_reference(hybrid.attend, *case([0, 40, 3], size, tree=False, dtype=torch.bfloat16, behind=behind))
-    assert torch_kernels.calls == [(18, 2, size, 40 + size + behind, True)]
+    assert torch_kernels.calls == [(3 * size, 2, size, 40 + size + behind, True)]
 
 
 def test_rows_are_handed_over_as_heads_so_that_keys_are_read_once_and_cut():

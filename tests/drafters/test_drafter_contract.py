@@ -110,6 +110,17 @@ def test_a_draft_that_cannot_be_used_is_refused(workshop, tmp_path, case):
             Speculator(case.method, target=tiny_model(hidden=96, vocab=11, dtype=torch.float64), draft=folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("method", ["longspec", "eagle3"])
+def test_a_draft_takes_the_targets_dtype(workshop, method, dtype):
+    model = tiny_model(vocab=11, layers=6, dtype=dtype)
+    spec = Speculator(method, target=model, draft=workshop.draft(method, model))
+    bound = spec.options["draft"].bound(spec.runner())
+    assert {p.dtype for p in bound.block.parameters()} == {dtype}
+    result = spec.generate([[1, 2, 3]], max_new_tokens=8)[0]
+    assert result.new_tokens == 8 and result.drafted > 0
+
+
 @each_drafter
 def test_an_unknown_option_is_refused_with_those_there_are(workshop, case):
     with pytest.raises(ValueError, match="has no option colour: its options are "):

@@ -187,18 +187,6 @@ def test_a_pickle_runs_no_code(tmp_path, model, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_missing_or_truncated_file(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
-        Eagle3Draft.load(folder)
-    path.unlink()
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
-        Eagle3Draft.load(folder)
-    with pytest.raises(CheckpointError, match="no draft folder"):
-        Eagle3Draft.load(folder / "none")
-
-
 def test_a_draft_is_told_by_its_tensors(folder):
     def spoil(tensors):
         tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(5)
@@ -282,8 +270,6 @@ def test_another_target_is_refused_at_once(folder, other, message):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"hidden": 96}, r"hidden_size 48 \(this target: 96\)"),
-        ({"vocab": 12}, r"vocab_size 11 \(this target: 12\)"),
         ({"layers": 4}, r"layers 1, 1, 0 of its target.*this one has 4"),
     ],
     ids=str,
@@ -314,16 +300,6 @@ def test_tables_of_the_vocabulary(tmp_path, model):
         Speculator(kept("short", lambda t: t | {"d2t": torch.arange(4)}), target=model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_it_takes_the_targets_dtype(tmp_path, dtype):
-    model = tiny_model(vocab=11, layers=6, dtype=dtype)
-    folder = random_eagle3(tmp_path, model)
-    bound = Eagle3Draft.load(folder).bound(TargetRunner(model))
-    assert {p.dtype for p in bound.block.parameters()} == {dtype}
-    got = Speculator(folder, target=model, depth=2, top_k=2).generate([[1, 2, 3]], max_new_tokens=8)[0]
-    assert got.new_tokens == 8 and got.drafted > 0
-
-
 def test_remarks(tmp_path, model):
     runner = TargetRunner(model)
     sound = Eagle3Draft.load(random_eagle3(tmp_path / "a", model, layers=LAYERS, head_dim=16))
@@ -345,7 +321,3 @@ def test_kinds_are_told_apart(tmp_path, model):
     assert draft_folder.kind(random_draft(tmp_path / "longspec", model)) == "longspec"
     assert draft_folder.kind(random_eagle3(tmp_path / "eagle3", model)) == "eagle3"
     assert draft_folder.kind(published_eagle3(tmp_path / "published", model)) == "eagle3"
-    with pytest.raises(CheckpointError, match="a draft for longspec, not for eagle3"):
-        Speculator("eagle3", draft=tmp_path / "longspec")
-    with pytest.raises(CheckpointError, match="a draft for eagle3, not for longspec"):
-        Speculator("longspec", draft=tmp_path / "published")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,14 +13,12 @@ import torch.nn.functional as F
 
 from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
-from longdraft.engine.sequence import Sequence
 from longdraft.model.rotary import Rotary, yarn
-from longdraft.model.runner import TargetRunner
 from longdraft.views.window import SPARE
+from tests.drafters.by_hand import Decoding
 from tests.drafters.watching import run
 from tests.drafts import random_eagle3
-from tests.events import attended, begun, replaced, taken_back
-from tests.forwards import forward
+from tests.events import attended, replaced, taken_back
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("float32_weights")
@@ -177,34 +176,9 @@ def test_long_prompts_are_read_in_chunks(tmp_path):
 # --- what the engine may tell it ---
 
 
-class Decoding:
-    """A drafter, a store and a sequence, driven by hand."""
-
-    def __init__(self, model, draft, text: list[int], prompt: int, **options) -> None:
-        self.model, self.draft = model, draft
-        self.runner = TargetRunner(model)
-        self.drafter = Eagle3Drafter(draft, tree="dynamic", depth=2, top_k=3, **options)
-        self.store = self.runner.new_store(1, len(text) + 40, self.drafter.feature_layers(self.runner))
-        self.drafter.bind(self.runner, self.store)
-        self.s = Sequence(0, text[:prompt], 60)
-        self.read(text[:prompt])
-        self.emit(text[prompt : prompt + 1])
-        self.drafter.observe(begun(self.s))
-        for token in text[prompt + 1 :]:
-            self.read([self.s.tokens[-1]])
-            self.emit([token])
-
-    def read(self, tokens):
-        forward(self.runner, [tokens], self.store, [0], logits="none")
-        self.store.commit(0, range(len(tokens)))
-
-    def emit(self, tokens):
-        for token in tokens:
-            self.s.append(token)
-
-    def check(self, seen=None):
-        (tree,) = self.drafter.propose([self.s])
-        assert_defined(self.model, self.draft, self.s.tokens, tree, self.drafter.window, seen=seen)
+def by_hand(model, draft, text, prompt, **options) -> Decoding:
+    drafter = Eagle3Drafter(draft, tree="dynamic", depth=2, top_k=3, **options)
+    return Decoding(model, drafter, text, prompt, partial(assert_defined, model, draft))
 
 
 @pytest.fixture(params=[None, 8, 16, "covering"], ids="window={}".format)
@@ -214,54 +188,27 @@ def decoding(request, tmp_path):
     if window == "covering":
         window, options = None, {"retrieval": True, "chunk": 2, "chunks": 30, "sink": 2, "recent": 4}
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=window, head_dim=16))
-    return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12, **options)
+    return by_hand(model, draft, [i % 11 for i in range(0, 50, 2)], 12, **options)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_many_rows_at_once(decoding):
-    decoding.check()
-    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
-        decoding.read([decoding.s.tokens[-1]])
-        decoding.emit([token])
-    decoding.check()
+    decoding.check_many_rows_at_once()
 
 
 def test_refreshed_rows_are_read_again(decoding):
+    """The last rows were inexact when the drafter read them, as after a partial verification."""
     decoding.check()
-    store, s = decoding.store, decoding.s
-    exact = store.features.clone()
-    # The last rows were inexact when the drafter read them, as after a partial verification.
-    start = store.lengths[0] - 5
-    decoding.drafter.observe(replaced(s, start))
-    store.features[0, start:] = torch.randn_like(store.features[0, start:])
-    store.lengths[0], store.unverified[0] = start, 5
-    decoding.drafter.propose([s])
-    store.features.copy_(exact)
-    store.lengths[0], store.unverified[0] = start + 5, 0
-    decoding.drafter.observe(replaced(s, start))
+    start = decoding.store.lengths[0] - 5
+    decoding.draft_from_inexact_rows(5)
+    decoding.store.lengths[0] = start + 5
+    decoding.drafter.observe(replaced(decoding.s, start))
     decoding.check()
 
 
 @pytest.mark.parametrize("back", [1, 3, 9])
 def test_rewound_text(decoding, back):
-    """Tokens are taken back, some of which the drafter has read from inexact rows; others stand in their place."""
-    decoding.check()
-    store, s = decoding.store, decoding.s
-    exact = store.features.clone()
-    length = store.lengths[0]
-    store.lengths[0], store.unverified[0] = length - back, back
-    decoding.drafter.observe(replaced(s, length - back))
-    store.features[0, length - back :] = torch.randn_like(store.features[0, length - back :])
-    decoding.drafter.propose([s])
-    store.features.copy_(exact)
-    store.lengths[0], store.unverified[0] = length - back, 0
-    del s.output[-back:]
-    s.output[-1] = (s.output[-1] + 5) % 11
-    decoding.drafter.observe(taken_back(s))
-    decoding.check()
-    decoding.read([s.tokens[-1]])
-    decoding.emit([4])
-    decoding.check()
+    decoding.check_rewound_text(back)
 
 
 # --- retrieval ---
@@ -278,7 +225,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
         random_eagle3(tmp_path, model, window=settings.pop("window", None), settings=settings or None)
     )
     text = [i % 11 for i in range(0, 120, 2)]
-    decoding = Decoding(model, draft, text, 40, retrieval=True, **options)
+    decoding = by_hand(model, draft, text, 40, retrieval=True, **options)
     s, retrieval = decoding.s, decoding.drafter.retrieval
     decoding.check(retrieval.rows(0, len(s.tokens) - 1).tolist())  # nothing scored: the latest chunks
     chosen = []
@@ -291,8 +238,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, settings):
         for token in (3, 1, 4):
             decoding.check(seen)
             seen.append(len(s.tokens) - 1)
-            decoding.read([s.tokens[-1]])
-            decoding.emit([token])
+            decoding.go_on(token)
     assert chosen[0] != chosen[1] != chosen[2]
     # Tokens are taken back, some of them chosen ones.
     back = 12
@@ -306,13 +252,12 @@ def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
     model = six_layers()
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=22))
     options = {"chunk": 2, "chunks": 3, "sink": 2, "recent": 4}
-    decoding = Decoding(model, draft, [i % 11 for i in range(0, 80, 2)], 30, retrieval=True, **options)
+    decoding = by_hand(model, draft, [i % 11 for i in range(0, 80, 2)], 30, retrieval=True, **options)
     near, sizes = decoding.drafter.cache.near, []
     for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]:
         decoding.drafter.propose([decoding.s])
         sizes.append(near.end(0))
-        decoding.read([decoding.s.tokens[-1]])
-        decoding.emit([token])
+        decoding.go_on(token)
     assert max(sizes) == 22 - 2 and any(b < a for a, b in itertools.pairwise(sizes))
 
 
@@ -348,7 +293,7 @@ def test_a_window_bounds_the_memory(tmp_path):
     model = six_layers(context=1024)
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, window=16))
     for length in (20, 200):
-        cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
+        cache = by_hand(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
         # slots, KV heads, window, the nodes that the draft is shown and nobody's row, head size
         assert cache.keys.shape == (1, 2, 16 + SPARE + 3 + 1, 12)
 

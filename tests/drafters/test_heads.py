@@ -21,6 +21,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
+from tests.drafters.watching import Watching
 from tests.drafts import random_heads
 from tests.events import begun, decoded, taken_back
 from tests.tiny import tiny_model
@@ -40,17 +41,10 @@ def draft(tmp_path, model):
 
 def proposals(model, drafter, n=12, limit=None, prompts=(PROMPT,)):
     """(text up to the root, tree) of every round of a greedy run."""
-    found, propose = [], drafter.propose
-
-    def listening(sequences, given=None):
-        trees = propose(sequences, limit or given)
-        found.extend((s.tokens[:], tree) for s, tree in zip(sequences, trees, strict=True))
-        return trees
-
-    drafter.propose = listening
+    watching = Watching(drafter, limit)
     sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
-    decoded(Engine(TargetRunner(model), drafter), sequences)
-    return found
+    decoded(Engine(TargetRunner(model), watching), sequences)
+    return watching.rounds
 
 
 def norm(x, weight, eps):

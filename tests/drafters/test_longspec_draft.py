@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.model.runner import TargetRunner
 from tests.drafts import random_block, random_draft
 from tests.tiny import tiny_model
 
@@ -180,15 +179,6 @@ def test_a_vocabulary_table_that_points_outside(tmp_path):
     edit(folder, lambda t: t | {"d2t": torch.tensor([3, 60])})
     with pytest.raises(CheckpointError, match="d2t"):
         Speculator(folder, target=model)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_it_takes_the_targets_dtype(folder, dtype):
-    model = tiny_model(dtype=dtype)
-    bound = LongSpecDraft.load(folder).bound(TargetRunner(model))
-    assert {p.dtype for p in bound.block.parameters()} == {dtype}
-    got = Speculator(folder, target=model).generate([[1, 2, 3]], max_new_tokens=8)[0]
-    assert got.new_tokens == 8 and got.drafted > 0
 
 
 def gpt_neox():

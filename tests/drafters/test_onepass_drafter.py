@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from longdraft import Speculator
 from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDraft, OnePassDrafter
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.views.window import SPARE
+from tests.drafters.by_hand import Decoding
 from tests.drafters.test_eagle3_drafter import PROMPTS, rms, rope, six_layers
 from tests.drafters.watching import run
-from tests.drafts import random_eagle3, random_onepass
-from tests.events import begun, replaced, taken_back
+from tests.drafts import random_onepass
+from tests.events import begun
 from tests.forwards import forward
 
 LAYERS = (1, 2, 4)
@@ -176,48 +178,21 @@ def test_one_forward_a_round(tmp_path):
 # --- what the engine may tell it ---
 
 
-class Decoding:
-    """A drafter, a store and a sequence, driven by hand."""
-
-    def __init__(self, model, draft, text: list[int], prompt: int) -> None:
-        self.model, self.draft = model, draft
-        self.runner = TargetRunner(model)
-        self.drafter = OnePassDrafter(draft, tree="dynamic", depth=3, top_k=3)
-        self.store = self.runner.new_store(1, len(text) + 40, self.drafter.feature_layers(self.runner))
-        self.drafter.bind(self.runner, self.store)
-        self.s = Sequence(0, text[:prompt], 60)
-        self.read(text[:prompt])
-        self.s.append(text[prompt])
-        self.drafter.observe(begun(self.s))
-        for token in text[prompt + 1 :]:
-            self.go_on(token)
-
-    def read(self, tokens):
-        forward(self.runner, [tokens], self.store, [0], logits="none")
-        self.store.commit(0, range(len(tokens)))
-
-    def go_on(self, token):
-        self.read([self.s.tokens[-1]])
-        self.s.append(token)
-
-    def check(self):
-        (tree,) = self.drafter.propose([self.s])
-        assert_defined(self.model, self.draft, self.s.tokens, tree, self.drafter.window)
+def by_hand(model, draft, text, prompt) -> Decoding:
+    drafter = OnePassDrafter(draft, tree="dynamic", depth=3, top_k=3)
+    return Decoding(model, drafter, text, prompt, partial(assert_defined, model, draft))
 
 
 @pytest.fixture(params=[None, 8, 16], ids="window={}".format)
 def decoding(request, tmp_path, float32_weights):
     model = six_layers()
     draft = OnePassDraft.load(random_onepass(tmp_path, model, window=request.param, head_dim=16))
-    return Decoding(model, draft, [i % 11 for i in range(0, 50, 2)], 12)
+    return by_hand(model, draft, [i % 11 for i in range(0, 50, 2)], 12)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_many_rows_at_once(decoding):
-    decoding.check()
-    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
-        decoding.go_on(token)
-    decoding.check()
+    decoding.check_many_rows_at_once()
 
 
 @pytest.mark.usefixtures("float32_weights", "small_chunks")
@@ -231,29 +206,14 @@ def test_long_prompts_are_read_in_chunks(tmp_path):
 
 @pytest.mark.parametrize("back", [1, 3, 9])
 def test_rewound_text(decoding, back):
-    """Tokens are taken back, some of which the drafter has read from inexact rows; others stand in their place."""
-    decoding.check()
-    store, s = decoding.store, decoding.s
-    exact, length = store.features.clone(), store.lengths[0]
-    store.lengths[0], store.unverified[0] = length - back, back
-    decoding.drafter.observe(replaced(s, length - back))
-    store.features[0, length - back :] = torch.randn_like(store.features[0, length - back :])
-    decoding.drafter.propose([s])
-    store.features.copy_(exact)
-    store.lengths[0], store.unverified[0] = length - back, 0
-    del s.output[-back:]
-    s.output[-1] = (s.output[-1] + 5) % 11
-    decoding.drafter.observe(taken_back(s))
-    decoding.check()
-    decoding.go_on(4)
-    decoding.check()
+    decoding.check_rewound_text(back)
 
 
 def test_a_window_bounds_the_memory(tmp_path):
     model = six_layers(context=1024)
     draft = OnePassDraft.load(random_onepass(tmp_path, model, window=16))
     for length in (20, 200):
-        cache = Decoding(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
+        cache = by_hand(model, draft, [i % 11 for i in range(length)], length - 1).drafter.cache
         # slots, KV heads, window and the rows behind the text's, head size
         assert cache.keys.shape == (1, 2, 16 + SPARE + 3 + 1, 12)
 
@@ -328,15 +288,10 @@ def test_folders_that_are_refused(tmp_path, over, said):
         Speculator("onepass", target=six_layers(), draft=OnePassDraft.load(tmp_path)).generate([[1]], max_new_tokens=2)
 
 
-def test_missing_tensors_and_other_kinds(tmp_path):
-    model = six_layers()
-    folder = random_onepass(tmp_path / "a", model)
+def test_missing_tensors_are_named(tmp_path):
+    folder = random_onepass(tmp_path / "a", six_layers())
     tensors = load_file(folder / "model.safetensors")
     del tensors["slot_state"], tensors["bigram_out.weight"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no one-pass draft .* missing: slot_state, bigram_out.weight"):
         OnePassDraft.load(folder)
-    with pytest.raises(CheckpointError, match="a draft for eagle3, not for onepass"):
-        OnePassDraft.load(random_eagle3(tmp_path / "b", model))
-    with pytest.raises(CapabilityError, match="none comes with longdraft"):
-        Speculator("onepass", target=model)

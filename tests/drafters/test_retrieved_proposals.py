@@ -100,19 +100,12 @@ def test_two_requests_with_one_drafter_equal_two_fresh_ones(tmp_path, method):
         assert shapes(again) == shapes(anew) and close(again, anew)
 
 
-def test_nothing_is_tapped_where_nobody_asks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", METHODS)
+def test_queries_are_asked_for_by_retrieval_alone(tmp_path, method):
     model = five_layers()
-    asked, forward = [], TargetRunner.forward
-
-    def seen(self, *args, **options):
-        asked.append(options.get("taps"))
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", seen)
-    Speculator("longspec", target=model, draft=random_draft(tmp_path, model), **TREE).generate(
-        [PROMPTS[2]], max_new_tokens=9
-    )
-    assert asked and not any(taps.queries for taps in asked if taps is not None)
+    runner = TargetRunner(model)
+    assert not drafter(method, tmp_path, model).query_layers(runner)
+    assert drafter(method, tmp_path, model, retrieval=True, **SMALL).query_layers(runner)
 
 
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
