@@ -20,6 +20,7 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from tests import chi_square
+from tests.drafters.watching import Watching
 from tests.drafts import small_lm
 from tests.events import decoded
 from tests.forwards import forward
@@ -140,17 +141,9 @@ def law(model, prompt, rows, sampling):
 
 def first_proposals(model, inner, prompt, batch, sampling):
     """Root and the two tokens that a level proposes behind it, sequence by sequence; ``inner`` drafts for it."""
-    drafter, first = NestedDrafter(inner, SelfDrafter(view="streaming", budget=4, sink=1, window=3), 2), []
-    propose = drafter.propose
-
-    def recorded(sequences, budget=None):
-        trees = propose(sequences, budget)
-        first.append([tuple(tree.tokens) for tree in trees])
-        return trees
-
-    drafter.propose = recorded
-    run(drafter, model, [prompt] * batch, 4, sampling=sampling)
-    return first[0]
+    watching = Watching(NestedDrafter(inner, SelfDrafter(view="streaming", budget=4, sink=1, window=3), 2))
+    run(watching, model, [prompt] * batch, 4, sampling=sampling)
+    return [tuple(tree.tokens) for _, tree in watching.rounds[:batch]]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.9)], ids=str)

@@ -16,6 +16,7 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.opt import Opt
+from tests.drafters.watching import Watching
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
 from tests.tiny import tiny_model
@@ -48,22 +49,15 @@ def drafter(method, where, model, **options):
 
 def proposals(drafter, model, prompts, n=24, sampling=None):
     """Every tree that is proposed in a run."""
-    found, propose = [], type(drafter).propose
-
-    def recorded(sequences, budget=None):
-        trees = propose(drafter, sequences, budget)
-        found.extend((s.index, len(s.output), tree) for s, tree in zip(sequences, trees, strict=True))
-        return trees
-
-    drafter.propose = recorded
+    watching = Watching(drafter, text_of=lambda s: (s.index, len(s.output)))
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
     samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
-    decoded(Engine(TargetRunner(model), drafter), sequences)
-    return found
+    decoded(Engine(TargetRunner(model), watching), sequences)
+    return [(*place, tree) for place, tree in watching.rounds]
 
 
 def shapes(found):
