@@ -47,7 +47,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the rows that a forward sees lie in the cache, as device tensors: the same for all layers.
+    """Places in the cache of the rows that a forward sees, as device tensors, the same for all layers.
 
     Attributes:
         slots: (B,) int32.

@@ -207,7 +207,7 @@ def _seconds(trial: Inputs, choice: Choice) -> float:
 
 
 def _choose_splits(inputs: Inputs, max_length: int, choice: Choice) -> int:
-    """As many splits as fill the GPU with ``choice.waves`` programs for each processor, none of them tiny."""
+    """Count of splits that fill the GPU with ``choice.waves`` programs for each processor, none of them tiny."""
     q, keys = inputs.q, inputs.keys
     programs = max(1, q.shape[0] * keys.shape[1] * triton.cdiv(inputs.rows, inputs.tiles[0]))
     wanted = choice.waves * _processors(q.device) // programs

@@ -114,7 +114,7 @@ def difference(found: Mapping[str, Any]) -> str:
 
 
 def facts(part: Part) -> dict[str, str]:
-    """Where the figures come from: values by name; those that the files do not have are left out."""
+    """The origin of the figures: values by name, without those that the files do not have."""
     hardware, target = _section(part, "hardware"), _section(part, "model")
     lengths = sorted(n for m in part.measured for n in m.prompt_tokens)
     span = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if lengths[-1] > lengths[0] else "")
