@@ -15,11 +15,11 @@ class PromptError(LongdraftError, ValueError):
 
 
 class ContextError(LongdraftError, ValueError):
-    """Prompt and budget together do not fit the model's context."""
+    """Prompt and new tokens together do not fit the model's context."""
 
 
 class RequestError(LongdraftError, ValueError):
-    """A setting of a run has an unusable value, such as a budget of no tokens."""
+    """A setting of a run has an unusable value, such as no new tokens."""
 
 
 class ArgumentError(RequestError, TypeError):

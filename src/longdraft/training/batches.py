@@ -15,12 +15,12 @@ class Batch:
     shifts: tuple[int, ...]
 
 
-def epoch_batches(rows: Sequence[int], budget: int, noise: int, seed: int, epoch: int) -> list[Batch]:
+def epoch_batches(rows: Sequence[int], token_limit: int, noise: int, seed: int, epoch: int) -> list[Batch]:
     """The batches of one epoch, in order. Every document is in one of them.
 
     Args:
         rows: learned tokens of each document.
-        budget: learned tokens of a batch; a batch is closed when one more document would exceed it.
+        token_limit: learned tokens of a batch; a batch is closed when one more document would exceed it.
         noise: shifts are uniform in 1 .. noise.
     """
     rng = random.Random(f"{seed}/{epoch}")
@@ -34,7 +34,7 @@ def epoch_batches(rows: Sequence[int], budget: int, noise: int, seed: int, epoch
         batches.append(Batch(tuple(current), tuple(rng.randint(1, noise) for _ in current)))
 
     for i in order:
-        if current and filled + rows[i] > budget:
+        if current and filled + rows[i] > token_limit:
             close()
             current, filled = [], 0
         current.append(i)
@@ -52,21 +52,21 @@ class Schedule:
     the others; :meth:`at` then returns no batch if there are fewer batches than processes.
 
     Args:
-        rows, budget, noise, seed: see :func:`epoch_batches`.
+        rows, token_limit, noise, seed: see :func:`epoch_batches`.
         epochs: a fraction stops part of the way through the last one.
     """
 
     def __init__(
         self,
         rows: Sequence[int],
-        budget: int,
+        token_limit: int,
         noise: int,
         seed: int,
         epochs: float,
         processes: int = 1,
         accumulate: int = 1,
     ) -> None:
-        self._make = lambda epoch: epoch_batches(rows, budget, noise, seed, epoch)
+        self._make = lambda epoch: epoch_batches(rows, token_limit, noise, seed, epoch)
         self._processes = processes
         self.width = processes * accumulate
         self._epochs: dict[int, list[Batch]] = {}
