@@ -13,8 +13,7 @@ import torch
 from longdraft import LoadedModel, Speculator
 from longdraft.bench import needle, quality_report
 from longdraft.bench.data import Sample
-from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift
-from longdraft.bench.exact_forwards import surprise
+from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift, exact
 from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
@@ -78,7 +77,7 @@ def drifts(model, view, kind=RecordedSpecPV):
     schedule = kind(view, listener)
     s = Sequence(0, list(PROMPT), 40, sampler=Sampler(True, Sampling().processors()))
     steps = decoded(Engine(listener, SuffixDrafter(), schedule, cache), [s])
-    found = drift(listener, cache, PROMPT, s.output, schedule.computed)
+    found = drift(exact(listener, cache, PROMPT, s.output), len(PROMPT), schedule.computed)
     assert len(found) == len(s.output) - 1  # every token but the prefill's, once
     return found, {step.mode for step in steps}
 
@@ -314,12 +313,12 @@ def test_rounded_kv_is_compared_with_plain_decoding(tmp_path):
 
 
 def test_surprise_is_what_the_target_says_of_each_token(loaded):
-    runner, text = TargetRunner(loaded.model), [3, 5, 7, 9, 4, 6, 8]
+    runner, text = Listener(TargetRunner(loaded.model)), [3, 5, 7, 9, 4, 6, 8]
     with torch.inference_mode():
         said = loaded.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
     for prompt_tokens in (1, 3):
         wanted = -sum(float(said[i - 1, text[i]]) for i in range(prompt_tokens, len(text)))
-        found = surprise(runner, PromptCache(), text[:prompt_tokens], text[prompt_tokens:])
+        found = exact(runner, PromptCache(), text[:prompt_tokens], text[prompt_tokens:]).surprise
         assert found == pytest.approx(wanted / (len(text) - prompt_tokens))
 
 

@@ -1,7 +1,7 @@
 """Drift: how far hidden states that partial verification computed lie from the exact ones (SpecPV, section 3.3).
 
-A run's own forwards are listened to, so its trees, its blocks and its refreshes are the real ones. The exact states
-come from one full forward over the text that the run wrote.
+The states of a run come from its own forwards, so its trees, its chunks and its refreshes are the real ones. The exact
+states come from one full forward over the text that the run wrote.
 """
 
 from __future__ import annotations
@@ -26,32 +26,30 @@ from longdraft.views.view import View
 
 
 class Listener(TargetRunner):
-    """A hosted target that remembers hidden states of its last forward.
+    """A hosted target that keeps hidden states of its last forward.
 
     Args:
         runner: the target; everything it has is shared.
-        layers: the layers listened to; None: those that EAGLE-3 reads (outputs of 1, L/2-1 and L-4), and the last.
 
     Attributes:
-        heard: layer -> (B, T, hidden size).
+        layers: the layers whose outputs EAGLE-3 reads (1, L/2-1 and L-4), and the last.
     """
 
-    def __init__(self, runner: TargetRunner, layers: tuple[int, ...] | None = None) -> None:
+    def __init__(self, runner: TargetRunner) -> None:
         vars(self).update(vars(runner))
         depth = self.kv_shape.layers
-        wanted = (1, depth // 2 - 1, depth - 4, depth - 1) if layers is None else layers
-        self.layers = tuple(sorted({layer for layer in wanted if 0 <= layer < depth}))
-        self.heard: dict[int, torch.Tensor] = {}
+        self.layers = tuple(sorted({x for x in (1, depth // 2 - 1, depth - 4, depth - 1) if 0 <= x < depth}))
+        self._hidden: dict[int, torch.Tensor] = {}
 
     def forward(self, block: Block, store: KVStore, *, taps: Taps = NO_TAPS, **options: Any) -> TargetOutput:
         taps = replace(taps, hidden=tuple({*taps.hidden, *self.layers}))
         out = super().forward(block, store, taps=taps, **options)
-        self.heard = {layer: out.hidden[layer] for layer in self.layers}
+        self._hidden = {layer: out.hidden[layer] for layer in self.layers}
         return out
 
     def hidden(self, rows: SequenceOf[int]) -> torch.Tensor:
         """(layers, rows, hidden size) float32 of the first sequence of the last forward."""
-        return torch.stack([self.heard[layer][0, list(rows)] for layer in self.layers]).float()
+        return torch.stack([self._hidden[layer][0, list(rows)] for layer in self.layers]).float()
 
 
 @dataclass(frozen=True)
@@ -93,43 +91,57 @@ class RecordedSpecPV(SpecPV):
 
 
 @dataclass(frozen=True)
+class Exact:
+    """An output as the target sees it with all of the KV.
+
+    Attributes:
+        hidden: (layers, tokens, hidden size) float32 at the prompt's last token and at all output tokens but the last.
+        surprise: mean -log p of the output's tokens, in nats.
+    """
+
+    hidden: torch.Tensor
+    surprise: float
+
+
+@torch.inference_mode()
+def exact(listener: Listener, cache: PromptCache, prompt: SequenceOf[int], output: SequenceOf[int]) -> Exact:
+    """Reads an output in full forwards behind its prompt.
+
+    Args:
+        cache: holds the prompt's KV or some of it, with room for the output; the output's stays in it.
+    """
+    first, hidden, total = len(prompt) - 1, [], 0.0
+    for start, piece, out in read(listener, cache, [*prompt, *output[:-1]], prompt, first):
+        if start >= first:
+            assert out.logits is not None
+            hidden.append(listener.hidden(range(len(piece))))
+            tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
+            total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
+    return Exact(torch.cat(hidden, 1), total / len(output))
+
+
+@dataclass(frozen=True)
 class Drift:
-    """One token's.
+    """The drift of one token.
 
     Attributes:
         distance: tokens since the last full pass, 1 for the first; 0: computed by a full pass.
-        cosines: one a layer, of its hidden state to the exact one.
+        cosines: of its hidden state and the exact one, one a layer.
     """
 
     distance: int
     cosines: tuple[float, ...]
 
 
-def drift(
-    listener: Listener, cache: PromptCache, prompt: SequenceOf[int], output: SequenceOf[int], computed: list[Computed]
-) -> list[Drift]:
-    """Compares what a run computed with one full forward over its text.
-
-    Args:
-        cache: holds the prompt's KV, with room for the output.
-        output: what the run wrote.
-    """
-    exact, first = exact_hidden(listener, cache, prompt, output), len(prompt) - 1
+def drift(exact: Exact, prompt_tokens: int, computed: list[Computed]) -> list[Drift]:
+    """Compares the states that a run computed with the exact ones of its output."""
     found = []
     for part in computed:
-        own = exact[:, part.position - first : part.position - first + part.hidden.shape[1]]
+        start = part.position - (prompt_tokens - 1)
+        own = exact.hidden[:, start : start + part.hidden.shape[1]]
         cosines = functional.cosine_similarity(part.hidden, own, dim=-1).T.tolist()
         found += [Drift(part.distance and part.distance + i, tuple(row)) for i, row in enumerate(cosines)]
     return found
-
-
-def exact_hidden(
-    listener: Listener, cache: PromptCache, prompt: SequenceOf[int], output: SequenceOf[int]
-) -> torch.Tensor:
-    """(layers, len(output), hidden size) float32 at the prompt's last token and all output tokens but the last."""
-    pieces = read(listener, cache, [*prompt, *output[:-1]], prompt)
-    found = [listener.hidden(range(len(piece))) for _, piece, _ in pieces]
-    return torch.cat(found, 1)[:, -len(output) :]
 
 
 def bucket(distance: int) -> tuple[int, int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import torch
-
 from longdraft.engine.loop import PREFILL_CHUNK
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetOutput, TargetRunner
@@ -42,19 +40,3 @@ def read(
             yield done, piece, out
     finally:
         cache.remember(0, text)
-
-
-@torch.inference_mode()
-def surprise(runner: TargetRunner, cache: PromptCache, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """Mean -log p, in nats, that the target gives an output's tokens.
-
-    Args:
-        cache: KV of the prompt or some of it, with room for the output.
-    """
-    first, total = len(prompt) - 1, 0.0
-    for start, piece, out in read(runner, cache, [*prompt, *output[:-1]], prompt, first):
-        if start >= first:
-            assert out.logits is not None
-            tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
-            total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
-    return total / len(output)

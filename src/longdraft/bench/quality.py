@@ -1,8 +1,8 @@
-"""Measures the quality of partial verification: its texts beside those of full verification with the same drafter.
+"""Compares texts of partial verification with those of full verification by the same drafter.
 
 Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it greedily from the
 same KV, and ``ar`` from KV that was rounded as it was read. Full verification against ``ar`` is the noise floor: both
-are exact, and rounding alone tells them apart.
+are exact, and only rounding makes them differ.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift
-from longdraft.bench.exact_forwards import surprise
+from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
@@ -161,7 +160,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Answered:
-    """One haystack: by contender's name, the share of the answer that was found, and the run."""
+    """One haystack. By contender: the share of the answer that was found, and the run."""
 
     haystack: Haystack
     right: dict[str, float]
@@ -203,10 +202,6 @@ class Quality:
         self._cache = PromptCache()
         own_end = loaded.tokenizer.eos_token_id
         self._ends = self.runner.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
-
-    @cached_property
-    def _rouge_l(self) -> Callable[[str, str], float]:
-        return rouge_l()
 
     @property
     def names(self) -> list[str]:
@@ -284,14 +279,14 @@ class Quality:
             recorded = None
             if self.settings.drift and name in self.variants:
                 recorded = RecordedSpecPV(self.view(name), self.runner)
-            runs[name] = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
+            run = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
+            seen = exact(self.runner, self._cache, prompt.tokens, run.tokens)
+            runs[name] = replace(run, surprise=seen.surprise)
             if recorded is not None:
-                drifts[name] = drift(self.runner, self._cache, prompt.tokens, runs[name].tokens, recorded.computed)
+                drifts[name] = drift(seen, len(prompt.tokens), recorded.computed)
         likeness = {
             name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
         }
-        for name, run in runs.items():
-            runs[name] = replace(run, surprise=surprise(self.runner, self._cache, prompt.tokens, run.tokens))
         return Compared(prompt, runs, likeness, drifts)
 
     def search(
@@ -337,7 +332,7 @@ class Quality:
         longer = max(len(reference.tokens), len(run.tokens))
         same = first_difference(reference.tokens, run.tokens)
         same = longer if same is None else same
-        score = self._rouge_l(self._text(reference.tokens), self._text(run.tokens))
+        score = rouge_l()(self._text(reference.tokens), self._text(run.tokens))
         return Likeness(score, same, same / longer)
 
     def _text(self, tokens: Sequence[int]) -> str:
