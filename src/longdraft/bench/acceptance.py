@@ -26,6 +26,7 @@ from longdraft.bench.results import model_of
 from longdraft.bench.settings import Settings, method_name
 from longdraft.drafts import shipped
 from longdraft.drafts.kinds import KINDS
+from longdraft.engine.method import Method
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.memory.prompt_cache import PromptCache
@@ -56,7 +57,7 @@ class Text:
     """A prompt of one length.
 
     Attributes:
-        length: tokens of context that were asked for. joined: it holds the texts of several rows.
+        length: requested tokens of context. joined: it holds the texts of several rows.
     """
 
     sample: Sample
@@ -66,25 +67,25 @@ class Text:
 
     @cached_property
     def digest(self) -> str:
-        """Names its tokens."""
+        """A fingerprint of its tokens."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
 
     @property
     def seed(self) -> int:
-        """Its own, so that the texts' samples are independent."""
+        """A seed of its own, so that the texts' samples are independent."""
         return int(self.digest[:8], 16)
 
 
 Work = dict[float | None, dict[Sample, list[Text]]]
-"""By YaRN factor of the target, each row's prompts."""
+"""The prompts of each row, by YaRN factor of the target."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of one run, beside those that are the same for the whole file.
+    """Settings of one run that differ within a file.
 
     Attributes:
-        options: of the method, as JSON. draft: fingerprint of its draft; empty where it has none.
+        options: of the method, as JSON. draft: fingerprint of its draft; empty if it has none.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
     """
@@ -105,8 +106,8 @@ class Accepted:
     """One prompt, decoded once.
 
     Attributes:
-        new_tokens: without the one that came of reading the prompt. verifications: target forwards that gave them.
-        accepted: of each verification, drafted tokens that it accepted, and how many the token budget had room for.
+        new_tokens: without the prefill's token. verifications: target forwards that gave them.
+        accepted: of each verification, accepted drafted tokens, and how many the token budget had room for.
     """
 
     asked: Asked
@@ -117,8 +118,8 @@ class Accepted:
 
     @classmethod
     def parsed(cls, line: Mapping[str, Any]) -> Accepted:
-        """From a line of a file."""
-        rounds = tuple((taken, room) for taken, room in line["accepted"])
+        """A run from a line of a file."""
+        rounds = tuple((accepted, room) for accepted, room in line["accepted"])
         return cls(**{**line, "asked": Asked(**line["asked"]), "accepted": rounds})
 
 
@@ -141,27 +142,32 @@ class Results(JsonLines[Accepted]):
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
-    """The methods that are a draft which comes with the package for this target, with options of their own or without.
+    """The methods whose draft comes with the package for this target.
 
-    Methods that run the target on a part of its KV between draft and verification are not among them: these forwards
-    are no verifications, so their accepted lengths say something else.
+    Methods that also run the target on a part of its KV, between draft and verification, are left out: these forwards
+    are no verifications, so their accepted lengths cannot be compared.
     """
     try:
         description = target.parts.description
     except UnsupportedModelError:
         return ()
-    kinds = ((m, KINDS[m.draft_kind]) for m in METHODS.values() if m.needs_draft and m.draft_kind in KINDS)
-    drafting = (m for m, kind in kinds if _bare(m.drafter) is _bare(kind.drafter))
-    return tuple(m.name for m in drafting if shipped.fitting(description, m.draft_kind) is not None)
+
+    def comes_along(method: Method) -> bool:
+        kind = KINDS.get(method.draft_kind or "")
+        if not method.needs_draft or kind is None or _factory(method.drafter) is not _factory(kind.drafter):
+            return False
+        return shipped.fitting(description, method.draft_kind) is not None
+
+    return tuple(method.name for method in METHODS.values() if comes_along(method))
 
 
-def _bare(drafter: object) -> object:
-    """A drafter's factory, without the options that were put into it."""
+def _factory(drafter: object) -> object:
+    """A drafter's factory, without options that are bound to it."""
     return drafter.func if isinstance(drafter, partial) else drafter
 
 
 def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
-    """By YaRN factor, a power of two, the lengths that need it, in tokens; None: those that the context holds."""
+    """The lengths (tokens) that need each YaRN factor, a power of two; None: those that the context holds."""
     found: dict[float | None, list[int]] = {}
     for length in sorted(set(lengths)):
         factor = None if length <= context else 2.0 ** math.ceil(math.log2(length / context))
@@ -172,13 +178,10 @@ def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[i
 def texts(
     samples: Sequence[Sample], length: int, room: int, tokenizer: PreTrainedTokenizerBase, raw: bool, short: Short
 ) -> tuple[list[Text], list[str]]:
-    """Every sample's prompt of a length.
+    """Every sample's prompt of a length, and notes on the texts that are shorter.
 
     Args:
-        length: tokens of context. room: tokens that a prompt may have at most, as new ones have to fit behind it.
-
-    Returns:
-        The prompts, and what has to be said of those that are not as asked for.
+        length: tokens of context. room: largest count of prompt tokens, since new ones have to fit behind it.
     """
     size, found, lacking = min(length, room), [], []
     for i, sample in enumerate(samples):
@@ -187,19 +190,18 @@ def texts(
             longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw)
         tokens = fitted(longer, tokenizer, size, raw)
         # A text that was cut lacks a token or two where one more would have been too many.
-        whole = len(tokens) < size and len(longer.encode(tokenizer, raw)) < size
-        if whole:
+        if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw)) < size:
             lacking.append(len(tokens))
-        if not whole or short is Short.keep:
+        if not uncut or short is Short.keep:
             found.append(Text(sample, length, tuple(tokens), joined=longer is not sample))
-    said, joined = [], sum(text.joined for text in found)
-    if joined:
-        said.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
+    notes = []
+    if joined := sum(text.joined for text in found):
+        notes.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
     if lacking:
         none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
         fate = "taken as they are" if short is Short.keep else "left out"
-        said.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
-    return found, said
+        notes.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
+    return found, notes
 
 
 def _joined(
@@ -219,14 +221,14 @@ class Acceptance:
 
     Args:
         load: reads the target, stretched by a YaRN factor; None: as it is.
-        settings: of a target: its methods, their options and what is the same for all runs.
-        name: what the user calls the model.
-        factor: of the target for all lengths; None: each length has the factor that it needs.
+        settings: returns the settings for a target.
+        name: the model's name as the user gave it.
+        factor: YaRN factor for all lengths; None: each length has the factor that it needs.
         progress: called with a line of text before something long.
 
     Attributes:
-        tokenizer: the target's. context: tokens that the target holds as it was first loaded.
-        model: what a file's header says of the target.
+        context: tokens that the target holds as it was first loaded.
+        model: the target's entry in a file's header.
 
     Raises:
         CapabilityError: a method's draft is missing.
@@ -254,7 +256,7 @@ class Acceptance:
         self._drafts = {n: fingerprint(c.draft) if c.draft is not None else "" for n, c in self._contenders.items()}
 
     def stretch(self, factor: float | None) -> None:
-        """Takes the target with that YaRN factor in the place of the one that is there.
+        """Replaces the target with the one of this YaRN factor.
 
         Raises:
             CapabilityError: its rotary embedding cannot be stretched. There is no target then.
@@ -339,9 +341,9 @@ class Acceptance:
             tick: called before each run.
         """
         texts = {text.length: text for text in own}
-        left = [each for each in self.asked(own, self._factor) if each not in done]
+        missing = [each for each in self.asked(own, self._factor) if each not in done]
         for kept, names in self._sharing:
-            for each in left:
+            for each in missing:
                 if each.method in names:
                     tick(each)
                     yield self._run(each, texts[each.length], kept)

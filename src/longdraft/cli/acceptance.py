@@ -17,7 +17,7 @@ from longdraft.bench.settings import Settings
 from longdraft.cli import console, method_options, options
 from longdraft.cli.bench import check_writable
 from longdraft.cli.cancel import EXIT_CODE
-from longdraft.cli.progress import Shares
+from longdraft.cli.progress import Runs
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import method_of
@@ -26,8 +26,6 @@ from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
-# What a run costs, for the estimate: about its prompt's length, and for each new token as much as reading so many.
-TOKEN_COSTS = 50
 
 
 def acceptance(
@@ -155,8 +153,8 @@ def _measure(
     asked = {
         factor: {a for own in rows.values() for a in measuring.asked(own, factor)} for factor, rows in work.items()
     }
-    total = sum(_cost(each, measuring.settings) for own in asked.values() for each in own if each not in runs)
-    with console.warnings_once(), Shares(total) as shown:
+    missing = sum(each not in runs for own in asked.values() for each in own)
+    with console.warnings_once(), Runs(missing) as shown:
         try:
             for factor, rows in work.items():
                 if asked[factor] <= runs.keys():
@@ -169,9 +167,7 @@ def _measure(
                     notes.append(f"Lengths {lengths} are left out: {error}")
                     continue
                 for own in rows.values():
-                    for run in measuring.measure(
-                        own, runs, lambda a: shown.tick(_named(a), _cost(a, measuring.settings))
-                    ):
+                    for run in measuring.measure(own, runs, lambda a: shown.told(_named(a))(a.method)):
                         runs[run.asked] = run
                         if file is not None:
                             file.add(run)
@@ -180,13 +176,8 @@ def _measure(
     return True
 
 
-def _cost(asked: Asked, settings: Settings) -> float:
-    return asked.length + TOKEN_COSTS * settings.max_tokens
-
-
 def _named(asked: Asked) -> str:
-    kind = acceptance_report.called(asked.temperature)
-    return f"{Path(asked.sample).name}, {asked.length:,} tokens: {asked.method}, {kind}"
+    return f"{Path(asked.sample).name}, {asked.length:,} tokens, {acceptance_report.called(asked.temperature)}"
 
 
 def _show(found: dict[str, Any], levels: int, svg: Path | None) -> None:

@@ -113,25 +113,3 @@ class Runs(Bar):
             self._begun += 1
 
         return tick
-
-
-class Shares(Bar):
-    """Runs that take unequal time, with the time that is left.
-
-    Args:
-        total: what all runs cost, in any unit.
-    """
-
-    def __init__(self, total: float) -> None:
-        super().__init__("%", 100)
-        self._cost, self._spent, self._started = total, 0.0, time.monotonic()
-
-    def tick(self, what: str, cost: float) -> None:
-        """To be called before each run with what it is and costs."""
-        done = self._spent / self._cost
-        self.draw(what, round(100 * done), anew=False)
-        if self.due():
-            seconds = time.monotonic() - self._started
-            rest = f" about {left(seconds, self._spent, self._cost)} left" if self._spent else ""
-            self.say(f"{done:.0%} done, {what} ...{rest}")
-        self._spent += cost
