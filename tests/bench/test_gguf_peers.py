@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -54,6 +55,7 @@ class Llama:
 def file(monkeypatch, tmp_path):
     """A GGUF file, where llama-cpp-python is installed."""
     module = ModuleType("llama_cpp")
+    module.__spec__ = ModuleSpec("llama_cpp", None)
     module.Llama = Llama
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
     file = tmp_path / "tiny.gguf"

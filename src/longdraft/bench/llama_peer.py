@@ -15,12 +15,6 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.checkpoints import check_gguf
 from longdraft.model.embedded import packaged_file
 
-PACKAGE = "llama_cpp"
-MISSING = (
-    "llama-cpp needs the package llama-cpp-python, which is compiled on the way: pip install llama-cpp-python, "
-    "or leave llama-cpp out of --methods."
-)
-
 
 def check(file: Path | None) -> None:
     """Refuses a run that cannot work, before anything is loaded.
@@ -29,12 +23,11 @@ def check(file: Path | None) -> None:
         CapabilityError: llama-cpp-python is not installed.
         CheckpointError: no such file, or not a GGUF file.
     """
-    try:
-        installed = importlib.util.find_spec(PACKAGE) is not None
-    except ValueError:  # a module without a specification, such as a test's stand-in
-        installed = True
-    if not installed:
-        raise CapabilityError(MISSING)
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise CapabilityError(
+            "llama-cpp needs the package llama-cpp-python, which is compiled on the way: pip install "
+            "llama-cpp-python, or leave llama-cpp out of --methods."
+        )
     check_gguf(file or packaged_file())
 
 

@@ -208,40 +208,34 @@ def held_bytes(holders: Iterable[object], but: Iterable[object] = ()) -> int:
     """Bytes of all tensors that these objects of ours hold, each storage once.
 
     Args:
-        but: what these hold does not count: it is shared.
+        but: tensors that these hold do not count: they are shared.
     """
-    shared: dict[int, int] = {}
-    seen: set[int] = set()
-    for holder in but:
-        _collect(holder, shared, seen)
+    shared = _storages(but)
+    return sum(size for storage, size in _storages(holders).items() if storage not in shared)
+
+
+def _storages(holders: Iterable[object]) -> dict[int, int]:
+    """The bytes of each storage that can be reached without leaving our own classes."""
     found: dict[int, int] = {}
-    for holder in holders:
-        _collect(holder, found, seen)
-    return sum(size for storage, size in found.items() if storage not in shared)
-
-
-def _collect(held: object, found: dict[int, int], seen: set[int]) -> None:
-    """Adds storage -> bytes of every tensor that can be reached without leaving our own classes."""
-    if id(held) in seen:
-        return
-    seen.add(id(held))
-    if isinstance(held, torch.Tensor):
-        if held.is_mkldnn:  # its memory is oneDNN's and cannot be asked for
-            found[id(held)] = held.numel() * held.itemsize
-        else:
-            storage = held.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        return
-    if isinstance(held, nn.Module):
-        for tensor in (*held.parameters(), *held.buffers()):
-            _collect(tensor, found, seen)
-    elif isinstance(held, dict):
-        for value in held.values():
-            _collect(value, found, seen)
-    elif isinstance(held, list | tuple | set | frozenset):
-        for value in held:
-            _collect(value, found, seen)
-    elif type(held).__module__.startswith("longdraft.") and not isinstance(held, type) and hasattr(held, "__dict__"):
-        # A runner's model is what it hosts; its hooks and the like are not ours to walk.
-        for value in list(vars(held).values()):
-            _collect(value, found, seen)
+    visited: set[int] = set()
+    waiting = list(holders)
+    while waiting:
+        held = waiting.pop()
+        if id(held) in visited:
+            continue
+        visited.add(id(held))
+        if isinstance(held, torch.Tensor):
+            if held.is_mkldnn:  # its memory is oneDNN's and cannot be asked for
+                found[id(held)] = held.numel() * held.itemsize
+            else:
+                found[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        elif isinstance(held, nn.Module):
+            waiting += [*held.parameters(), *held.buffers()]
+        elif isinstance(held, dict):
+            waiting += held.values()
+        elif isinstance(held, list | tuple | set | frozenset):
+            waiting += held
+        elif type(held).__module__.startswith("longdraft.") and not isinstance(held, type):
+            # A runner's model is what it hosts; its hooks and the like are not ours to walk.
+            waiting += getattr(held, "__dict__", {}).values()
+    return found

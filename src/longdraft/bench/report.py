@@ -14,7 +14,7 @@ from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
 from longdraft.bench.run import Disagreement, Measured
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import Column, Tally, circumstances, count, figure, filled, median_of, ratio, table, tally
+from longdraft.bench.tables import Column, circumstances, count, figure, filled, median_of, ratio, table
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
@@ -41,6 +41,8 @@ COLUMNS = (
     VIEW,
 )
 _COUNTED = ("faster_than_ar", "slower_than_ar")
+# Speed-ups within so much of 1 are neither a win nor a loss: the same method run twice differs by as much.
+LEVEL = 0.02
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
@@ -67,7 +69,7 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
     peaks = [m.peak_memory_bytes.get(name) for m in measured]
-    won = None if name == REFERENCE else over(measured, name, REFERENCE)
+    speedups = [] if name == REFERENCE else over(measured, name, REFERENCE)
     row = {
         "method": name,
         "dataset": measured[0].dataset,
@@ -75,8 +77,8 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "batch": measured[0].batch,
         "samples": sum(m.batch for m in measured),
         "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
-        "speedup_vs_ar": _median(over(measured, name, REFERENCE)),
-        "speedup_vs_hf": _median(over(measured, name, HF)) if HF in names else None,
+        "speedup_vs_ar": median_of(over(measured, name, REFERENCE)),
+        "speedup_vs_hf": median_of(over(measured, name, HF)) if HF in names else None,
         "mean_accepted_length": median_of(run.mean_accepted_length for run in runs),
         "ttft_seconds": median_of(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
         "mismatches": len(differences) - near_ties if comparable else None,
@@ -87,15 +89,16 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
             measured,
             lambda rounds, i: ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
         ),
-        "speedup_vs_ar_range": won and won.ends,
-        "faster_than_ar": won and won.faster,
-        "slower_than_ar": won and won.slower,
+        "speedup_vs_ar_range": [min(speedups), max(speedups)] if speedups else None,
+        "faster_than_ar": faster(speedups) if speedups else None,
+        "slower_than_ar": slower(speedups) if speedups else None,
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
         "view": next((run.view for run in runs if run.view), None),
     }
-    rolled_back = _rolled_back(runs)
-    return row | ({} if rolled_back is None else {"rolled_back": rolled_back})
+    if partial_tokens := sum(run.partial_tokens for run in runs):
+        row["rolled_back"] = sum(run.rolled_back for run in runs) / partial_tokens
+    return row
 
 
 def _spread(
@@ -118,20 +121,21 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
 
 
-def _rolled_back(runs: Sequence[Run]) -> float | None:
-    """Tokens that full verifications refuted / tokens that partial ones accepted; None if there were none."""
-    accepted = sum(run.partial_tokens for run in runs)
-    return sum(run.rolled_back for run in runs) / accepted if accepted else None
-
-
-def over(measured: Sequence[Measured], name: str, reference: str) -> Tally | None:
-    """A method's tokens/s over the reference's, for every batch that both decoded."""
+def over(measured: Sequence[Measured], name: str, reference: str) -> list[float]:
+    """A method's tokens/s / the reference's, of every batch that both decoded."""
     both = [m for m in measured if name in m.rounds and reference in m.rounds]
-    return tally(ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both)
+    ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both]
+    return [x for x in ratios if x is not None]
 
 
-def _median(found: Tally | None) -> float | None:
-    return None if found is None else found.median
+def faster(speedups: Sequence[float]) -> int:
+    """Counts the wins."""
+    return sum(x > 1 + LEVEL for x in speedups)
+
+
+def slower(speedups: Sequence[float]) -> int:
+    """Counts the losses."""
+    return sum(x < 1 - LEVEL for x in speedups)
 
 
 def document(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from longdraft.bench.json_lines import mapping
 from longdraft.bench.peers import HF, PEERS
-from longdraft.bench.report import over
+from longdraft.bench.report import faster, over, slower
 from longdraft.bench.report_parts import Part
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import Tally, count
+from longdraft.bench.tables import count
 from longdraft.memory.sizes import human
 
 _GENERATE = "transformers' generate (hf)"
@@ -22,13 +23,13 @@ class Best:
     """The fastest exact method over all prompts of a part.
 
     Attributes:
-        over_ar, over_hf: its speed-ups; None if ``hf`` was not measured.
+        over_ar, over_hf: its speed-ups, one a batch; empty if ``hf`` was not measured.
         prompts: count of prompts it decoded.
     """
 
     method: str
-    over_ar: Tally
-    over_hf: Tally | None
+    over_ar: list[float]
+    over_hf: list[float]
     prompts: int
 
 
@@ -38,13 +39,13 @@ def best(part: Part) -> Best | None:
     found = []
     for name in part.names:
         comparable = any(name in m.comparable for m in part.measured)
-        speedup = over(part.measured, name, REFERENCE)
-        if name == REFERENCE or name in PEERS or speedup is None or not exact.get(name, comparable):
+        speedups = over(part.measured, name, REFERENCE)
+        if name == REFERENCE or name in PEERS or not speedups or not exact.get(name, comparable):
             continue
         prompts = sum(m.batch for m in part.measured if name in m.rounds)
-        found.append(Best(name, speedup, over(part.measured, name, HF), prompts))
+        found.append(Best(name, speedups, over(part.measured, name, HF), prompts))
     # A method that decoded some of the prompts is not compared with one that decoded all.
-    return max(found, key=lambda b: (b.prompts, b.over_ar.median), default=None)
+    return max(found, key=lambda b: (b.prompts, median(b.over_ar)), default=None)
 
 
 def headline(part: Part) -> str:
@@ -52,27 +53,26 @@ def headline(part: Part) -> str:
     found = best(part)
     if found is None:
         return "Plain decoding (ar)."
-    won = found.over_ar
-    hf = "" if found.over_hf is None else f"; {_times(found.over_hf)} that of {_GENERATE}"
-    if len(won.ratios) == 1 and won.median >= 1:
-        return f"{found.method} decodes at {_times(won)} the speed of plain decoding (ar){hf}."
-    total, unit = len(won.ratios), "prompt" if all(m.batch == 1 for m in part.measured) else "batch"
-    units = f"{total:,} {unit}{'es' if unit == 'batch' else 's'}"
-    counts = f"on {won.faster:,} of {units}, slower on {won.slower or 'none'}"
-    if won.faster == total:
+    won, speed = found.over_ar, _times(found.over_ar)
+    hf = f"; {_times(found.over_hf)} that of {_GENERATE}" if found.over_hf else ""
+    if len(won) == 1 and won[0] >= 1:
+        return f"{found.method} decodes at {speed} the speed of plain decoding (ar){hf}."
+    units = f"{len(won):,} prompts" if all(m.batch == 1 for m in part.measured) else f"{len(won):,} batches"
+    counts = f"on {faster(won):,} of {units}, slower on {slower(won) or 'none'}"
+    if faster(won) == len(won):
         counts = f"on all {units}"
-    if won.median >= 1:
-        return f"{found.method} is faster than plain decoding (ar) {counts}: {_times(won)} its speed{hf}."
-    nearest = f"{found.method} comes nearest" + (f", faster {counts}" if won.faster else "")
-    return f"No exact method is faster than plain decoding (ar) here: {nearest}, at {_times(won)} its speed{hf}."
+    if median(won) >= 1:
+        return f"{found.method} is faster than plain decoding (ar) {counts}: {speed} its speed{hf}."
+    nearest = f"{found.method} comes nearest" + (f", faster {counts}" if faster(won) else "")
+    return f"No exact method is faster than plain decoding (ar) here: {nearest}, at {speed} its speed{hf}."
 
 
-def _times(won: Tally) -> str:
+def _times(ratios: list[float]) -> str:
     """``2.00x``; ``0.95x and 1.51x``; of three or more ``0.95x to 1.51x (median 1.10x)``."""
-    low, high = (f"{x:.2f}x" for x in won.ends)
+    low, high = f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"
     if low == high:
         return low
-    return f"{low} and {high}" if len(won.ratios) == 2 else f"{low} to {high} (median {won.median:.2f}x)"
+    return f"{low} and {high}" if len(ratios) == 2 else f"{low} to {high} (median {median(ratios):.2f}x)"
 
 
 def title(part: Part) -> str:

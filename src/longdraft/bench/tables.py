@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,44 +23,6 @@ def median_of(values: Iterable[float | None]) -> float | None:
 def ratio(own: float | None, other: float | None) -> float | None:
     """None if one of them is missing, or the other is 0."""
     return None if own is None or not other else own / other
-
-
-# Speed-ups this close to 1 are neither a win nor a loss: the same method run twice differs by as much.
-LEVEL = 0.02
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Counts of prompts on which a method is faster than another, and slower, which a mean would hide.
-
-    Attributes:
-        ratios: tokens/s over the other's, of each prompt (batch); not empty.
-    """
-
-    ratios: Sequence[float]
-
-    @property
-    def faster(self) -> int:
-        return sum(x > 1 + LEVEL for x in self.ratios)
-
-    @property
-    def slower(self) -> int:
-        return sum(x < 1 - LEVEL for x in self.ratios)
-
-    @property
-    def ends(self) -> list[float]:
-        """The smallest and the largest."""
-        return [min(self.ratios), max(self.ratios)]
-
-    @property
-    def median(self) -> float:
-        return median(self.ratios)
-
-
-def tally(ratios: Iterable[float | None]) -> Tally | None:
-    """Over the values that are not None; None if there are none."""
-    known = [x for x in ratios if x is not None]
-    return Tally(known) if known else None
 
 
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
