@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "longdraft-acceptance", 1
-# The last tokens of a prompt are read anew in every run: some drafters choose what they see by these tokens' queries,
-# and would find but the very last one's where all the others were kept.
+# The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries,
+# which a kept KV does not have.
 READ_ANEW = 64
 
 
@@ -85,7 +85,7 @@ class Asked:
     """Settings of one run that differ within a file.
 
     Attributes:
-        options: of the method, as JSON. draft: fingerprint of its draft; empty if it has none.
+        options: the method's, as JSON. draft: fingerprint of its draft; empty if it has none.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
     """
@@ -107,7 +107,7 @@ class Accepted:
 
     Attributes:
         new_tokens: without the prefill's token. verifications: target forwards that gave them.
-        accepted: of each verification, accepted drafted tokens, and how many the token budget had room for.
+        accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
     """
 
     asked: Asked
@@ -132,8 +132,8 @@ class Results(JsonLines[Accepted]):
     """
 
     def __init__(self, path: Path, measuring: Acceptance) -> None:
-        own = {name: getattr(measuring.settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
-        content = {"settings": own, "model": measuring.model, "versions": machine.versions()}
+        fixed = {name: getattr(measuring.settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
+        content = {"settings": fixed, "model": measuring.model, "versions": machine.versions()}
         super().__init__(path, signed(FORMAT, VERSION, content), Accepted.parsed)
 
     def add(self, run: Accepted) -> None:

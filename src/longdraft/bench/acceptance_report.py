@@ -107,7 +107,7 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> Table:
     for name in dict.fromkeys(row["method"] for row in rows):
         own = {row["length"]: row for row in rows if row["method"] == name}
         made.add_row(Text(name), *(_cell(own.get(n)) for n in lengths))
-    # Of a run that was stopped, some methods have more prompts than others.
+    # After a run that was stopped, some methods have more prompts than others.
     most = [max((row for row in rows if row["length"] == n), key=lambda row: row["prompts"]) for n in lengths]
     made.add_section()
     made.add_row("prompts", *(f"{row['prompts']}" for row in most))

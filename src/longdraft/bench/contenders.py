@@ -1,4 +1,4 @@
-"""Contenders: anything that decodes a batch of prompts and reports how long each part took."""
+"""Contenders: they decode a batch of prompts and report the time of each part."""
 
 from __future__ import annotations
 

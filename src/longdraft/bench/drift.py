@@ -57,8 +57,8 @@ class Computed:
     """Tokens that a round computed and accepted.
 
     Attributes:
-        position: of the first of them in the text.
-        distance: of the first of them from the last full pass; 0 for all of them where a full pass computed them.
+        position: the first token's, in the text.
+        distance: the first token's, from the last full pass; 0 for all of them if a full pass computed them.
         hidden: (layers, tokens, hidden size).
     """
 
@@ -126,7 +126,7 @@ class Drift:
 
     Attributes:
         distance: tokens since the last full pass, 1 for the first; 0: computed by a full pass.
-        cosines: of its hidden state and the exact one, one a layer.
+        cosines: similarity of its hidden state and the exact one, for each layer.
     """
 
     distance: int
@@ -145,7 +145,7 @@ def drift(exact: Exact, prompt_tokens: int, computed: list[Computed]) -> list[Dr
 
 
 def bucket(distance: int) -> tuple[int, int]:
-    """First and last distance of the bucket that one falls in: 0, 1, 2, 3-4, 5-8, 9-16, ..."""
+    """First and last distance of a distance's bucket: 0, 1, 2, 3-4, 5-8, 9-16, ..."""
     if distance == 0:
         return 0, 0
     last = 1 << (distance - 1).bit_length()

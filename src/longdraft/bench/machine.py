@@ -18,7 +18,7 @@ PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, memory in bytes and GPUs; None where the system does not say."""
+    """Processor, cores, memory in bytes and GPUs; None for an entry that the system does not tell."""
     return {
         "cpu": cpu_name(),
         "cores": _cores(),
@@ -41,7 +41,7 @@ def versions() -> dict[str, str | None]:
 
 
 def forget_peak(device: torch.device) -> bool:
-    """Lets :func:`peak_bytes` begin anew; False where the system cannot."""
+    """Restarts the measurement of :func:`peak_bytes`; False if the system cannot."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -1,9 +1,9 @@
-"""Measures how well drafters foresee a needle, by the part of the text they see (SpecExtend, section 2.2, table 1).
+"""Measures how well drafters predict a needle, by the part of the text they see (SpecExtend, section 2.2, table 1).
 
-The needle is fed token by token, as if the target had answered with it, so that all views are asked for the same tokens
-after the same text. For each but the first (the prefill's) the drafter proposes as in decoding; what counts is the
-probability that it gives to the true token. The engine does all else: the target reads that token in a forward of its
-own, and whoever retrieves by the target's attention is told of it as ever.
+The needle is fed token by token, as if the target had answered with it, so that all views predict the same tokens after
+the same text. For each token but the first (the prefill's) the drafter proposes as in decoding, and the probability
+that it gives to the true token is kept. The engine does all else: the target reads each token in a forward of its own,
+whose attention a retrieval uses as ever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from longdraft.trees.tree import TokenTree
 # Logits (V,) of the next token, and (V,) the target's ids that they are of; None: the target's vocabulary.
 Prediction = tuple[torch.Tensor, torch.Tensor | None]
 
-# The target on all of its KV: what a drafter could foresee at best. Always measured.
+# The target on all of its KV: the upper bound of a drafter. Always measured.
 TARGET = "target"
 # Short names for the views of a small language model.
 SMALL = {view: ("small-lm", {"view": view}) for view in ("full", "streaming", "retrieval")}
@@ -88,11 +88,11 @@ def view(name: str, options: Mapping[str, Any]) -> View:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One token of a needle, as a view saw it coming.
+    """A view's prediction of one token of a needle.
 
     Attributes:
-        right: it was the view's first choice.
-        log_prob: what the view gave it; None where the view's vocabulary lacks the token.
+        right: the token is the view's first choice.
+        log_prob: its log-probability by the view; None if the view's vocabulary lacks it.
         code: it belongs to the code, which the rest of the sentence does not give away.
     """
 
@@ -106,7 +106,7 @@ class Measured:
     """One haystack.
 
     Attributes:
-        context: tokens that were asked for. tokens: the needle's but the first, by view.
+        context: requested tokens. tokens: those of the needle but the first, by view.
     """
 
     haystack: Haystack
@@ -118,7 +118,7 @@ class NeedleDrafts:
     """The measurement on one loaded model.
 
     Args:
-        views: whom to ask, beside the target.
+        views: the views to measure beside the target.
         drafts: trained drafts by kind; one that is missing is looked for in the package.
 
     Raises:
@@ -169,7 +169,7 @@ class NeedleDrafts:
         """Asks every view for a haystack's needle.
 
         Args:
-            context: the length that was asked for. tick: called with each view's name before it is asked.
+            context: the requested length. tick: called before each view with its name.
 
         Raises:
             ContextError: haystack and needle exceed the target's context.

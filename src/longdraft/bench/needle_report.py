@@ -1,4 +1,4 @@
-"""From needles that were foreseen, or not, to the rows of a report, for people and for programs."""
+"""Reports how well drafters predict needles: rows for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _accuracy(tokens: Sequence[Foreseen]) -> float | None:
 
 
 def _perplexity(tokens: Sequence[Foreseen]) -> float | None:
-    """None where there is no token to judge by, or the number has no end."""
+    """The perplexity of the tokens that the vocabulary has; None without such tokens, or if it overflows."""
     known = [token.log_prob for token in tokens if token.log_prob is not None]
     if not known:
         return None
@@ -72,7 +72,7 @@ def _perplexity(tokens: Sequence[Foreseen]) -> float | None:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """For people: a title and a table for each length."""
+    """A title and a table for each length."""
     found = []
     for context in dict.fromkeys(row["context"] for row in report["rows"]):
         own = [row for row in report["rows"] if row["context"] == context]

@@ -42,10 +42,10 @@ class Profile:
     Attributes:
         rounds: how many.
         seconds: mean seconds a round of each of :data:`PARTS`; a batch's rounds are those of all its sequences.
-        prefix_share: of the keys that attention read, the share that was the prefix; the others are the tree's own.
+        prefix_share: share of the keys that attention read that was the prefix; the others are the tree's own.
         memory: bytes of ``weights`` (the target's), ``packed`` (their second copy for few rows on a CPU), ``kv`` and
             ``draft`` (all that the drafter holds: weights, its cache).
-        tree: the round whose accepted length is nearest to the mean; None where nothing was drafted.
+        tree: the round whose accepted length is nearest to the mean; None if nothing was drafted.
     """
 
     rounds: int

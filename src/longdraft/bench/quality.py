@@ -114,8 +114,8 @@ class Decoded:
     """One run.
 
     Attributes:
-        seconds: of decoding, prefill excluded.
-        surprise: mean -log p of its tokens by the exact target, in nats; None where nobody asked.
+        seconds: decode seconds, without the prefill.
+        surprise: mean -log p of its tokens by the exact target, in nats; None if it was not computed.
     """
 
     tokens: tuple[int, ...]
@@ -134,7 +134,7 @@ class Likeness:
     """Similarity of a text and its reference.
 
     Attributes:
-        rouge_l: F1. same: tokens before the first difference. share: of the longer of the two, 1.0 for equal ones.
+        rouge_l: F1. same: tokens before the first difference. share: these / the longer text's tokens; 1.0 if equal.
     """
 
     rouge_l: float
@@ -148,8 +148,8 @@ class Compared:
 
     Attributes:
         runs: by name: ``ar``, ``full`` and the variants'.
-        likeness: of ``full`` and of rounded KV to ``ar``, and of every variant to ``full``.
-        drifts: by variant; empty where drift is not asked for.
+        likeness: by name; ``full`` and rounded KV are compared with ``ar``, every variant with ``full``.
+        drifts: by variant; empty without drift.
     """
 
     prompt: Prompt
@@ -261,7 +261,7 @@ class Quality:
         return [REFERENCE, FULL, *able, *self._rounded]
 
     def wake(self, prompt: Sequence[int]) -> None:
-        """Decodes a moment, so that the first run does not pay for what is done once."""
+        """Warm-up: decodes a few tokens, so that the first run does not pay for work that is done once."""
         for name in (FULL, REFERENCE):
             self._decode(name, prompt[:WAKE_PROMPT], WAKE_TOKENS)
 

@@ -1,4 +1,4 @@
-"""From comparisons to the rows of the quality report, for people and for programs."""
+"""Reports the quality of partial verification: rows for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _likeness(found: Sequence[Likeness]) -> dict[str, float]:
 
 
 def _drift(quality: Quality, name: str, own: Sequence[Compared]) -> list[dict[str, Any]]:
-    """A row a bucket."""
+    """A row for each bucket of distances."""
     buckets: dict[tuple[int, int], list[Drift]] = {}
     for token in (d for c in own for d in c.drifts.get(name, [])):
         buckets.setdefault(bucket(token.distance), []).append(token)
@@ -152,7 +152,7 @@ def _found(name: str, answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """For people: titles and tables."""
+    """Titles and tables for people."""
     found: list[tuple[str, Table]] = []
     for dataset in dict.fromkeys(row["dataset"] for row in report["rows"]):
         own = [row for row in report["rows"] if row["dataset"] == dataset]

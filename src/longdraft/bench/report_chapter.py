@@ -46,8 +46,8 @@ class Chapter:
     """The tables and charts of one part.
 
     Args:
-        style: of every method of the report.
-        prefix: of the names of the chart files.
+        style: the style of every method of the report.
+        prefix: begins the names of the chart files.
 
     Attributes:
         images: every chart as a PNG file, by file name.

@@ -82,7 +82,7 @@ class Results(JsonLines[Measured]):
     """A file that measurements are added to.
 
     Args:
-        header: of this run, as :func:`header` makes it.
+        header: this run's, as :func:`header` makes it.
 
     Raises:
         ConfigError: the file holds a run with another header; says what differs.

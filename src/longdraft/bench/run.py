@@ -27,7 +27,7 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 
-# Tokens of the very first run of each contender, not measured: it pays for what a process does only once.
+# Tokens of the warm-up.
 WAKE_PROMPT, WAKE_TOKENS = 64, 4
 
 

@@ -15,7 +15,7 @@ Column = tuple[str, str, str]
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """Over the values that are not None; None if there are none."""
+    """The median of the values that are not None; None if there are none."""
     known = [v for v in values if v is not None]
     return median(known) if known else None
 

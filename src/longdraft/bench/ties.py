@@ -1,8 +1,8 @@
 """Finds where two outputs differ, and whether rounding explains it.
 
-Two correct programs compute a token's logits in different orders, so the last bits differ. Where the two best tokens
-are that close, either may win. Such a place is a near tie; any other difference is a mismatch. Between longdraft's own
-exact methods on a CPU in float32 there is no difference at all (docs/figures.md).
+Two correct programs sum a token's logits in different orders, so the last bits differ. If the two best tokens are that
+close, either may win: a near tie. Any other difference is a mismatch. Between longdraft's own exact methods on a CPU in
+float32 there is no difference at all (docs/figures.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
 
 SPACINGS = {4: 64, 8: 64, 2: 4}
-"""By bytes of the model's dtype: how many of its own spacings two logits may be apart for rounding to turn them round.
+"""By bytes of the model's dtype: the largest distance of two logits, in spacings, whose order rounding can change.
 
 The spacing is that of neighbouring numbers of the dtype at the size of the larger logit. In float16 and bfloat16 each
 result is rounded to the dtype after a sum in float32, in float32 each term of a sum is, hence more. Measured on
@@ -38,11 +38,11 @@ def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two outputs part.
+    """The first place where two outputs differ.
 
     Attributes:
         position: index of the new token, 0 for the first.
-        token, reference: the two tokens there; None where that output had already ended.
+        token, reference: the two tokens there; None if that output had already ended.
         gap: distance of their logits under the target, after the greedy processors; inf where one has ended.
         near_tie: :func:`near_tie` of the two.
     """
