@@ -123,6 +123,7 @@ def test_one_method_one_context_no_hf(tmp_path):
             (2.0, 4.0, 4.04, 3.0),
             "faster than plain decoding (ar) on 2 of 4 prompts, slower on none: 0.99x to 2.00x (median 1.17x)",
         ),
+        ((8.0,), "No exact method is faster than plain decoding (ar) here: longspec comes nearest, at 0.50x"),
         ((5.0, 5.0, 3.5), "comes nearest, faster on 1 of 3 prompts, slower on 2, at 0.80x to 1.14x (median 0.80x)"),
     ],
 )
@@ -131,7 +132,7 @@ def test_the_headline_counts_wins_and_losses(tmp_path, seconds, said):
     lines = [line({"ar": 4.0, "longspec": s}, sample=f"a:{i}") for i, s in enumerate(seconds)]
     _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), *lines))
     assert said in page.text
-    assert f"{4 / max(seconds):.2f}\N{EN DASH}{4 / min(seconds):.2f}" in page.text  # in the table
+    assert len(seconds) == 1 or f"{4 / max(seconds):.2f}\N{EN DASH}{4 / min(seconds):.2f}" in page.text  # in the table
 
 
 def test_a_method_that_met_some_of_the_prompts_is_no_headline(tmp_path):
@@ -149,11 +150,6 @@ def test_empty_columns_go(tmp_path):
     _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), found))
     heads = page.heads
     assert heads == ["method", "context", "tokens/s", "vs ar", "accepted", "prompts", "differ"]
-
-
-def test_slower_than_plain_decoding(tmp_path):
-    _, page = made(write(tmp_path / "r.jsonl", header(("ar", "longspec")), line({"ar": 4.0, "longspec": 8.0})))
-    assert "No exact method is faster than plain decoding (ar) here: longspec comes nearest, at 0.50x" in page.text
 
 
 def test_an_approximate_method_is_no_headline(tmp_path):
@@ -231,6 +227,7 @@ def test_files_of_one_machine_are_one_chapter(tmp_path):
 @pytest.mark.parametrize(
     "over",
     [
+        {"settings": {"options": {"longspec": {"nodes": 8}}}},
         {"hardware": MACHINE | {"cpu": "Another"}},
         {"model": {"name": "other", "dtype": "bfloat16"}},
         {"settings": {"max_tokens": 32}},
@@ -242,20 +239,11 @@ def test_what_cannot_be_set_beside_each_other_is_kept_apart(tmp_path, over):
     """Nor two measurements of the same prompts."""
     paths = [
         write(tmp_path / "a.jsonl", header(), line(SECONDS)),
-        write(tmp_path / "b.jsonl", header(**over), line(SECONDS)),
+        write(tmp_path / "b.jsonl", header(**over), line(SECONDS, 2048 if over else 1024)),
     ]
     report, page = made(*paths)
     assert "2 measurements that cannot be set beside each other" in page.text
     assert "1-tokens-s-news.png" in report.images and "2-tokens-s-news.png" in report.images
-
-
-def test_the_same_method_with_other_options_is_kept_apart(tmp_path):
-    options = [{"longspec": {"nodes": n}} for n in (8, 16)]
-    paths = [
-        write(tmp_path / f"{i}.jsonl", header(settings={"options": own}), line(SECONDS, 1024 * (i + 1)))
-        for i, own in enumerate(options)
-    ]
-    assert "2 measurements that cannot" in made(*paths)[1].text
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.chat import chat_prompt
 from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
@@ -175,8 +174,9 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
 
 
 def test_recording_does_not_change_a_run(loaded):
-    runs = [Quality(loaded, settings(drift=on)).compare(prompt(loaded)).runs for on in (True, False)]
-    assert [r.tokens for r in runs[0].values()] == [r.tokens for r in runs[1].values()]
+    with_drift, without = (Quality(loaded, settings(drift=on)).compare(prompt(loaded)) for on in (True, False))
+    assert with_drift.drifts and not without.drifts
+    assert {n: r.tokens for n, r in with_drift.runs.items()} == {n: r.tokens for n, r in without.runs.items()}
 
 
 def test_a_cache_larger_than_every_text_is_refused(loaded):
@@ -355,20 +355,8 @@ def command(folder, capsys):
     def run(*arguments):
         capsys.readouterr()
         sizes = [word for name, size in SIZES.items() for word in ("-o", f"{name}={size}")]
-        words = [
-            "bench",
-            "quality",
-            "--model",
-            folder,
-            "--budget",
-            "8,32",
-            "--margin",
-            "6",
-            "-n",
-            24,
-            *sizes,
-            *arguments,
-        ]
+        given = ("--model", folder, "--budget", "8,32", "--margin", "6", "-n", 24)
+        words = ["bench", "quality", *given, *sizes, *arguments]
         return main([str(word) for word in words]), *capsys.readouterr()
 
     yield run
@@ -399,22 +387,10 @@ def test_bench_quality(command, folder):
         ("ar", None, 4), ("full", None, 4), ("specpv", 8, 4), ("specpv", 32, 4),
     ]  # fmt: skip
     assert [each["depth"] for each in found["needle"][0]["by_depth"]] == [0.2, 0.8]
-    for text in (
-        "rows: 2 samples",
-        "drafts by prompt-lookup",
-        "drift by layer",
-        "needle, single: 4 asked",
-        "ROUGE-L: F1",
-    ):
-        assert text in out
+    titles = ("rows: 2 samples", "drafts by prompt-lookup", "drift by layer", "needle, single: 4 asked")
+    assert all(title in out for title in titles)
     assert "1 of 2 prompts fit its partial cache whole" in err
     assert "Run 1 of 24" in err  # 2 prompts x 4 contenders, 4 haystacks x 4
-
-
-def test_bench_quality_without_drift(command, folder):
-    code, out, _ = command("--data", folder / "rows.jsonl", "--limit", 1, "--no-drift", "--json")
-    found = json.loads(out.splitlines()[-1])
-    assert (code, found["drift"], found["needle"]) == (0, [], [])
 
 
 @pytest.mark.parametrize(
@@ -447,13 +423,3 @@ def test_ctrl_c(command, folder, monkeypatch):
     monkeypatch.setattr(Quality, "compare", pressed)
     code, _, err = command("--data", folder / "rows.jsonl")
     assert code == 130 and err.splitlines()[-1] == "Aborted."
-
-
-def test_bench_itself_stays_what_it_was(folder, capsys):
-    code = main(["bench", "--model", str(folder), "--data", str(folder / "rows.jsonl"), "--repeats", "1", "-n", "4"])
-    assert code == 0 and "vs ar" in capsys.readouterr().out
-    assert main(["bench", "--data", "x.jsonl", "quality"]) == 2
-
-
-def test_prompts_are_those_of_the_bench(loaded):
-    assert list(prompt(loaded).tokens) == chat_prompt(loaded.tokenizer, "", document=TEXT)
