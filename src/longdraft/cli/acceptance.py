@@ -14,8 +14,7 @@ from longdraft.bench import acceptance_report, charts, tasks
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Short, Work, by_default
 from longdraft.bench.peers import PEERS
 from longdraft.bench.settings import Settings
-from longdraft.cli import console, method_options, options
-from longdraft.cli.bench import check_writable
+from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.engine.sampler import Sampling
@@ -58,11 +57,11 @@ def acceptance(
     temperature: Annotated[
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
+    limit: bench_options.Limit = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
+    seed: bench_options.Seed = 0,
+    ignore_eos: bench_options.IgnoreEos = False,
+    raw: bench_options.Raw = False,
     levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
     loading: options.ModelOptions,
     results: Annotated[
@@ -99,7 +98,7 @@ def acceptance(
     for t in temperatures:
         Sampling(temperature=t)
     chosen = None if names is None else settings(names)  # what is wrong is said before the model is read
-    check_writable({"--svg": svg, "--results": results})
+    bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:
         charts.available()
     samples = tasks.read(data or [tasks.BUILT_IN], limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import Settings
-from longdraft.cli import console, method_options, options
+from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
@@ -63,7 +63,7 @@ def bench(
     ] = False,
     drafting: method_options.DraftOptions,
     plan: options.Plan = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
+    limit: bench_options.Limit = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
     ] = None,
@@ -79,10 +79,8 @@ def bench(
         int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
     ] = None,
     choosing: options.SamplingOptions,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
-    ] = False,
+    seed: bench_options.Seed = 0,
+    ignore_eos: bench_options.IgnoreEos = False,
     cold: Annotated[
         bool,
         typer.Option(
@@ -90,7 +88,7 @@ def bench(
             help="Let every method read the prompts itself, or ar for all of ours (long prompts).",
         ),
     ] = True,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
+    raw: bench_options.Raw = False,
     assistant: Annotated[
         str | None,
         typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
@@ -152,7 +150,7 @@ def bench(
             profile=profile,
             snapshots=snapshots,
         )  # fmt: skip
-    check_writable({"--out": out, "--results": results})
+    bench_options.check_writable({"--out": out, "--results": results})
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
     with console.status() as status:
@@ -184,17 +182,6 @@ def bench(
     if not complete:
         console.note(f"Stopped after {len(measured)} of {len(groups)} batches." + ("" if file else " Nothing is kept."))
         raise typer.Exit(EXIT_CODE)
-
-
-def check_writable(paths: Mapping[str, Path | None]) -> None:
-    """Refuses files that cannot be made, before anything is measured.
-
-    Args:
-        paths: by option; None: not given.
-    """
-    for option, path in paths.items():
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
 
 
 def _by_default(draft: Path | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import typer
 from longdraft.bench import needle as needles
 from longdraft.bench import needle_report
 from longdraft.bench.needle_drafts import NAMED, RETRIEVED, SMALL, NeedleDrafts, View, view
-from longdraft.cli import console, method_options, options
+from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import KINDS, kind_of
@@ -42,9 +42,7 @@ def needle(
             show_default=f"{','.join(map(str, CONTEXTS))}, as far as they fit the model",
         ),
     ] = None,
-    needle_depths: Annotated[
-        str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
-    ] = "0.1,0.3,0.5,0.7,0.9",
+    needle_depths: bench_options.NeedleDepths = bench_options.DEPTHS,
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
     loading: options.ModelOptions,
     output: options.Output,

@@ -11,7 +11,7 @@ from longdraft.bench import data, needle, quality_report
 from longdraft.bench.prompts import prepare
 from longdraft.bench.quality import METHOD, Quality, Settings, rouge_l
 from longdraft.bench.settings import Settings as Prompts
-from longdraft.cli import console, method_options, options
+from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
 
 
@@ -40,21 +40,19 @@ def quality(
         list[str] | None,
         typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None,
+    limit: bench_options.Limit = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 128,
     context: Annotated[
         int | None, typer.Option(help="Cut the documents so that prompts have at most this many tokens.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False,
+    ignore_eos: bench_options.IgnoreEos = False,
+    raw: bench_options.Raw = False,
     drift: Annotated[bool, typer.Option(help="Compare hidden states too.")] = True,
     needle_file: Annotated[
         Path | None,
         typer.Option("--needle", help="Run the needle test too, in the text of this file (JSONL or plain text)."),
     ] = None,
-    needle_depths: Annotated[
-        str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")
-    ] = "0.1,0.3,0.5,0.7,0.9",
+    needle_depths: bench_options.NeedleDepths = bench_options.DEPTHS,
     needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
     needle_samples: Annotated[int, typer.Option(help="Texts of each kind.")] = 2,
     needle_kinds: Annotated[
