@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Job, Kept, Ours
+from longdraft.bench.contenders import Job, Kept, Ours, ends_of
 from longdraft.bench.data import Sample, fitted
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
@@ -249,9 +249,7 @@ class Acceptance:
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
-        own_end = loaded.tokenizer.eos_token_id
-        ends = target.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
-        self._ends = frozenset() if self.settings.ignore_eos else ends
+        self._ends = ends_of(target, self.tokenizer, self.settings.ignore_eos)
         self._host(loaded, factor, progress)
         self._drafts = {n: fingerprint(c.draft) if c.draft is not None else "" for n, c in self._contenders.items()}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from longdraft.bench import precision
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
+from longdraft.engine.texts import Texts
 from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
@@ -20,7 +21,7 @@ from longdraft.speculator import Speculator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens of a prompt that is worth a file.
+# Tokens of the shortest prompt whose KV is worth a file.
 KEPT_FROM = 512
 
 
@@ -247,7 +248,4 @@ def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
 
 def ends_of(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos: bool) -> frozenset[int]:
     """Token ids that end a sequence: the model's and the tokenizer's."""
-    if ignore_eos:
-        return frozenset()
-    own = tokenizer.eos_token_id
-    return runner.eos_token_ids | (frozenset() if own is None else {int(own)})
+    return frozenset() if ignore_eos else runner.eos_token_ids | Texts(tokenizer).eos

@@ -191,7 +191,7 @@ class NeedleDrafts:
         """The needle as an answer, without its full stop, and which of its tokens is the code's first."""
         sentence = haystack.needle.sentence.rstrip(".")
         tokens = encode(self._tokenizer, sentence)
-        # A token may hold the code's beginning and the space before it: what both texts share comes before that.
+        # A token may hold the code's beginning and the space before it: the tokens that both texts share end before it.
         return tokens, common_prefix(tokens, encode(self._tokenizer, sentence.removesuffix(haystack.needle.code)))
 
     def _drafter(self, name: str) -> tuple[Drafter, list[Prediction]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from longdraft.bench.contenders import ends_of
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
@@ -194,14 +195,13 @@ class Quality:
             **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
         }
         # Rounded KV is another model's, with a cache of its own.
-        rounded = {n: TargetRunner(loaded.model, kv_dtype=dtype_of(n)) for n in settings.kv_dtypes}
-        self._rounded = {f"{REFERENCE}:kv_dtype={n}": (each, PromptCache()) for n, each in rounded.items()}
-        self._recipes |= {
-            name: recipe_for(method_named(REFERENCE), {}, each) for name, (each, _) in self._rounded.items()
-        }
+        self._rounded: dict[str, tuple[TargetRunner, PromptCache]] = {}
+        for dtype in settings.kv_dtypes:
+            name, runner = f"{REFERENCE}:kv_dtype={dtype}", TargetRunner(loaded.model, kv_dtype=dtype_of(dtype))
+            self._rounded[name] = runner, PromptCache()
+            self._recipes[name] = recipe_for(method_named(REFERENCE), {}, runner)
         self._cache = PromptCache()
-        own_end = loaded.tokenizer.eos_token_id
-        self._ends = self.runner.eos_token_ids | (frozenset() if own_end is None else {int(own_end)})
+        self._rules = [eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))]
 
     @property
     def names(self) -> list[str]:
@@ -317,8 +317,7 @@ class Quality:
         self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
     ) -> Decoded:
         sampler = Sampler(True, Sampling().processors())
-        rules = [] if self.settings.ignore_eos else [eos_rule(self._ends)]
-        sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler, rules=rules)
+        sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler, rules=self._rules)
         chosen = self._recipes[name]
         runner, cache = self._rounded.get(name, (self.runner, self._cache))
         engine = Engine(runner, chosen.drafter(), schedule or chosen.schedule(), cache)
