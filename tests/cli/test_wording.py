@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import transformers
 
 from longdraft.cli.console import in_flags
 
@@ -48,7 +49,8 @@ BEFORE = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), BEFORE, ids=[" ".join(a) for a, _ in BEFORE])
-def test_wrong_options_are_said_before_anything_loads(shell, model_folder, tmp_path, arguments, said):
+def test_wrong_options_are_said_before_anything_loads(shell, model_folder, tmp_path, arguments, said, monkeypatch):
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("loads"))
     without_weights = shutil.copytree(model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     ended = shell("generate", "--model", without_weights, "-p", "hi", *arguments)
     assert ended.code in (1, 2) and said in ended.err

@@ -19,6 +19,7 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
+from longdraft.views.cache import TrueCache
 from tests import chi_square
 from tests.drafters.watching import Watching
 from tests.drafts import small_lm
@@ -102,13 +103,22 @@ def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
         assert [s.output for s in sequences] == want
 
 
-def test_nothing_of_a_level_is_left_in_the_full_store():
+def test_nothing_of_a_level_is_left_in_the_full_store(monkeypatch):
     """The KV after a run is that of one forward over the text, and no row counts as shown."""
     model = three_layers()
     cache = PromptCache()
     drafter = NestedDrafter(SuffixDrafter(), SelfDrafter(view="chunks", **VIEW))
+    unchanged, keep = [], TrueCache.keep
+
+    def kept(self, slot, path):
+        before = list(self.full.lengths)
+        keep(self, slot, path)
+        unchanged.append(self.full.lengths == before)
+
+    monkeypatch.setattr(TrueCache, "keep", kept)
     (s,) = run(drafter, model, [PROMPTS[2]], 40, cache)
     store, runner = cache.store, TargetRunner(model)
+    assert unchanged and all(unchanged)
     assert (
         len(s.tokens) - 1 <= store.lengths[0] <= len(s.tokens)
         and store.unverified == [0]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
+from longdraft.drafters import onepass
 from longdraft.drafters.onepass import CANDIDATES, LEVEL, OnePassDraft, OnePassDrafter
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CheckpointError
@@ -67,7 +68,7 @@ def plain_rows(model, draft: OnePassDraft, text: list[int], window: int | None =
         return rms(out[-shape.slots :], w["norm.weight"], eps) @ w["lm_head.weight"].T
 
 
-def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int) -> torch.Tensor:
+def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int, candidates: int) -> torch.Tensor:
     """(draft vocabulary,) of what follows a node k deep that carries the target's token ``before``.
 
     Tokens that the bigram does not choose among get none.
@@ -78,18 +79,18 @@ def plain_log_probs(draft: OnePassDraft, rows: torch.Tensor, k: int, before: int
     if before in ids:
         bigram = w["bigram_out.weight"] @ w["bigram_in.weight"][ids.index(before)]
         likely = torch.zeros(len(ids), dtype=torch.bool)
-        likely[logits.topk(min(CANDIDATES, len(ids))).indices] = True
+        likely[logits.topk(min(candidates, len(ids))).indices] = True
         logits = logits + bigram.masked_fill(~likely, 0.0)
     return torch.log_softmax(logits, -1)
 
 
-def assert_defined(model, draft, text, tree, window=None, near=3e-4):
+def assert_defined(model, draft, text, tree, window=None, candidates=CANDIDATES, near=3e-4):
     assert tree.tokens[0] == text[-1]
     rows = plain_rows(model, draft, text, window)
     ids = list(range(rows.shape[1])) if draft.ids is None else draft.ids.tolist()
     for node in range(1, tree.size):
         parent = tree.parents[node]
-        wanted = plain_log_probs(draft, rows, tree.depths[parent], tree.tokens[parent])
+        wanted = plain_log_probs(draft, rows, tree.depths[parent], tree.tokens[parent], candidates)
         assert tree.log_probs[node] == pytest.approx(float(wanted[ids.index(tree.tokens[node])]), abs=near)
 
 
@@ -128,14 +129,16 @@ def test_rounds_are_the_modules_plain_definition(tmp_path, settings, options, he
 
 @pytest.mark.usefixtures("float32_weights")
 @pytest.mark.parametrize("head_dim", [12, 16], ids=["torch", "kernels"])
-def test_the_bigram_chooses_among_the_likely(tmp_path, head_dim):
+@pytest.mark.parametrize("candidates", [CANDIDATES, 7, 61, 100])
+def test_the_bigram_chooses_among_the_likely(tmp_path, head_dim, candidates, monkeypatch):
     """Of a larger vocabulary; the rest keeps its share, so the likely get no more than theirs."""
+    monkeypatch.setattr(onepass, "CANDIDATES", candidates)
     model = six_layers(vocab=61)
     draft = OnePassDraft.load(random_onepass(tmp_path, model, head_dim=head_dim))
     spec = Speculator("onepass", target=model, draft=draft, depth=3, top_k=3, nodes=12)
     watching, _ = run(spec, PROMPTS[:2], 6)
     for text, tree in watching.rounds:
-        assert_defined(model, draft, text, tree)
+        assert_defined(model, draft, text, tree, candidates=candidates)
 
 
 def test_a_tree_wider_than_there_are_candidates(tmp_path):

@@ -176,6 +176,7 @@ def test_tokens_taken_back_are_not_looked_up(prompt, output, count, then):
     drafter.observe(taken_back(s, count))
     now = started(fresh, [0, *prompt], s.output)
     assert proposal(drafter, s) == proposal(fresh, now)
+    assert drafter._texts[0]._own.tokens == s.tokens
 
 
 def test_several_continuations_give_a_tree_that_shares_what_they_share():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from longdraft import Sampling, Speculator
+from longdraft.engine.sampler import Sampler
 from tests import chi_square
 from tests.drafts import random_onepass
 from tests.exactness.cases import METHODS
@@ -64,6 +65,18 @@ def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0) -> float
 @pytest.mark.parametrize("setting", SAMPLINGS)
 def test_plain_decoding_has_the_targets_distribution(setting):
     assert p_value(Speculator("ar", target=target(**SMALL)), setting, 1500) > 0.01
+
+
+def test_a_wrong_sampler_is_rejected(monkeypatch):
+    """Every second token is the most probable one: the test sees it in texts of whole runs."""
+    right = Sampler.sample
+
+    def wrong(self, text, logits):
+        return int(logits.argmax()) if torch.rand(()) < 0.5 else right(self, text, logits)
+
+    monkeypatch.setattr(Sampler, "sample", wrong)
+    spec = Speculator("prompt-lookup", target=target(**SMALL), min_n=1)
+    assert p_value(spec, "plain", 1500, taken=300) < 1e-6
 
 
 def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
