@@ -268,3 +268,10 @@ def test_a_notebook_shows_drafted_tokens_in_colour(spec):
     assert result.summary in html and "<b>" not in html
     untold = Speculator("ar", target=spec.runner().model).generate([5, 6], max_new_tokens=2)[0]
     assert " ".join(map(str, untold.token_ids)) in untold._repr_html_()
+
+
+def test_an_option_by_two_of_its_names():
+    assert Speculator("specextend", every=4).options == {"refresh": 4}
+    for options in ({"every": 4, "refresh": 3}, {"refresh": 3, "every": 4}):
+        with pytest.raises(RequestError, match="every is another name of refresh"):
+            Speculator("specextend", **options)

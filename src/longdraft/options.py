@@ -184,13 +184,10 @@ def by_official_name(given: Mapping[str, Any], known: Mapping[str, Option]) -> d
         ValueError: an option is given by two of its names.
     """
     names = {alias: each.name for each in known.values() for alias in each.aliases if alias not in known}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        official = names.get(name, name)
-        if official in found:
-            raise ValueError(f"{name} is another name of {names.get(name) or name}: give one of them")
-        found[official] = value
-    return found
+    for alias, official in names.items():
+        if alias in given and official in given:
+            raise ValueError(f"{alias} is another name of {official}: give one of them")
+    return {names.get(name, name): value for name, value in given.items()}
 
 
 def listed(names: Iterable[str]) -> str:
