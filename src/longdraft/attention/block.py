@@ -1,14 +1,31 @@
-"""The block: the rows that one forward of a model appends to each sequence."""
+"""The block: the rows that one forward of a model appends to each sequence; and how a layer scores its keys."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from longdraft.attention.transfer import on_device
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What a layer does to its scores besides scaling them.
+
+    Attributes:
+        softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None for no cap.
+        sinks: (Hq,) float32, a learned score of each head that joins the softmax's denominator and has no value
+            (gpt-oss); None for no sinks.
+    """
+
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Scoring()
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,11 @@ class Block:
         slots_t, lengths_t: slots and lengths as (B,) int32 tensors on the cache's device.
         tokens, positions: (B, T) token ids and position ids on the cache's device; None if only attention is computed.
         offset: the tree offset, unverified rows between the prefix and this block, the same for all sequences.
+        bases: B host integers, the row of the whole text that each tree begins at; they differ from ``lengths`` where
+            the block is laid on a selection of the text's rows.
+        begins: (B, T) int32, the first rank that each row sees, where a layer sees the last rows only; None if every
+            row sees its whole prefix. The rank of a prefix row is its index, the rank of a tree row is the prefix
+            length + the number of its ancestors in the tree.
         captured: True if the forward is recorded once and replayed with other numbers in the tensors. Slots and lengths
             must then be read from the tensors: the host's slots have no meaning, and its lengths are upper bounds.
         prompt: True if the rows are part of a prompt, False in decoding. In decoding a row's result must not depend on
@@ -50,6 +72,8 @@ class Block:
     tokens: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     offset: int = 0
+    bases: tuple[int, ...] = ()
+    begins: torch.Tensor | None = None
     captured: bool = False
     prompt: bool = False
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
@@ -66,6 +90,7 @@ class Block:
         prompt: bool = False,
         tokens: Sequence[Sequence[int]] | torch.Tensor | None = None,
         positions: Sequence[Sequence[int]] | torch.Tensor | None = None,
+        bases: Sequence[int] | None = None,
     ) -> Block:
         if mask is not None and mask.shape != (len(slots), size, offset + size):
             raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, offset + size)}")
@@ -79,6 +104,7 @@ class Block:
             tokens=None if tokens is None else on_device(tokens, device),
             positions=None if positions is None else on_device(positions, device),
             offset=offset,
+            bases=tuple(lengths if bases is None else bases),
             prompt=prompt,
         )
 
@@ -96,3 +122,37 @@ class Block:
         if self.mask is not None:
             return self.mask[index]
         return torch.ones(self.size, self.width, dtype=torch.bool, device=device).tril(self.offset)
+
+    def depths(self, device: torch.device) -> torch.Tensor:
+        """(B, T) depth of each row in its tree: the number of its ancestors."""
+        if self.mask is None:
+            return torch.arange(self.offset, self.width, device=device).expand(self.batch, -1)
+        return self.mask.sum(-1) - 1
+
+    def visible(self, index: int, device: torch.device) -> torch.Tensor:
+        """(T, prefix + offset + T) bool mask of sequence ``index``, its prefix and ``begins`` included."""
+        n = self.lengths[index]
+        tree = self.block_mask(index, device)
+        prefix = torch.ones(self.size, n, dtype=torch.bool, device=device)
+        if self.begins is None:
+            return torch.cat([prefix, tree], dim=1)
+        ranks = torch.cat([torch.arange(n, device=device).expand(self.size, -1), n + tree.cumsum(1) - 1], dim=1)
+        return torch.cat([prefix, tree], dim=1) & (ranks >= self.begins[index].to(device).unsqueeze(1))
+
+    def last_rows(self, count: int) -> Block:
+        """The last ``count`` rows as a block of their own, behind the others: for layers that compute only these."""
+        if count == self.size:
+            return self
+        seen = self.mask
+        if seen is None and self.width > 1:
+            seen = torch.ones(self.size, self.width, dtype=torch.bool, device=self.slots_t.device).tril(self.offset)
+            seen = seen.expand(self.batch, -1, -1)
+        return replace(
+            self,
+            size=count,
+            offset=self.width - count,
+            mask=None if seen is None else seen[:, -count:],
+            begins=None if self.begins is None else self.begins[:, -count:],
+            tokens=None if self.tokens is None else self.tokens[:, -count:],
+            positions=None if self.positions is None else self.positions[..., -count:],
+        )

@@ -18,8 +18,9 @@ from __future__ import annotations
 import torch
 
 from longdraft import native
-from longdraft.attention.block import Block
-from longdraft.attention.reference import merge
+from longdraft.attention import sdpa
+from longdraft.attention.block import PLAIN, Block, Scoring
+from longdraft.attention.reference import merge, partial_attention
 
 # Query rows (T) up to which the score matrix is formed in full.
 FEW_ROWS = 96
@@ -31,8 +32,18 @@ SCORES_AT_ONCE = 2**21
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    scoring: Scoring = PLAIN,
+    /,
+) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`."""
+    if block.begins is not None or scoring is not PLAIN or keys.shape[3] != values.shape[3]:
+        return _row_by_row(q, keys, values, block, scale, scoring)
     batch, heads, size, dim = q.shape
     kv_heads = keys.shape[1]
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
@@ -54,6 +65,24 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
         else:
             out[b] = _many_rows(q[b], folded[b], k, v, n, block, b, scale)
     return out.view(batch, heads, size, dim)
+
+
+def _row_by_row(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float, scoring: Scoring
+) -> torch.Tensor:
+    """Computes each row alone on the keys that it sees, so that its bits do not depend on the rows beside it. A piece
+    of a prompt is computed at once."""
+    if block.prompt:
+        return sdpa.attend(q, keys, values, block, scale, scoring)
+    out = q.new_empty(*q.shape[:3], values.shape[3])
+    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+        k, v = (x[slot, :, : n + block.width].to(q.dtype) for x in (keys, values))
+        for t, seen in enumerate(block.visible(b, q.device)):
+            rows = seen.nonzero().squeeze(1)
+            one = q[b, :, t : t + 1]
+            o, _ = partial_attention(one, k.index_select(1, rows), v.index_select(1, rows), scale, None, scoring)
+            out[b, :, t : t + 1] = o.to(q.dtype)
+    return out
 
 
 def few_rows(

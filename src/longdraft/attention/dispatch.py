@@ -6,6 +6,7 @@ installed and measured to be faster (:mod:`.path_timing`).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,8 @@ from contextlib import suppress
 
 import torch
 
-from longdraft.attention import flash, hybrid, path_timing, triton_tuning
+from longdraft.attention import flash, hybrid, path_timing, sdpa, triton_tuning
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
 from longdraft.errors import CapabilityError, reason_of
 
@@ -30,6 +32,8 @@ PATHS = {
     "flash": "longdraft.attention.flash",
     "triton": "longdraft.attention.triton_backend",
 }
+# The paths that compute windows, soft caps and sinks themselves.
+SERVE_ALL = ("reference", "cpu", "sdpa")
 # The paths that may be chosen on a GPU, in the order in which they are tried.
 ON_GPU = ("hybrid", "flash", "triton")
 # The paths that read only bounds from the host, so that a forward can be recorded.
@@ -119,7 +123,33 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[st
     name = choose(device, dtype, head_dim)
     log.info("attention path: %s (%s, %s, head size %d)", name, device, dtype, head_dim)
     attend: Attend = importlib.import_module(PATHS[name]).attend
-    return name, attend
+    return name, attend if name in SERVE_ALL else _with_fallback(name, attend)
+
+
+def _with_fallback(name: str, attend: Attend) -> Attend:
+    """A path whose kernels have no windows, soft caps, sinks or values of another head size than the keys': layers
+    with one of these are computed by torch's masked kernels."""
+
+    def each_layer(
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block: Block,
+        scale: float,
+        scoring: Scoring = PLAIN,
+        /,
+    ) -> torch.Tensor:
+        if block.begins is None and scoring is PLAIN and keys.shape[3] == values.shape[3]:
+            return attend(q, keys, values, block, scale)
+        _say_once(name)
+        return sdpa.attend(q, keys, values, block, scale, scoring)
+
+    return each_layer
+
+
+@functools.cache
+def _say_once(name: str) -> None:
+    log.warning("Layers with a window, a soft cap or sinks are computed by torch's masked kernels, not by %s.", name)
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from longdraft.attention import cpu, flash, hybrid
 from longdraft.attention.block import Block
-from longdraft.attention.reference import Attend, partial_attention
+from longdraft.attention.reference import partial_attention
 
 # (q, keys, values, block, scale) -> output
-PrefixAttend = Attend
+PrefixAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
 # The same for one sequence: q (Hq, T, d), k and v (Hkv, n, d), scale -> output (Hq, T, d)
 _One = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 

@@ -8,35 +8,59 @@ the tree with one. Each part gives an output o and a log-sum-exp l, and the part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from longdraft.attention.block import Block
+from longdraft.attention.block import PLAIN, Block, Scoring
 
-# The contract of every path, as :func:`attend` documents it: (q, keys, values, block, scale) -> output
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
+
+class Attend(Protocol):
+    """The contract of every path, as :func:`attend` documents it."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block: Block,
+        scale: float,
+        scoring: Scoring = PLAIN,
+        /,
+    ) -> torch.Tensor: ...
 
 
 def partial_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    scoring: Scoring = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one part of the keys, with its log-sum-exp, computed in float32.
 
     Args:
         q: (..., Hq, T, d); k, v: (..., Hkv, n, d), Hq a multiple of Hkv.
         mask: broadcastable to (..., Hq, T, n), True where q may see k; None if every q sees every k.
+        scoring: its sinks count in this part, so only one of several parts takes them.
 
     Returns:
-        o (..., Hq, T, d) and lse (..., Hq, T), both float32. A row that sees nothing has o = 0, lse = -inf.
+        o (..., Hq, T, d) and lse (..., Hq, T), both float32, d that of the values. A row that sees
+        nothing has o = 0, lse = -inf.
     """
     group = q.shape[-3] // k.shape[-3]
     k = k.float().repeat_interleave(group, dim=-3)
     v = v.float().repeat_interleave(group, dim=-3)
     scores = (q.float() @ k.transpose(-1, -2)) * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
+    if scoring.sinks is not None:
+        lse = torch.logaddexp(lse, scoring.sinks.float().unsqueeze(-1).expand_as(lse))
     # exp(-inf - -inf) is NaN: a fully masked row gets weight zero instead.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
     return weights @ v, lse
@@ -59,23 +83,31 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
     return output, total
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    scoring: Scoring = PLAIN,
+    /,
+) -> torch.Tensor:
     """Hybrid tree attention by its definition.
 
     Args:
         q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d); the rows of the block itself are already written.
-        block: slots, lengths and mask of the sequences.
+        keys, values: (slots, Hkv, capacity, d); the rows of the block itself are already written. The head size of
+            values may be another than that of keys.
+        block: slots, lengths, mask and begins of the sequences.
         scale: the softmax scale, usually d ** -0.5.
+        scoring: soft cap and sinks of the layer.
 
     Returns:
-        (B, Hq, T, d) in q's dtype.
+        (B, Hq, T, d) in q's dtype, d that of the values.
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], values.shape[3])
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end = n + block.width
-        prefix = torch.ones(block.size, n, dtype=torch.bool, device=q.device)
-        seen = torch.cat([prefix, block.block_mask(b, q.device)], dim=1)
-        o, _ = partial_attention(q[b], keys[slot, :, :end], values[slot, :, :end], scale, seen)
+        end, seen = n + block.width, block.visible(b, q.device)
+        o, _ = partial_attention(q[b], keys[slot, :, :end], values[slot, :, :end], scale, seen, scoring)
         out[b] = o.to(q.dtype)
     return out

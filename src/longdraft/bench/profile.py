@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.attention.block import Block
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.bench.contenders import Job
 from longdraft.engine.accept import Accepted
 from longdraft.engine.event import Event
@@ -154,13 +154,21 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Walked]) -> Iterator[No
         trees.append((verified, accepted))
         return commit(verified, accepted)
 
-    def attending(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+    def attending(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block: Block,
+        scale: float,
+        scoring: Scoring = PLAIN,
+        /,
+    ) -> torch.Tensor:
         if not clock.verifying():
-            return attend(q, k, v, block, scale)
+            return attend(q, k, v, block, scale, scoring)
         clock.counts["prefix keys"] += sum(block.lengths)
         clock.counts["keys"] += sum(block.lengths) + block.batch * block.width
         with clock.inside("attention"):
-            return attend(q, k, v, block, scale)
+            return attend(q, k, v, block, scale, scoring)
 
     schedule.verify = clock.wrapped("forward", schedule.verify)  # type: ignore[method-assign]
     schedule.commit = committed  # type: ignore[method-assign]

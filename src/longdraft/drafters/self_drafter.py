@@ -236,7 +236,7 @@ class SelfDrafter(TreeDrafter):
             self.view_dtype = torch.int8
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, feature_layers, resident=True, dtype=self.view_dtype)
+            return runner.new_store(slots, capacity, feature_layers, resident=True, dtype=self.view_dtype, states=False)
 
         self.cache = TrueCache(full, new_store, self.view, self.rows)
         self.whole = WholeLM.of(runner)

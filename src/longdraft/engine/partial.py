@@ -98,7 +98,9 @@ class SpecPV(Schedule):
         super().open(runner, store, max_nodes, query_layers)
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, store.feature_layers, resident=True, dtype=self._dtype)
+            return runner.new_store(
+                slots, capacity, store.feature_layers, resident=True, dtype=self._dtype, states=False
+            )
 
         # Behind the margin, there is room for the tokens that go over it and for the next tree.
         self.partial = TrueCache(store, new_store, self.view, 2 * (max_nodes + 1))

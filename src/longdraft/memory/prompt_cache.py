@@ -103,12 +103,20 @@ class PromptCache:
         assert self.store is not None
         text = packed(prompt)[:-1]
         other = self.choose(range(len(self.tokens)), text)
-        held, shared = (common_prefix(self.tokens[s], text) // piece * piece for s in (slot, other))
+        held, shared = (self._shared(s, text, piece) for s in (slot, other))
         self.store.truncate(slot, held)
         if shared > held:
             self.store.copy_rows(other, slot, held, shared)
         self.tokens[slot] = text[: max(held, shared)]
         return max(held, shared)
+
+    def _shared(self, slot: int, text: array[int], piece: int) -> int:
+        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to."""
+        assert self.store is not None
+        rows = common_prefix(self.tokens[slot], text)
+        while (found := self.store.restorable(slot, rows // piece * piece)) != rows:
+            rows = found
+        return rows
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Records the tokens of a slot's committed rows; further ``tokens`` are ignored."""
@@ -144,6 +152,8 @@ def _copy(old: KVStore, new: KVStore) -> None:
         if new.features is not None and old.features is not None:
             new.features[slot, :n] = old.features[slot, :n]
         new.lengths[slot] = n
+    for states, old_states in zip(new.states, old.states, strict=True):
+        states.adopt(old_states)
 
 
 def packed(tokens: Sequence[int]) -> array[int]:

@@ -7,7 +7,7 @@ import tempfile
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,8 @@ from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 
 FORMAT = "longdraft-kv-1"
+# Prefix of the tensors of layers that keep a state instead of rows.
+_STATES = "states."
 # Suffix of unfinished files.
 PART = ".part"
 
@@ -51,6 +53,8 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     if store.features is not None:
         tensors["features"] = store.features[slot, :n].contiguous()
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
+    for number, states in enumerate(store.states):
+        tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +100,7 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
             size = [store.shape.layers, store.shape.kv_heads, len(tokens), store.shape.head_dim]
             if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
                 raise CheckpointError(f"{path} is damaged: its rows are not those of {len(tokens)} tokens. Delete it.")
-            tokens = tokens[:most]
+            tokens = tokens[: _restored(store, slot, file, len(tokens), most)]
             if len(tokens) > store.capacity:
                 raise CheckpointError(f"{path} holds {len(tokens)} tokens, the slot has room for {store.capacity}.")
             if store.features is not None:
@@ -112,6 +116,27 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
         raise CheckpointError(f"Could not read the snapshot {path}: {error}. Delete it and run again.") from error
     store.lengths[slot] = len(tokens)
     return [int(t) for t in tokens]
+
+
+def _restored(store: KVStore, slot: int, file: Any, length: int, most: int | None) -> int:
+    """Restores a slot's states from a file; returns how many of its ``length`` rows go with them, ``most`` at most.
+
+    Raises:
+        CheckpointError: the states are not those of this model.
+    """
+    wanted = length if most is None else min(most, length)
+    for number, states in enumerate(store.states):
+        beginning = f"{_STATES}{number}."
+        names = [name for name in file.keys() if name.startswith(beginning)]  # noqa: SIM118
+        try:
+            states.load(slot, {name.removeprefix(beginning): file.get_tensor(name) for name in names}, length)
+        except ValueError as error:
+            raise CheckpointError(f"A snapshot is damaged: {error}. Delete it.") from error
+    while (found := min((states.restorable(slot, wanted) for states in store.states), default=wanted)) != wanted:
+        wanted = found
+    for states in store.states:
+        states.truncate(slot, wanted)
+    return wanted
 
 
 def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.memory import sizes
+from longdraft.memory.states import LayerStates
 
 # Bytes of a cache line.
 _LINE = 64
@@ -23,12 +24,17 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class KVShape:
-    """The sizes and the dtype of a model's cache, apart from its length."""
+    """The sizes and the dtype of a model's cache, apart from its length.
+
+    Attributes:
+        padded: some layers have fewer heads or smaller ones, and leave the rest of their rows zero.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    padded: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -55,6 +61,7 @@ class KVStore:
         lengths: committed rows of each slot.
         unverified: rows behind the committed ones that a partial verification wrote. Only drafters read them, and a
             full forward overwrites them.
+        states: of the layers that keep no rows of the whole text.
 
     Raises:
         MemoryBudgetError: the tensors do not fit the free memory.
@@ -76,6 +83,8 @@ class KVStore:
         self.device = torch.device(device)
         self.lengths = [0] * slots
         self.unverified = [0] * slots
+        self.states: tuple[LayerStates, ...] = ()
+        self._own_states: tuple[LayerStates, ...] = ()
         self.feature_layers = feature_layers
         width = len(feature_layers) * feature_size
         self.keys, self.values = self._allocate(transposed_keys, slots * capacity * width * shape.dtype.itemsize)
@@ -88,9 +97,11 @@ class KVStore:
         needed = self.bytes_for(self.shape, self.slots, self.capacity) + beside
         sizes.require(needed, self.device, self._name)
         values = torch.empty(self._size, dtype=self.shape.dtype, device=self.device)
-        if not transposed_keys:
-            return torch.empty_like(values), values
-        return turned_rows(self._size, self.shape.dtype, self.device), values
+        keys = turned_rows(self._size, values.dtype, self.device) if transposed_keys else torch.empty_like(values)
+        return self._zeroed(keys), self._zeroed(values)
+
+    def _zeroed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.zero_() if self.shape.padded else rows
 
     @property
     def _size(self) -> tuple[int, int, int, int, int]:
@@ -104,6 +115,29 @@ class KVStore:
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
         """Bytes of keys and values in a store of this size."""
         return shape.bytes_per_token * slots * capacity
+
+    def keep_states(self, *states: LayerStates) -> None:
+        """Gives the store the states of its slots, which are committed and truncated with the rows.
+
+        Raises:
+            MemoryBudgetError: they do not fit the free memory.
+        """
+        needed = self.slots * sum(each.bytes_per_slot for each in states)
+        sizes.require(needed, self.device, f"The states of {self.slots} sequences")
+        self.states = self._own_states = states
+
+    def share_states(self, full: KVStore) -> None:
+        """Makes forwards on this store, which has some rows of another's texts, use that store's states."""
+        self.states, self._own_states = full.states, ()
+
+    def restorable(self, slot: int, length: int) -> int:
+        """The largest length, ``length`` at most, that :meth:`truncate` can go back to."""
+        length, before = min(length, self.lengths[slot]), -1
+        while length != before:
+            before = length
+            for states in self._own_states:
+                length = states.restorable(slot, length)
+        return length
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,15 +203,18 @@ class KVStore:
             if not isinstance(tokens, torch.Tensor):
                 tokens = [[*row, *[row[-1]] * (size - len(row))] for row in tokens]
         positions = [[n + d for d in row] for n, row in zip(bases or lengths, depths, strict=True)]
-        return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions)
+        for states in self.states:
+            states.prepare(slots, bases or lengths, offset + size)
+        return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions, bases)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
         """Writes a block's rows behind each sequence's prefix, uncommitted.
 
         Args:
-            k, v: (B, kv_heads, T, head_dim), keys after RoPE.
+            k, v: (B, kv_heads, T, head_dim), keys after RoPE; or fewer heads, or smaller ones, in a padded shape.
         """
         keys, values = self.layer(layer)
+        keys, values = keys[:, : k.shape[1], :, : k.shape[3]], values[:, : v.shape[1], :, : v.shape[3]]
         if self.device.type == "cpu" and not block.captured:
             for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
                 places = slice(n + block.offset, n + block.width)
@@ -225,13 +262,18 @@ class KVStore:
             self.features[slot, start:end] = features
 
     def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
-        """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits."""
+        """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits.
+
+        ``end`` must be :meth:`restorable` in ``source`` if the store has states.
+        """
         for layers in self.portions:
             keys, values = (x[:, :, start:end].clone() for x in self.stored(source, layers, end))
             own_keys, own_values = self.stored(slot, layers, start)
             own_keys[:, :, start:end], own_values[:, :, start:end] = keys, values
         if self.features is not None:
             self.features[slot, start:end] = self.features[source, start:end]
+        for states in self._own_states:
+            states.copy(source, slot, end)
         self.lengths[slot] = end
 
     def readable(self, slot: int) -> int:
@@ -270,13 +312,21 @@ class KVStore:
             if self.features is not None:
                 own = self.features[slot]
                 own[n + still : n + len(path)] = own.index_select(0, source)
+        for states in self._own_states:
+            states.commit(slot, n, path)
         self.lengths[slot] = n + len(path)
         self.unverified[slot] = 0
 
     def truncate(self, slot: int, length: int) -> None:
-        """Drops all rows of a slot after the first ``length``."""
+        """Drops all rows of a slot after the first ``length``.
+
+        Raises:
+            ValueError: the slot is shorter, or has states that cannot go back there: see :meth:`restorable`.
+        """
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
+        for states in self._own_states:
+            states.truncate(slot, length)
         self.lengths[slot] = length
         self.unverified[slot] = 0
 

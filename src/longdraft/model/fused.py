@@ -22,6 +22,7 @@ from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import hosting, stored
 from longdraft.model.few_rows import MOST, weights_of
+from longdraft.model.layout import layout_of
 from longdraft.model.shared_parts import rotary_module
 from longdraft.model.stored import parameters
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Rows, Stored, kernels
@@ -52,8 +53,9 @@ class FusedLayers:
         self.layers: list[DecoderLayer] = []
         self.stack: DecoderStack | None = None
         own = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
-        shape = hosting.kv_shape(model)
-        if own is None or shape.head_dim % HEAD_UNIT:
+        layout = layout_of(model)
+        shape = layout.shape
+        if own is None or shape.head_dim % HEAD_UNIT or layout.windows:
             return
         self._kernels, self._model = own, model
         self._rotary = rotary_module(model)
@@ -136,10 +138,9 @@ class FusedLayers:
     def _agrees(self) -> bool:
         """Compares the whole model with its own code, on made-up tokens."""
         block, stores = _made_up(self._model)
-        theirs, ours = (hosting.Hosted(store, block, _reference) for store in stores)
-        inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
+        theirs, ours = (hosting.Hosted(store, block, _reference, layout_of(self._model)) for store in stores)
         try:
-            expected = self._model(**inputs, longdraft_hosted=theirs).logits
+            expected = hosting.run(self._model, theirs).logits
             if _close(self.run(ours, "all"), expected) and _same_kv(stores):
                 return True
             logger.info("The model does more with its layers than a Llama does: its own code calls them.")
@@ -266,7 +267,7 @@ def _layers_agree(model: PreTrainedModel, layers: list[nn.Module], fused: list[D
         position = rotary(x, block.positions)
         if position[0].shape[-1] != stores[0].shape.head_dim:
             return False
-        plain, ours = (hosting.Hosted(store, block, _reference) for store in stores)
+        plain, ours = (hosting.Hosted(store, block, _reference, layout_of(model)) for store in stores)
         for index, (layer, own) in enumerate(zip(layers, fused, strict=True)):
             # layer.forward, so that the user's hooks do not see made-up rows.
             expected = layer.forward(x, position_embeddings=position, use_cache=False, longdraft_hosted=plain)

@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from longdraft.attention.block import Block
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
+from longdraft.memory.states import LayerStates
 from longdraft.memory.store import KVShape
+from longdraft.memory.windows import WindowStates
 from longdraft.model import stored
+from longdraft.model.layout import Layout, Place, layout_of
+from longdraft.model.layout import decoder_config as decoder_config
 from longdraft.native import Rows
 
 IMPLEMENTATION = "longdraft"
+# The context of models without a limit, in tokens.
+UNBOUNDED = 1 << 20
 
 
 class Store(Protocol):
@@ -40,12 +47,16 @@ class Store(Protocol):
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @property
+    def states(self) -> tuple[LayerStates, ...]: ...
+
 
 @dataclass
 class Hosted:
     """The state of one forward: its inputs to every layer and its attention, and its results.
 
     Attributes:
+        layout: where each call of the attention function finds its rows.
         query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
         fused: layers that our kernels can compute in one piece are computed so.
         layers_seen: number of layers that went through our attention.
@@ -55,6 +66,7 @@ class Hosted:
     store: Store
     block: Block
     attend: Attend
+    layout: Layout
     query_layers: frozenset[int] = frozenset()
     hidden_layers: frozenset[int] = frozenset()
     fused: bool = False
@@ -62,6 +74,31 @@ class Hosted:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
     rows: Rows | None = None
+
+
+# A model may drop keyword arguments on the way to its attention, so the forward is found here too.
+_running: ContextVar[Hosted | None] = ContextVar("longdraft_running", default=None)
+
+
+def running() -> Hosted | None:
+    """The forward that this thread is computing; None outside of :func:`run`."""
+    return _running.get()
+
+
+def run(module: nn.Module, hosted: Hosted, **more: Any) -> Any:
+    """Runs a hosted model, or its decoder, on a block.
+
+    Args:
+        hosted: the state of the forward; hidden states and queries are left in it.
+        more: further arguments of the model.
+    """
+    block, before = hosted.block, _running.set(hosted)
+    try:
+        return module(
+            input_ids=block.tokens, position_ids=block.positions, use_cache=False, longdraft_hosted=hosted, **more
+        )
+    finally:
+        _running.reset(before)
 
 
 def _attention(
@@ -72,41 +109,57 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     longdraft_hosted: Hosted | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
-    if longdraft_hosted is None:
+    hosted = longdraft_hosted or running()
+    if hosted is None:
+        raise UnsupportedModelError(f"{type(module).__name__} was called outside of longdraft's forward.")
+    if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
-            "so longdraft cannot host it."
+            f"{type(module).__name__} uses position_bias, which longdraft does not host exactly."
         )
-    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if kwargs.get(option) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} uses {option}, which longdraft does not host exactly."
-            )
-    # Doge computes a mask of its own; BERT as a causal LM looks ahead by default.
-    if attention_mask is not None or not getattr(module, "is_causal", True):
+    if attention_mask is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask, or "
-            "looks ahead), so longdraft cannot host it exactly."
+            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask), so "
+            "longdraft cannot host it exactly."
         )
-    hosted = longdraft_hosted
-    shape = hosted.store.shape
-    if any(x.shape[1::2] != (shape.kv_heads, shape.head_dim) for x in (key, value)):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has keys {tuple(key.shape)} and values {tuple(value.shape)}, not both "
-            f"{shape.kv_heads} heads of size {shape.head_dim} (latent attention?), which longdraft does not host."
-        )
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    if layer in hosted.query_layers:
-        hosted.queries[layer] = query
-    hosted.store.write(layer, key, value, hosted.block)
+    if hosted.layers_seen >= len(hosted.layout.places):
+        raise UnsupportedModelError(f"{type(module).__name__} attends more often than in another forward.")
+    # Calls are counted: modules of several depths may be one, and a layer may attend twice.
+    place = hosted.layout.places[hosted.layers_seen]
     hosted.layers_seen += 1
+    block, (keys, values) = _stored(hosted, place, key, value)
+    if place.window is None and place.writes and place.layer in hosted.query_layers:
+        hosted.queries[place.layer] = query
+    keys = keys[:, : key.shape[1], :, : key.shape[3]]
+    # Narrow values are read with the zeros behind them, as wide as keys.
+    values = values[:, : value.shape[1], :, : max(key.shape[3], value.shape[3])]
+    sinks = s_aux if sinks is None else sinks
+    scoring = (
+        PLAIN if softcap is None and sinks is None else Scoring(softcap, None if sinks is None else sinks.detach())
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = hosted.attend(query, *hosted.store.layer(layer), hosted.block, scale)
-    return out.transpose(1, 2), None
+    out = hosted.attend(query, keys, values, block.last_rows(query.shape[2]), scale, scoring)
+    return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
+
+
+def _stored(
+    hosted: Hosted, place: Place, key: torch.Tensor, value: torch.Tensor
+) -> tuple[Block, tuple[torch.Tensor, torch.Tensor]]:
+    """Writes a layer's keys and values. Returns all of its rows, and the block as it lies on them."""
+    if place.window is None:
+        if place.writes:
+            hosted.store.write(place.layer, key, value, hosted.block)
+        return hosted.block, hosted.store.layer(place.layer)
+    windows = [states for states in hosted.store.states if isinstance(states, WindowStates)][place.window]
+    placed = windows.placed(hosted.block)
+    if place.writes:
+        windows.write(place.layer, key, value, placed)
+    return placed, windows.layer(place.layer)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
@@ -117,35 +170,45 @@ def switch_on(model: PreTrainedModel) -> None:
     decoder_config(model)._attn_implementation = IMPLEMENTATION
 
 
-def decoder_config(model: PreTrainedModel) -> Any:
-    """The configuration of the text decoder."""
-    return model.config.get_text_config(decoder=True)
-
-
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """The shape of the model's KV cache."""
-    config = decoder_config(model)
-    heads = config.num_attention_heads
-    return KVShape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-    )
+    """The shape of the rows that are kept of the whole text.
+
+    Raises:
+        UnsupportedModelError: the model has no attention heads.
+    """
+    return layout_of(model).shape
+
+
+def window_states(
+    model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
+) -> list[WindowStates]:
+    """The rows that windowed layers keep, for a store of this size."""
+    shapes = layout_of(model).windows
+    if dtype is not None:
+        shapes = tuple(replace(shape, dtype=dtype) for shape in shapes)
+    return [WindowStates(shape, slots, capacity, model.device, transposed) for shape in shapes]
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers: the module list that is as long as the model is deep."""
+    """The decoder layers: the module list that is as long as the model is deep.
+
+    Layers that a forward runs several times are in it once: it is then the longest list of modules of one class.
+    """
     count = decoder_config(model).num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers.")
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
+    for each in lists:
+        if len(each) == count:
+            return each
+    if not lists:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers.")
+    return max(lists, key=lambda each: len(each) if len({type(m) for m in each}) == 1 else 0)
 
 
 def context_length(model: PreTrainedModel) -> int:
     """The longest sequence in tokens that the model takes, YaRN's factor included."""
-    return int(decoder_config(model).max_position_embeddings)
+    config = decoder_config(model)
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
+    return next((int(length) for length in found if length), UNBOUNDED)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -76,6 +76,7 @@ class TargetRunner:
         attention_path: name of the attention path on this machine.
         graphs: recorded forwards of the target and of the drafts that read it.
         share: this process's share of the target if several processes share it; None for all of it.
+        depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
         own_kv_dtype: dtype of keys and values in that arithmetic.
@@ -97,6 +98,7 @@ class TargetRunner:
         shape = hosting.kv_shape(model)
         self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
         self.context_length = hosting.context_length(model)
+        self.depth = len(hosting.decoder_layers(model))
         self.device: torch.device = model.device
         self.whole_layers = True
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
@@ -115,7 +117,9 @@ class TargetRunner:
                 f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: leave it out."
             )
         # Graphs cannot record what processes exchange within a forward.
-        self.graphs = Graphs.on(self.device, self.attention_path) if self.share is None else Graphs(None)
+        # A recording cannot move the rows of windows either.
+        recorded = self.share is None and not self.twin.layout.windows
+        self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         self._bound_to = _bound_to(model)
 
     @property
@@ -201,6 +205,7 @@ class TargetRunner:
         feature_layers: tuple[int, ...] = (),
         resident: bool = False,
         dtype: torch.dtype | None = None,
+        states: bool = True,
     ) -> KVStore:
         """An empty KV store of this target's shape, in the layout of its attention path.
 
@@ -208,6 +213,7 @@ class TargetRunner:
             feature_layers: decoder layers whose output hidden states every forward writes into the store.
             resident: keep the store on the device even if others are offloaded, for a small one that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
+            states: make states of layers that keep no rows of the whole text; a store that shares another's needs none.
 
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
@@ -224,19 +230,25 @@ class TargetRunner:
                 "a view of all rows needs it, so take another."
             )
         with nullcontext() if self.share is None else self.share.room():
+            rows = capacity + self.graphs.padding
             if dtype != self.kv_shape.dtype:
-                return PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
-            offload = None if resident else self.offload
-            return offloading.new_store(
-                offload,
-                self.kv_shape,
-                slots,
-                capacity + self.graphs.padding,
-                self.device,
-                transposed,
-                feature_layers,
-                size,
-            )
+                store: KVStore = PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
+            else:
+                store = offloading.new_store(
+                    None if resident else self.offload,
+                    self.kv_shape,
+                    slots,
+                    rows,
+                    self.device,
+                    transposed,
+                    feature_layers,
+                    size,
+                )
+            if states and self.twin.layout.windows:
+                of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
+                packed = transposed or of_windows != self.kv_shape.dtype
+                store.keep_states(*hosting.window_states(self.twin.model, slots, rows, packed, of_windows))
+            return store
 
     @torch.inference_mode()
     def forward(
@@ -294,6 +306,7 @@ class TargetRunner:
             store,
             replace(block),  # a copy: a recording must contain what attention derives from the block
             self._attend,
+            self.twin.layout,
             frozenset(taps.queries),
             frozenset(taps.hidden),
             self.whole_layers and self.twin.fused.take(store, block),
@@ -303,8 +316,10 @@ class TargetRunner:
         if logits == "none":
             self.run(hosted, head=False)
             return None, hosted.hidden, hosted.queries
-        out = self.run(hosted, head=True, logits_to_keep=1 if logits == "last" else 0)
-        return out.logits, hosted.hidden, hosted.queries
+        last = logits == "last"
+        out = self.run(hosted, head=True, logits_to_keep=int(last))
+        # Some models do not know logits_to_keep.
+        return out.logits[:, -1:] if last else out.logits, hosted.hidden, hosted.queries
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """Runs the model's own code on a block. The caller holds :attr:`lock`.
@@ -320,13 +335,11 @@ class TargetRunner:
         Raises:
             UnsupportedModelError: not all layers use the attention interface.
         """
-        block = hosted.block
-        inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
-        out = self.twin.run(hosted, inputs | more, head)
-        if hosted.layers_seen != self.kv_shape.layers:
+        out = self.twin.run(hosted, head, **more)
+        if hosted.layers_seen != len(self.twin.layout.places):
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "
-                "the attention interface; the others (linear attention, state space?) cannot be hosted exactly."
+                f"{type(self.model).__name__} sent {hosted.layers_seen} layers through the attention interface, and "
+                f"{len(self.twin.layout.places)} before: its layers change from one forward to the next."
             )
         return out
 

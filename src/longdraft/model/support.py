@@ -25,31 +25,16 @@ def check_supported(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError, with the reason, for a model that cannot be hosted exactly."""
     check_model(model)
     name = type(model).__name__
-    config = decoder_config(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not go through transformers' attention interface, so longdraft cannot host it."
-        )
-    kinds = getattr(config, "layer_types", None)
-    # Configurations such as Mistral's have no layer_types, and a window for every layer.
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        kinds = ["sliding_attention"]
-    foreign = sorted({*(kinds or [])} - {"full_attention"})
-    if foreign:
-        raise UnsupportedModelError(
-            f"{name} has layers of the kind {', '.join(foreign)}, which longdraft cannot host exactly yet. "
-            "It hosts decoders whose layers are all full_attention (Llama, Qwen2, Qwen3, Mistral without a window)."
-        )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedModelError(f"{name} uses attn_logit_softcapping, which longdraft does not host exactly.")
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         head = None
     if head is None:
         raise UnsupportedModelError(f"{name} has no language modelling head, so it predicts no token. {_LOAD}")
+    if isinstance(head, torch.nn.ModuleList):
+        raise UnsupportedModelError(f"{name} predicts several tokens a step, which longdraft does not host.")
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from longdraft import native
-from longdraft.attention.block import Block
+from longdraft.attention.block import PLAIN, Block, Scoring
+from longdraft.errors import UnsupportedModelError
 from longdraft.memory import sizes
+from longdraft.memory.states import LayerStates
 from longdraft.memory.store import KVShape, turned_rows
 from longdraft.model.hosting import Hosted
 from longdraft.model.runner import TargetRunner, not_a_number
@@ -55,6 +57,8 @@ class BranchStore:
     Every answer has a row, which belongs to the passage in place ``row // per_passage``. ``capacity`` counts the tokens
     of a row without the passage's. Raises MemoryBudgetError if the rows do not fit the free memory.
     """
+
+    states: tuple[LayerStates, ...] = ()
 
     def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
         self.shape, self.per_passage = shape, per_passage
@@ -101,9 +105,22 @@ class BranchStore:
         return self.keys[index], self.values[index]
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block: Block,
+        scale: float,
+        scoring: Scoring = PLAIN,
+        /,
     ) -> torch.Tensor:
-        """Attention of the forward that :meth:`read_into` or :meth:`step` announced; q (B, Hq, T, d) -> the same."""
+        """Attention of the forward that :meth:`read_into` or :meth:`step` announced; q (B, Hq, T, d) -> the same.
+
+        Raises:
+            UnsupportedModelError: the layer caps its scores or has sinks.
+        """
+        if scoring is not PLAIN:
+            raise UnsupportedModelError("Branches are written by models whose scores have no soft cap and no sinks.")
         if self._reading is not None:
             turned, v = self.prefixes[self._reading][self._layer]
             # Repeated, because for grouped heads torch computes all scores, three times slower on a CPU.
@@ -183,6 +200,8 @@ class Branches:
         top: int = 0,
     ) -> None:
         self.runner, self.layers, self.top = runner, tuple(layers), top
+        if runner.twin.layout.windows:
+            raise UnsupportedModelError("Branches are written by models whose layers all see the whole text.")
         device = runner.device
         self.store = BranchStore(runner.kv_shape, passages, per_passage, capacity, device)
         self.per_passage = per_passage
@@ -204,7 +223,8 @@ class Branches:
         block = Block.make(
             range(count), [0] * count, size, device=device, prompt=True, tokens=tokens, positions=positions
         )
-        hosted = Hosted(self.store, block, self.store.attend, hidden_layers=frozenset(self.layers))
+        layout = self.runner.twin.layout
+        hosted = Hosted(self.store, block, self.store.attend, layout, hidden_layers=frozenset(self.layers))
         with self.runner.lock:
             out = self.runner.run(hosted, head)
         none = torch.empty(count, size, 0, dtype=self.runner.kv_shape.dtype, device=device)

@@ -75,6 +75,7 @@ class TrueCache:
         self.full, self.view, self._first = full, view, first
         # No text has more rows than the full store.
         self.store = new_store(full.slots, min(view.capacity, full.capacity) + scratch)
+        self.store.share_states(full)
         self._copied = Copied(full.slots, view.capacity)
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
@@ -197,6 +198,8 @@ class TrueCache:
         """
         start = self.store.lengths[slot]
         self.store.commit(slot, path)
+        for states in self.full.states:
+            states.commit(slot, self.full.readable(slot), path)
         rows = slice(start, start + len(path))
         features = None if self.store.features is None else self.store.features[slot, rows]
         keys, values = (x[:, slot, :, rows].to(self.full.shape.dtype) for x in (self.store.keys, self.store.values))
