@@ -32,7 +32,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
-def static_attend(q, keys, values, block: Block, scale):
+def static_attend(q, keys, values, block: Block, scale, scoring=None):
     """Attention that reads the block's tensors and nothing of its numbers on the host."""
     slots, n = block.slots_t.long(), block.lengths_t.long()[:, None, None]
     k, v = (x[slots].nan_to_num() for x in (keys, values))

@@ -54,7 +54,7 @@ def package(device: torch.device) -> str | None:
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.hybrid.attend`; float16 and bfloat16 on a GPU."""
-    return hybrid.attend(q, keys, values, block, scale, KERNELS)
+    return hybrid.attend(q, keys, values, block, scale, kernels=KERNELS)
 
 
 def attend_prefix(

@@ -125,9 +125,11 @@ def attend(
     values: torch.Tensor,
     block: Block,
     scale: float,
+    *,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
-    """Same contract as :func:`longdraft.attention.reference.attend`; float32, float16 and bfloat16 on a GPU.
+    """Same contract as :func:`longdraft.attention.reference.attend` without scoring and begins, on a GPU; float32,
+    float16 and bfloat16.
 
     Keys and values have the same layout, and the distance between two slots is a whole number of rows.
 

@@ -214,7 +214,8 @@ class KVStore:
             k, v: (B, kv_heads, T, head_dim), keys after RoPE; or fewer heads, or smaller ones, in a padded shape.
         """
         keys, values = self.layer(layer)
-        keys, values = keys[:, : k.shape[1], :, : k.shape[3]], values[:, : v.shape[1], :, : v.shape[3]]
+        if self.shape.padded:
+            keys, values = keys[:, : k.shape[1], :, : k.shape[3]], values[:, : v.shape[1], :, : v.shape[3]]
         if self.device.type == "cpu" and not block.captured:
             for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
                 places = slice(n + block.offset, n + block.width)

@@ -135,15 +135,17 @@ def _attention(
     block, (keys, values) = _stored(hosted, place, key, value)
     if place.window is None and place.writes and place.layer in hosted.query_layers:
         hosted.queries[place.layer] = query
-    keys = keys[:, : key.shape[1], :, : key.shape[3]]
-    # Narrow values are read with the zeros behind them, as wide as keys.
-    values = values[:, : value.shape[1], :, : max(key.shape[3], value.shape[3])]
+    heads, size = key.shape[1], max(key.shape[3], value.shape[3])
+    if keys.shape[1::2] != (heads, key.shape[3]) or values.shape[3] != size:
+        # Narrow values are read with the zeros behind them, as wide as keys.
+        keys, values = keys[:, :heads, :, : key.shape[3]], values[:, :heads, :, :size]
     sinks = s_aux if sinks is None else sinks
     scoring = (
         PLAIN if softcap is None and sinks is None else Scoring(softcap, None if sinks is None else sinks.detach())
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = hosted.attend(query, keys, values, block.last_rows(query.shape[2]), scale, scoring)
+    rows = query, keys, values, block.last_rows(query.shape[2]), scale
+    out = hosted.attend(*rows) if scoring is PLAIN else hosted.attend(*rows, scoring)
     return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
 
 
