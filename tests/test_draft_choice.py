@@ -26,9 +26,9 @@ def model():
 
 
 @pytest.fixture
-def shipped(tmp_path, monkeypatch):
+def shipped(tmp_path, shipped_in):
     """An empty place for shipped drafts."""
-    monkeypatch.setattr(coming_along, "FOLDER", tmp_path / "shipped")
+    shipped_in(tmp_path / "shipped")
     return tmp_path / "shipped"
 
 

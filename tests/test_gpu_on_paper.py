@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import prod
@@ -315,9 +314,8 @@ def test_a_cycle_of_specpv(paper):
     assert paper.specpv(m, 1, 4096, 4.0) == paper.eagle3(m, 1, 4096, 4.0)  # the partial cache would hold all of it
 
 
-def test_tables(paper, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["gpu_on_paper.py"])
-    paper.main()
+def test_tables(paper, capsys, tmp_path):
+    paper.main([])
     out = capsys.readouterr().out
     assert "Llama-3.1-8B: 8,030,261,248 parameters, 131,072 bytes" in out
     assert "Qwen3-8B: 8,190,735,360 parameters, 147,456 bytes" in out
@@ -327,7 +325,6 @@ def test_tables(paper, monkeypatch, capsys, tmp_path):
     file.parent.mkdir()
     file.write_text(json.dumps(tiny_model().config.to_dict()))
     options = ["--config", str(file), "--bandwidth", "1000", "--tflops", "100", "--context", "512", "--batch", "1"]
-    monkeypatch.setattr(sys, "argv", ["gpu_on_paper.py", *options])
-    paper.main()
+    paper.main(options)
     out = capsys.readouterr().out
     assert out.strip().startswith("tiny: ") and "| plain step | 1 |" in out and "512 tokens" in out

@@ -25,7 +25,6 @@ from transformers import (
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, PromptError
 from longdraft.integration import Given, requests
-from longdraft.model.runner import TargetRunner
 from tests.tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 6])
@@ -150,13 +149,13 @@ IN_A_BATCH = {
 
 
 @pytest.mark.parametrize(("rows", "what"), [*((1, name) for name in REFUSED), *((2, name) for name in IN_A_BATCH)])
-def test_what_is_not_supported_is_refused_before_work_begins(spec, monkeypatch, rows, what):
+def test_what_is_not_supported_is_refused_before_work_begins(spec, forwards, rows, what):
     settings, message = (REFUSED if rows == 1 else IN_A_BATCH)[what]
     model = tiny_model()
     settings = settings(model) if callable(settings) else settings
-    monkeypatch.setattr(TargetRunner, "forward", None)
     with pytest.raises(CapabilityError, match=message):
         model.generate(IDS.repeat(rows, 1), max_new_tokens=5, custom_generate=spec, **settings)
+    assert not forwards
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from longdraft.bench import acceptance_report, charts
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
 from longdraft.bench.data import Sample
 from longdraft.bench.settings import Settings
-from longdraft.drafts import shipped
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner
@@ -138,10 +137,10 @@ def test_what_cannot_be(load, drafts):
         measuring(load, drafts, factor=2.0).work(SAMPLES, (600,), Short.leave)
 
 
-def test_the_drafts_that_come_along(load, drafts, monkeypatch):
+def test_the_drafts_that_come_along(load, drafts, shipped_in):
     target = TargetRunner(load(None).model)
     assert by_default(target) == ()
-    monkeypatch.setattr(shipped, "FOLDER", drafts)
+    shipped_in(drafts)
     small_lm(drafts / "lm", vocab=61)
     config = json.loads((drafts / "longspec" / "config.json").read_text())
     (drafts / "lm" / "config.json").write_text(json.dumps({"drafter": "small-lm", "target": config["target"]}))

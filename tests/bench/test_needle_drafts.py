@@ -18,7 +18,6 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import ContextError, UnknownMethodError
-from longdraft.model.runner import TargetRunner
 from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -150,17 +149,10 @@ def test_tokens_that_a_draft_does_not_know(loaded, text, drafts):
     )
 
 
-def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, monkeypatch):
-    sizes: list[int] = []
-    forward = TargetRunner.forward
-
-    def counted(self, block, *arguments, **options):
-        sizes.append(block.size)
-        return forward(self, block, *arguments, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", counted)
+def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forwards):
     views = [view("longspec", {}), view("eagle3", {}), view(RETRIEVED, SIZES)]
     _, found = measured(loaded, text, views, drafts)
+    sizes = [f.rows for f in forwards]
     assert sum(size > 100 for size in sizes) == 1 and all(size == 1 for size in sizes[1:])
     # Alone, each says the same.
     for each in views:

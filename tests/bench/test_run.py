@@ -15,12 +15,11 @@ from longdraft.bench.prompts import batches, grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.runner import TargetRunner
-from longdraft.planning import plans
 from longdraft.planning.costs import CostTable
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.drafts import random_eagle3
+from tests.planned import given_table
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [
@@ -167,15 +166,7 @@ def test_near_ties_are_counted_apart():
     assert report.listing(report_, lambda ids: str(ids))[0].startswith("near tie: altered")
 
 
-def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, monkeypatch):
-    read, forward = [], TargetRunner.forward
-
-    def counted(self, block, *rest, **options):
-        if options.get("logits", "all") != "all":
-            read.append(block.size)
-        return forward(self, block, *rest, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", counted)
+def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, forwards):
     wanted = settings(methods=("prompt-lookup", "hf"), repeats=3)
     prompts = prepare(SAMPLES[:1], loaded, wanted)
     bench, order = Bench(loaded, wanted), []
@@ -183,6 +174,7 @@ def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, monkeypa
     names = ["ar", "prompt-lookup", "hf"]
     assert order == names + names + names[::-1] + names
     assert len(order) == bench.runs(1)
+    read = [f.rows for f in forwards if f.logits != "all"]
     assert read == [len(prompts[0].tokens)] * 2 + [1] * 6
 
 
@@ -340,8 +332,7 @@ def test_rows_say_how_much_a_draft_sees(loaded):
 
 
 def test_each_contender_may_have_a_plan_of_its_own(loaded, monkeypatch):
-    table = CostTable((0,), (1, 2), ((1e-9, 1.0),))  # a second row costs an age
-    monkeypatch.setattr(plans, "table_for", lambda runner, progress=None, seconds=None: table)
+    given_table(monkeypatch, CostTable((0,), (1, 2), ((1e-9, 1.0),)))  # a second row costs an age
     planned = "prompt-lookup:plan=auto"
     wanted = settings(
         methods=("prompt-lookup", planned), plan="fixed", max_tokens=40, ignore_eos=True,

@@ -102,18 +102,11 @@ def test_queries_are_asked_for_by_retrieval_alone(tmp_path, method):
     assert drafter(method, tmp_path, model, retrieval=True, **SMALL).query_layers(runner)
 
 
-def test_nothing_is_tapped_where_nobody_asks(tmp_path, monkeypatch):
+def test_nothing_is_tapped_where_nobody_asks(tmp_path, forwards):
     model = five_layers()
-    taps, forward = [], TargetRunner.forward
-
-    def watched(self, *args, **options):
-        taps.append(options.get("taps"))
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", watched)
     spec = Speculator("longspec", target=model, draft=random_draft(tmp_path, model), **TREE)
     spec.generate([PROMPTS[2]], max_new_tokens=9)
-    assert taps and not any(each.queries for each in taps if each is not None)
+    assert forwards and not any(f.taps.queries for f in forwards if f.taps is not None)
 
 
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])

@@ -16,7 +16,6 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
-from longdraft.memory import sizes
 from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, small_lm
 from tests.events import decoded
@@ -196,11 +195,10 @@ def test_a_view_of_a_dtype_that_nothing_reads(method):
     assert tokens(given) == tokens(plain(model, n=20))
 
 
-def test_views_that_do_not_fit_the_memory(monkeypatch):
+def test_views_that_do_not_fit_the_memory(free_memory):
     model = tiny_model(vocab=11)
     spec = Speculator("self", target=model, budget=400)
     run = spec.stream([PROMPTS[2]], max_new_tokens=300)
-    needed = []
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: needed.append(1) or (10**9 if len(needed) < 2 else 10))
+    free_memory(10**9, 10)
     with pytest.raises(MemoryBudgetError):
         list(run)

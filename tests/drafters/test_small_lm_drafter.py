@@ -107,21 +107,12 @@ def test_what_the_target_attends_to_is_seen(tmp_path):
     assert len(middles) > 1 and tuple(PROMPTS[2][4:20]) not in middles
 
 
-def test_the_draft_meets_trained_positions_only(tmp_path, monkeypatch):
+def test_the_draft_meets_trained_positions_only(tmp_path, forwards):
     model, folder = tiny_model(vocab=11), small_lm(tmp_path, layers=1, context=48)
-    highest = []
-    forward = TargetRunner.forward
-
-    def watched(self, block, store, **options):
-        if self.context_length == 48:
-            highest.append(int(block.positions.max()))
-        return forward(self, block, store, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", watched)
     for view in (STREAMING, RETRIEVAL | {"depth": 4}):
-        highest.clear()
+        forwards.clear()
         Speculator("small-lm", target=model, draft=folder, **view).generate(PROMPTS, max_new_tokens=50)
-        assert 30 < max(highest) < 48
+        assert 30 < max(f.last for f in forwards if f.context_length == 48) < 48
 
 
 # --- what the engine may tell it ---

@@ -8,7 +8,6 @@ import torch
 import longdraft
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, UnknownMethodError
-from longdraft.memory import sizes
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 # A text that repeats, so that prompt lookup has something to find, and one that does not.
@@ -157,10 +156,9 @@ def test_a_snapshot_carries_the_prompt_to_another_run(tmp_path):
         other.generate([REPEATING], max_new_tokens=10, cache=wrong)
 
 
-def test_bad_requests_are_refused_before_any_work(monkeypatch):
+def test_bad_requests_are_refused_before_any_work(forwards, free_memory):
     model = tiny_model(context=64)
     spec = Speculator("ar", target=model)
-    monkeypatch.setattr("longdraft.model.runner.TargetRunner.forward", lambda *a, **k: pytest.fail("work was done"))
     with pytest.raises(PromptError, match="empty"):
         spec.generate([[]], max_new_tokens=4)
     with pytest.raises(ContextError, match=r"60 tokens; with 5 new ones that is 65, and the model's context holds 64"):
@@ -169,9 +167,10 @@ def test_bad_requests_are_refused_before_any_work(monkeypatch):
         spec.generate([[1]], max_new_tokens=0)
     with pytest.raises(CapabilityError, match="tokenizer"):
         spec.generate("text", max_new_tokens=4)
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 1000)
+    free_memory(1000)
     with pytest.raises(MemoryBudgetError, match=r"\d+ bytes.*1000 bytes"):
         spec.generate([[1] * 30], max_new_tokens=5)
+    assert not forwards
 
 
 def test_an_unknown_method_or_option_names_those_there_are():

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, RequestError
-from longdraft.memory import sizes
-from longdraft.model.runner import TargetRunner
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLED = Sampling(temperature=0.9, top_k=8)
@@ -132,26 +130,19 @@ def test_a_prompt_is_read_in_pieces_between_the_rounds_of_others(spec):
     assert session.result(first).token_ids == alone(spec, Request([1, 2, 3], max_new_tokens=40))
 
 
-def test_a_prefix_that_others_have_read_is_not_read_again(spec, monkeypatch):
+def test_a_prefix_that_others_have_read_is_not_read_again(spec, forwards):
     shared = texts(1, 9, 60)[0][:1] * 200
     requests = [Request([*shared, i], max_new_tokens=3) for i in range(6)]
     expected = [alone(spec, r) for r in requests]
-    read, forward = [], TargetRunner.forward
-
-    def counted(self, block, *rest, **options):
-        if block.prompt:
-            read.append(block.size)
-        return forward(self, block, *rest, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", counted)
+    forwards.clear()
     run = spec.stream(requests, batch=2, cache=PromptCache())
     assert [r.token_ids for r in run.results()] == expected
-    assert sum(read) == 201 + 5
-    read.clear()
+    assert sum(f.rows for f in forwards if f.prompt) == 201 + 5
+    forwards.clear()
     run = spec.stream(requests, batch=2)  # without a cache, whole pieces alone: a prompt's bits are always the same
     run._engine.chunk = 64
     assert [r.token_ids for r in run.results()] == expected
-    assert sum(read) == 201 + 5 * (201 - 192)
+    assert sum(f.rows for f in forwards if f.prompt) == 201 + 5 * (201 - 192)
 
 
 def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
@@ -165,16 +156,15 @@ def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
     assert not session._entries and not session._engine.stats
 
 
-def test_fewer_at_a_time_where_memory_is_short(spec, monkeypatch, caplog):
+def test_fewer_at_a_time_where_memory_is_short(spec, free_memory, caplog):
     prompts = texts(5, 3)
     expected = [alone(spec, Request(p, max_new_tokens=8)) for p in prompts]
     runner = spec.runner()
-    most = 2 * runner.kv_shape.bytes_per_token * 130
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: most)
+    free_memory(2 * runner.kv_shape.bytes_per_token * 130)
     results = spec.generate(prompts, max_new_tokens=8, batch=4)
     assert [r.token_ids for r in results] == expected
     assert "no memory for 4 sequences at a time" in caplog.text
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 100)
+    free_memory(100)
     with pytest.raises(MemoryBudgetError):
         spec.generate(prompts, max_new_tokens=8)
 

@@ -64,40 +64,28 @@ def test_offsets_leave_the_anchors_and_stay_in_the_context():
     assert [max(found[i : i + 200]) for i in (0, 200, 400)] == pytest.approx([298, 110, 0], abs=2)
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """The rows of every forward of a target."""
-    sizes, forward = [], TargetRunner.forward
-    monkeypatch.setattr(
-        TargetRunner,
-        "forward",
-        lambda self, block, *a, **k: (sizes.append(block.size), forward(self, block, *a, **k))[1],
-    )
-    return sizes
-
-
-def test_what_documents_share_is_read_once_and_is_the_same(counted):
+def test_what_documents_share_is_read_once_and_is_the_same(forwards):
     begin = document(20, 1, 0).tokens
     texts = [document(30, 22, i, begin) for i in range(3)] + [document(30, 5, 4, begin), document(12, 3, 5)]
     sharing = reader()
     for offset in (0, 50):
         for i, text in enumerate(texts):
-            counted.clear()
+            forwards.clear()
             shared = sharing.read(text, offset)
-            assert sum(counted) == (len(text.tokens) - 20 if i in (1, 2) else len(text.tokens) - {3: 4}.get(i, 0))
+            assert sum(f.rows for f in forwards) == len(text.tokens) - {1: 20, 2: 20, 3: 4}.get(i, 0)
             fresh = reader().read(text, offset)
             for name in ("keys", "values", "top_log_probs"):
                 torch.testing.assert_close(getattr(shared, name), getattr(fresh, name), rtol=1e-3, atol=1e-4)
             assert torch.equal(shared.top_ids, fresh.top_ids)
 
 
-def test_live_features_depend_on_nothing_that_was_read_before(counted):
+def test_live_features_depend_on_nothing_that_was_read_before(forwards):
     """Or a run that was killed would differ from one that was not, in the last bits."""
     begin = document(20, 1, 0).tokens
     live = LiveFeatures(reader(), [document(30, 22, i, begin) for i in range(2)], [0, 0])
     first, again = live[0], (live[1], live[0])[1]
     assert torch.equal(first.keys, again.keys) and torch.equal(first.top_log_probs, again.top_log_probs)
-    assert sum(counted) == 3 * 30
+    assert sum(f.rows for f in forwards) == 3 * 30
 
 
 @pytest.fixture
