@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,3 +126,21 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     from longdraft.drafts import shipped
 
     return lambda folder: monkeypatch.setattr(shipped, "FOLDER", folder)
+
+
+@pytest.fixture
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``press_ctrl_c(owner, name, call, times)`` presses it where ``owner.name`` is called for the n-th time."""
+
+    def put(owner: type, name: str, call: int = 1, times: int = 1) -> None:
+        function, calls = getattr(owner, name), iter(range(1, 10**9))
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == call:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+    return put

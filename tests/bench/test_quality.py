@@ -148,7 +148,7 @@ def test_each_combination_is_a_row_on_one_read_prompt(loaded):
 
 
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, monkeypatch):
+def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, forwards):
     model = tiny_model(layers=8, context=512, dtype=torch.float64)
     draft = (random_draft if kind == "longspec" else random_eagle3)(tmp_path, model)
     tree = {"widths": (2, 2)} if kind == "longspec" else {"depth": 2, "top_k": 2, "nodes": 4}
@@ -156,16 +156,8 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     quality = Quality(LoadedModel(model, tiny_tokenizer(chat=True)), wanted)
     assert quality.drafter == kind
     one = prompt(LoadedModel(model, tiny_tokenizer(chat=True)))
-    sizes: list[int] = []
-    forward = Listener.forward
-
-    def counted(self, block, *arguments, **options):
-        sizes.append(block.size)
-        return forward(self, block, *arguments, **options)
-
-    monkeypatch.setattr(Listener, "forward", counted)
     found = quality.compare(one)
-    assert sum(size >= len(one.tokens) - 1 for size in sizes) == 1
+    assert sum(f.rows >= len(one.tokens) - 1 for f in forwards) == 1
     assert found.runs[FULL].tokens == found.runs[REFERENCE].tokens
     assert all(run.partial_rounds for name, run in found.runs.items() if name in quality.variants)
     tokens = [d for name in quality.variants for d in found.drifts[name]]
@@ -416,10 +408,7 @@ def test_bench_quality_refuses(command, folder, arguments, message):
     assert message in err.splitlines()[-1]
 
 
-def test_ctrl_c(command, folder, monkeypatch):
-    def pressed(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Quality, "compare", pressed)
+def test_ctrl_c(command, folder, press_ctrl_c):
+    press_ctrl_c(Quality, "compare")
     code, _, err = command("--data", folder / "rows.jsonl")
     assert code == 130 and err.splitlines()[-1] == "Aborted."

@@ -147,11 +147,8 @@ def test_ctrl_c_keeps_what_is_done(bench, tmp_path, monkeypatch):
     assert json.loads(bench("--methods", "ar", "--results", path, "--json").out.splitlines()[-1])["complete"] is True
 
 
-def test_ctrl_c_before_anything_is_done(bench, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Bench, "wake", interrupted)
+def test_ctrl_c_before_anything_is_done(bench, press_ctrl_c):
+    press_ctrl_c(Bench, "wake")
     ended = bench("--methods", "ar")
     assert ended.code == 130
     assert "Stopped after 0 of 4 batches. Nothing is kept." in ended.err

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from longdraft import Speculator
 from longdraft.cli import generate as verb
 from longdraft.engine.streaming import TextStream
 from longdraft.errors import NumericalError
@@ -137,23 +138,10 @@ def test_compare_reads_the_prompt_once(generate, forwards):
     assert first > 1 == second
 
 
-def interrupt_at(monkeypatch, call: int, times: int = 1) -> None:
-    push, calls = TextStream.push, []
-
-    def interrupting(self, tokens, from_draft, last):
-        calls.append(1)
-        if len(calls) == call:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        return push(self, tokens, from_draft, last)
-
-    monkeypatch.setattr(TextStream, "push", interrupting)
-
-
-def test_ctrl_c_prints_what_there_is(generate, monkeypatch):
+def test_ctrl_c_prints_what_there_is(generate, press_ctrl_c):
     handler = signal.getsignal(signal.SIGINT)
     whole = generate("-p", "hello", "-n", 100, "--method", "ar").out
-    interrupt_at(monkeypatch, 10)
+    press_ctrl_c(TextStream, "push", 10)
     ended = generate("-p", "hello", "-n", 100, "--method", "ar", "--compare")
     assert ended.code == 130
     assert 0 < len(ended.out) < len(whole)
@@ -166,8 +154,8 @@ def test_ctrl_c_prints_what_there_is(generate, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_ctrl_c_while_the_prompt_is_read(generate, monkeypatch, tmp_path):
-    monkeypatch.setattr(verb.Cancel, "__call__", lambda self: True)
+def test_ctrl_c_while_the_prompt_is_read(generate, press_ctrl_c, tmp_path):
+    press_ctrl_c(Speculator, "stream")
     ended = generate("-p", "hello", "-n", 10, "--kv-cache", tmp_path / "a.kv")
     assert ended.code == 130
     assert ended.out == ""
@@ -175,8 +163,8 @@ def test_ctrl_c_while_the_prompt_is_read(generate, monkeypatch, tmp_path):
     assert not (tmp_path / "a.kv").exists()
 
 
-def test_a_second_ctrl_c_aborts(generate, monkeypatch):
-    interrupt_at(monkeypatch, 10, times=2)
+def test_a_second_ctrl_c_aborts(generate, press_ctrl_c):
+    press_ctrl_c(TextStream, "push", 10, times=2)
     ended = generate("-p", "hello", "-n", 100, "--method", "ar")
     assert ended.code == 130
     assert ended.out.endswith("\n")

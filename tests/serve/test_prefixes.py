@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
-from longdraft.serve import prefixes
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files
 
 TEXT = list(range(100))
@@ -175,8 +174,7 @@ def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(t
 
 
 def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(prefixes, "_PAUSE", 0.0)
-    cache = Texts(tmp_path, room_for(2))
+    cache = Texts(tmp_path, room_for(2), pause=0.0)
     for text in (TEXT[:20], family(7)):
         cache.read(text)
         cache.keep()
