@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -142,5 +143,17 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return function(*arguments, **options)
 
         monkeypatch.setattr(owner, name, interrupted)
+
+    return put
+
+
+@pytest.fixture
+def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """``free_disk(n)``: every disk has n bytes left; None: what it has."""
+    disk_usage = shutil.disk_usage
+
+    def put(left: int | None) -> None:
+        usage = disk_usage if left is None else lambda path: disk_usage(os.sep)._replace(free=left)
+        monkeypatch.setattr(shutil, "disk_usage", usage)
 
     return put

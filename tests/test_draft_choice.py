@@ -17,6 +17,7 @@ from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodErro
 from longdraft.methods import METHODS
 from longdraft.model.shared_parts import describe
 from tests.drafts import random_draft, random_eagle3
+from tests.planned import given_table
 from tests.tiny import tiny_model
 
 
@@ -70,7 +71,7 @@ def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
 def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch, pays, alone):
     random_draft(shipped / "tiny", model)
     monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: pays))
-    monkeypatch.setattr("longdraft.speculator.planner_for", lambda runner, progress: None)
+    given_table(monkeypatch, None)
 
     def drafter(*method, **options):
         spec = Speculator(*method, target=model, **options)

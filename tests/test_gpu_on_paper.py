@@ -132,6 +132,12 @@ def paper(monkeypatch):
 
 
 @pytest.fixture
+def resized(paper, monkeypatch):
+    """``resized(WINDOW=8)`` gives the page's formulas other sizes."""
+    return lambda **sizes: [monkeypatch.setattr(paper, name, size) for name, size in sizes.items()]
+
+
+@pytest.fixture
 def watch(monkeypatch):
     for name, value in {"ATTENTION": "sdpa", "NATIVE": "0", "PACK": "0"}.items():
         monkeypatch.setenv(f"LONGDRAFT_{name}", value)
@@ -186,7 +192,7 @@ def level(watch, owner, drafter) -> None:
 
 
 @pytest.mark.parametrize(("texts", "kept"), [(1, None), (2, [1, 5, 8, 13, 40])])
-def test_longspec(paper, watch, tmp_path, monkeypatch, texts, kept):
+def test_longspec(paper, watch, tmp_path, resized, texts, kept):
     """Each level, and a whole round as the tables have it, with a tree of 3, 4 and 2 nodes and a window of 8 tokens."""
     model, m = target(paper)
     m = replace(m, intermediate=3 * m.hidden)  # the draft's own
@@ -200,8 +206,7 @@ def test_longspec(paper, watch, tmp_path, monkeypatch, texts, kept):
         window = 8 if at["depth"] == 0 else 8 - at["depth"] + (3, 7)[at["depth"] - 1]
         cost = paper.longspec_level(m, texts, at["fed"], at["going"], window, at["prefix"], len(kept or []))
         assert seen.counted == says(cost), at
-    monkeypatch.setattr(paper, "WIDTHS", (3, 4, 2))
-    monkeypatch.setattr(paper, "WINDOW", 8)
+    resized(WIDTHS=(3, 4, 2), WINDOW=8)
     whole = {n: levels for n, levels in rounds.items() if len(levels) == 3}  # the last rounds' trees are smaller
     assert len(whole) > 3
     for n, levels in whole.items():
@@ -212,7 +217,7 @@ def test_longspec(paper, watch, tmp_path, monkeypatch, texts, kept):
         assert sum(seen.counted[2] for seen in levels) == operations
 
 
-def test_eagle3_and_its_verification(paper, watch, tmp_path, monkeypatch):
+def test_eagle3_and_its_verification(paper, watch, tmp_path):
     """A dynamic tree of 3 levels, 2 nodes of each of which go on. The hidden states that it reads are in no formula."""
     model, m = target(paper)
     shape = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "intermediate_size": m.intermediate}
@@ -255,14 +260,13 @@ def test_longspec_with_retrieval(paper, watch, tmp_path):
         assert seen.counted == says([NOTHING, gathered])
 
 
-def test_specpv(paper, watch, tmp_path, monkeypatch):
+def test_specpv(paper, watch, tmp_path, resized):
     """Partial rounds and refreshes. What the formulas leave out of a refresh: summaries of blocks that are new, and up
     to a block's rows more, for the window starts at a block's border."""
     model, m = target(paper)
     drafter = LongSpecDrafter(LongSpecDraft.load(random_draft(tmp_path, model)), widths=(3, 2))
     schedule = SpecPV(partial_view(12, sink=4, window=8, chunk=4, margin=6))
-    for name, size in {"SINK": 4, "RECENT": 8, "BLOCK": 4, "PARTIAL": 24}.items():
-        monkeypatch.setattr(paper, name, size)
+    resized(SINK=4, RECENT=8, BLOCK=4, PARTIAL=24)
 
     def choose(cache, slot, queries):
         cache._summaries.update(slot, cache.full.readable(slot))

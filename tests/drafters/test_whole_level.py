@@ -12,7 +12,6 @@ from longdraft.drafters import eagle3 as eagle3_draft
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
-from longdraft.drafters.shared import whole_level
 from longdraft.drafters.shared.levels import Fed, Inputs
 from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner
@@ -101,9 +100,9 @@ class Desk:
 @pytest.mark.parametrize("held", [False, True], ids=["float32", "rounded"])
 @pytest.mark.parametrize("level", build.levels())
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_a_level_is_what_the_module_says(kind, level, held, monkeypatch):
+def test_a_level_is_what_the_module_says(kind, level, held, request):
     if not held:
-        monkeypatch.setattr(whole_level, "light", lambda weights: weights)
+        request.getfixturevalue("float32_weights")
     desk = Desk(kind, level, held)
     # Read first: one more than the window holds, and less; then a few tokens, of which the last is a root.
     desk.compare(Fed((2, 0), (WINDOW, 7), 1, starts=(0, 0)), 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 
 import pytest
@@ -130,7 +129,6 @@ def test_a_table_from_a_busy_machine_is_measured_again(runner, tmp_path):
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_table_knows_whether_others_were_in_the_way(runner, tmp_path, monkeypatch, caplog, busy):
     monkeypatch.setattr(OtherProcesses, "in_the_way", busy)
-    monkeypatch.setattr(logging.getLogger("longdraft"), "propagate", True)
     table = table_for(runner, tmp_path)
     assert table.busy is busy and ("beside other work" in caplog.text) is busy
     again = table_for(runner, tmp_path, seconds=0.8 * table.at(WAKING, 1))  # somewhat faster now

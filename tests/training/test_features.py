@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections import namedtuple
 
 import pytest
 import torch
@@ -174,8 +172,8 @@ def test_damaged_files(cache, tmp_path):
         cache()
 
 
-def test_a_disk_that_is_too_small(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("U", "total used free")(10**6, 0, 10**4))
+def test_a_disk_that_is_too_small(cache, tmp_path, free_disk):
+    free_disk(10**4)
     with pytest.raises(CheckpointError, match=r"need 0\.00 GB in .*cache, and 0\.00 GB are free there"):
         cache()
     assert list((tmp_path / "cache").iterdir()) == []
