@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from math import exp
 
@@ -22,7 +21,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
 from tests.drafters.watching import Watching
-from tests.drafts import random_heads
+from tests.drafts import edit, random_heads
 from tests.events import begun, decoded, taken_back
 from tests.tiny import tiny_model
 
@@ -247,56 +246,16 @@ def test_a_folder_comes_back(tmp_path, model):
     assert draft.bound(runner := TargetRunner(model)) is draft.bound(runner)
 
 
-def test_heads_for_another_target(tmp_path, model):
-    folder = random_heads(tmp_path, model)
-    cases = ({"hidden": 96}, "hidden_size 48"), ({"vocab": 13}, "vocab_size 11"), ({"layers": 4}, "layers 3")
-    for over, said in cases:
-        with pytest.raises(CheckpointError, match=f"made for another target: .*{said}"):
-            Speculator("tokenswift", target=tiny_model(**({"vocab": 11} | over)), draft=folder)
-
-
 def test_heads_that_nobody_says_the_target_of(tmp_path, model):
     """The hidden size is checked all the same."""
     folder = random_heads(tmp_path, model)
     edit(folder, target={})
     Speculator("heads", target=model, draft=folder)
-    with pytest.raises(CheckpointError, match="hidden_size 48"):
+    with pytest.raises(CheckpointError, match="hidden_size"):
         Speculator("heads", target=tiny_model(vocab=11, hidden=96), draft=folder)
 
 
-def edit(folder, **over):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | over))
-
-
-@pytest.mark.parametrize(
-    ("over", "said"),
-    [
-        ({"heads": -3}, "no number that could be right for heads"),
-        ({"heads": 2}, "unexpected: heads.2"),
-        ({"heads": 4}, "missing: heads.3"),
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"hidden_size": 40}, "of a wrong shape"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"draft_vocab_size": 5}, "missing: d2t"),
-        ({"drafter": "eagle3"}, "holds a draft for eagle3"),
-    ],
-)
-def test_damaged_folders(tmp_path, model, over, said):
-    folder = random_heads(tmp_path, model)
-    edit(folder, **over)
-    with pytest.raises(CheckpointError, match=said):
-        HeadsDraft.load(folder)
-
-
-def test_truncated_weights_and_foreign_tokens(tmp_path, model):
-    folder = random_heads(tmp_path / "a", model)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
-        HeadsDraft.load(folder)
-    with pytest.raises(CheckpointError, match="names tokens outside the target's vocabulary of 11"):
-        Speculator("heads", target=model, draft=random_heads(tmp_path / "b", model, kept=[3, 11]))
+def test_tokenswift_needs_its_heads(model):
     with pytest.raises(CapabilityError):
         Speculator("tokenswift", target=model)
 
