@@ -242,10 +242,8 @@ def card(monkeypatch: Any) -> Iterator[Card]:
 def moved(module: torch.nn.Module) -> torch.nn.Module:
     """Moves a module's parameters and buffers to the device, in place."""
     for part in module.modules():
-        for name, x in list(part._parameters.items()):
-            if x is not None:
-                part._parameters[name] = torch.nn.Parameter(OnCard(x.detach()), requires_grad=False)
-        for name, x in list(part._buffers.items()):
-            if x is not None:
-                part._buffers[name] = OnCard(x)
+        for name, weight in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, torch.nn.Parameter(OnCard(weight.detach()), requires_grad=False))
+        for name, x in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, OnCard(x))
     return module

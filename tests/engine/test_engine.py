@@ -8,6 +8,7 @@ import torch
 import longdraft
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, UnknownMethodError
+from tests.events import in_pieces
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 # A text that repeats, so that prompt lookup has something to find, and one that does not.
@@ -106,8 +107,7 @@ def test_prefill_in_chunks_reports_progress_and_changes_nothing():
     model = tiny_model(dtype=torch.float64)
     prompt = [t % 61 for t in range(3, 400, 3)]
     whole = Speculator("ar", target=model).generate([prompt], max_new_tokens=10)[0].token_ids
-    run = Speculator("ar", target=model).stream([prompt], max_new_tokens=10)
-    run._engine.chunk = 32
+    run = in_pieces(Speculator("ar", target=model).stream([prompt], max_new_tokens=10), 32)
     read = [s.prefilled for s in run if s.mode == "prefill"]
     assert read == [32, 64, 96, 128, 133]
     assert run.results()[0].token_ids == whole

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, RequestError
+from tests.events import forgotten, in_pieces
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLED = Sampling(temperature=0.9, top_k=8)
@@ -139,8 +140,8 @@ def test_a_prefix_that_others_have_read_is_not_read_again(spec, forwards):
     assert [r.token_ids for r in run.results()] == expected
     assert sum(f.rows for f in forwards if f.prompt) == 201 + 5
     forwards.clear()
-    run = spec.stream(requests, batch=2)  # without a cache, whole pieces alone: a prompt's bits are always the same
-    run._engine.chunk = 64
+    # Without a cache, whole pieces alone: a prompt's bits are always the same.
+    run = in_pieces(spec.stream(requests, batch=2), 64)
     assert [r.token_ids for r in run.results()] == expected
     assert sum(f.rows for f in forwards if f.prompt) == 201 + 5 * (201 - 192)
 
@@ -153,7 +154,7 @@ def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
     last = session.add(Request([5], max_new_tokens=3))
     finished(session)
     assert [len(session.take(n).token_ids) for n in (*small, large, last)] == [9, 9, 30, 3]
-    assert not session._entries and not session._engine.stats
+    assert forgotten(session)
 
 
 def test_fewer_at_a_time_where_memory_is_short(spec, free_memory, caplog):
