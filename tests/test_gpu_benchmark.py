@@ -11,11 +11,13 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from longdraft.model.checkpoints import LoadedModel
+from tests.nominal import answer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -260,7 +262,7 @@ def test_a_summary_of_part_of_the_results(module):
 
 
 def test_without_a_gpu_it_says_so(tmp_path, module, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    answer(monkeypatch, is_available=False)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     assert module("gpu").main(["--out", str(tmp_path / "out")]) == 2
     assert "--smallest" in capsys.readouterr().err and not (tmp_path / "out").exists()
@@ -282,9 +284,8 @@ def test_waits_are_counted_as_torch_warns_of_them(module, monkeypatch):
 
 @pytest.fixture
 def h100(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    properties = type("H100", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    properties = SimpleNamespace(multi_processor_count=132)
+    answer(monkeypatch, get_device_name="NVIDIA H100 80GB HBM3", get_device_properties=properties)
 
 
 @pytest.mark.usefixtures("h100")

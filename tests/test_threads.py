@@ -163,7 +163,7 @@ def test_a_run_whose_cache_another_one_has_taken_ends_and_spoils_nothing():
     runs = [spec.stream([prompt], max_new_tokens=NEW, cache=cache) for prompt in PROMPTS[1:3]]
     for run in runs:
         next(iter(run))
-    with pytest.raises(CapabilityError, match="PromptCache"):
+    with pytest.raises(CapabilityError):
         next(iter(runs[0]))
     runs[0].close()
     assert runs[1].results()[0].token_ids == decoded(spec, PROMPTS[2])

@@ -131,9 +131,9 @@ def test_texts_that_are_too_short():
 
 def test_what_cannot_be(load, drafts):
     bench = measuring(load, drafts)
-    with pytest.raises(PromptError, match="no text is that long"):
+    with pytest.raises(PromptError):
         bench.work(SAMPLES, (2000,), Short.leave)
-    with pytest.raises(ContextError, match="factor of 2"):
+    with pytest.raises(ContextError):
         measuring(load, drafts, factor=2.0).work(SAMPLES, (600,), Short.leave)
 
 

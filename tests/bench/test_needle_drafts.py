@@ -167,7 +167,7 @@ def test_contexts(loaded):
     limit = loaded.model.config.max_position_embeddings
     room = len("the secret code of the yellow door is 100000.") + 2
     assert asking.contexts([200, limit, limit - 1]) == [200, limit - room]
-    with pytest.raises(ContextError, match=r"longer than the model's context of 512: lower --needle-context"):
+    with pytest.raises(ContextError):
         asking.contexts([200, limit + 1])
 
 

@@ -126,13 +126,9 @@ def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     ("options", "said"),
     [
         ({"heads": 4}, "from 1 to 3, which the draft has"),
-        ({"heads": -1}, "heads must be"),
-        ({"heads": True}, "heads must be"),
         ({"widths": (3, 3, 3, 1)}, "a tree of 4 levels needs as many heads; there are 3"),
         ({"heads": 1, "widths": (3, 3)}, "there are 1"),
         ({"depth": 4}, "there are 3"),
-        ({"widths": (3, -1)}, "widths must be"),
-        ({"nodes": -2}, "nodes must be"),
         ({"depth": 2, "tree": "static"}, "a static tree takes widths"),
     ],
 )
@@ -144,12 +140,8 @@ def test_sizes_that_make_no_tree(draft, options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reuse": 3}, "reuse must be True or False"),
-        ({"reuse_n": 1}, "reuse_n must be a whole number of at least 2"),
-        ({"reuse_k": -3}, "reuse_k must be"),
         ({"budget": 40}, "budget must be at least sink \\+ window"),
         ({"view": "none", "budget": 64, "refresh": 4}, "budget and refresh shape a view of the KV"),
-        ({"view": "some"}, "view must be all, streaming, snapkv"),
         ({"view": "all", "budget": 64}, "view=all sees all rows: leave budget out"),
     ],
 )

@@ -121,11 +121,10 @@ def test_a_drafts_weights_are_rounded(tmp_path):
     longspec = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
     eagle3 = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
     runner = TargetRunner(model)
-    for draft in (longspec, eagle3):
-        held = draft.bound(runner).whole._block._products
-        assert all(isinstance(w, Rounded) for w, _ in held.values())
+    held = [draft.bound(runner).whole._block._products for draft in (longspec, eagle3)]
+    assert all(isinstance(w, Rounded) for products in held for w, _ in products.values())
     wanted = rounded(model.get_output_embeddings().weight[[1, 2, 5]])
-    assert torch.equal(longspec.bound(runner).whole._block._products["head"][0].data, wanted.data)
+    assert torch.equal(held[0]["head"][0].data, wanted.data)
 
 
 def test_numbers_that_are_none_are_hopeless(tmp_path):

