@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,8 +130,9 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @pytest.fixture
-def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``press_ctrl_c(owner, name, call, times)`` presses it where ``owner.name`` is called for the n-th time."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def put(owner: type, name: str, call: int = 1, times: int = 1) -> None:
         function, calls = getattr(owner, name), iter(range(1, 10**9))
@@ -144,7 +145,8 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(owner, name, interrupted)
 
-    return put
+    yield put
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
