@@ -51,7 +51,7 @@ PRINTED = {"mean": r"Mean\s+KLD:\s+([-\d.]+)", "p99": r"99\.0%\s+KLD:\s+([-\d.]+
 console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file are as wide as they are
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH")
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="JSONL files whose rows have `text`")
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--unpacked", type=Path, help="a folder for llama.cpp's unpacked files and logits")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.llama_perplexity and args.unpacked is None:
         parser.error("--llama-perplexity needs --unpacked FOLDER, for copies of the files in float32")
     torch.set_num_threads(args.threads)

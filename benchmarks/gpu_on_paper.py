@@ -272,14 +272,14 @@ def method_cell(m: Model, model: str, method: str, b: int, n: int, cards: dict[s
     return ", ".join(found)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--config", type=Path, help="a model's config.json; without it, Llama-3.1-8B and Qwen3-8B")
     parser.add_argument("--bandwidth", type=float, help="GB/s of one card in place of H100 and A100, with --tflops")
     parser.add_argument("--tflops", type=float, help="its dense bfloat16 TFLOP/s")
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 32768, 65536])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    o = parser.parse_args()
+    o = parser.parse_args(arguments)
     if bool(o.bandwidth) != bool(o.tflops):
         parser.error("--bandwidth and --tflops are given together")
     cards = {"card": Card(1e9 * o.bandwidth, 1e12 * o.tflops)} if o.bandwidth else CARDS

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # One thread a process, read when torch is imported: several processes test side by side, and on tiny tensors a second
@@ -57,3 +61,101 @@ def _fixed_start(monkeypatch: pytest.MonkeyPatch, _kept: Path) -> None:
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
     # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.
     monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")
+
+
+class Forward(NamedTuple):
+    """A forward of a hosted model: rows a sequence, their highest position, and what was asked for."""
+
+    context_length: int
+    rows: int
+    last: int
+    prompt: bool
+    logits: Any
+    taps: Any
+
+
+class Forwards(list[Forward]):
+    """The forwards of all hosted models, targets and drafts; with an ``error``, each raises it."""
+
+    error: Exception | None = None
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
+    """Every forward from now on."""
+    from longdraft.model.runner import TargetRunner
+
+    seen, forward = Forwards(), TargetRunner.forward
+
+    def watched(self: TargetRunner, block: Any, *rest: Any, **options: Any) -> Any:
+        last, wanted = int(block.positions.max()), (options.get("logits", "all"), options.get("taps"))
+        seen.append(Forward(self.context_length, block.size, last, block.prompt, *wanted))
+        if seen.error is not None:
+            raise seen.error
+        return forward(self, block, *rest, **options)
+
+    monkeypatch.setattr(TargetRunner, "forward", watched)
+    return seen
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``free_memory(a, b)``: a bytes are free when it is asked first, b from then on."""
+    from longdraft.memory import sizes
+
+    def put(*left: int) -> None:
+        answers = list(left)
+        monkeypatch.setattr(sizes, "available_bytes", lambda device: answers.pop(0) if answers[1:] else answers[0])
+
+    return put
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views are chosen and compacted in small pieces, so that short texts pass through several."""
+    from longdraft.drafters import self_drafter
+    from longdraft.views import compact
+
+    monkeypatch.setattr(self_drafter, "FRESH", 6)
+    monkeypatch.setattr(compact, "FRESH", 8)
+    monkeypatch.setattr(compact, "PIECE", 16)
+
+
+@pytest.fixture
+def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """``shipped_in(folder)`` makes a folder's drafts the ones that come with longdraft."""
+    from longdraft.drafts import shipped
+
+    return lambda folder: monkeypatch.setattr(shipped, "FOLDER", folder)
+
+
+@pytest.fixture
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """``press_ctrl_c(owner, name, call, times)`` presses it where ``owner.name`` is called for the n-th time."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+    def put(owner: type, name: str, call: int = 1, times: int = 1) -> None:
+        function, calls = getattr(owner, name), iter(range(1, 10**9))
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == call:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+    yield put
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """``free_disk(n)``: every disk has n bytes left; None: what it has."""
+    disk_usage = shutil.disk_usage
+
+    def put(left: int | None) -> None:
+        usage = disk_usage if left is None else lambda path: disk_usage(os.sep)._replace(free=left)
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    return put

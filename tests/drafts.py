@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from longdraft.drafters.eagle import EagleBlock
@@ -18,6 +19,8 @@ from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
+from longdraft.model import small_models
+from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe
 from tests.tiny import Family, tiny_model
 
@@ -215,4 +218,31 @@ def random_heads(
         tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
     config = block.shape.as_dict() | {"draft_vocab_size": kept and len(kept), "trained_length": 64}
     draft_folder.save(folder, DraftFolder("heads", config, tensors, describe(model)))
+    return folder
+
+
+def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = None, length: int = 64) -> Path:
+    """A draft folder of a language model of ours for this target, of random weights."""
+    runner = TargetRunner(model)
+    sizes = small_models.sizes_for(runner, 2, 80, 1e4, length)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(t.shape, generator=generator) * 0.2 + (t.ndim == 1)
+        for name, t in small_models.decoder(sizes).state_dict().items()
+    }
+    if kept is not None:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+    config = {"model": sizes, "draft_vocab_size": kept and len(kept), "trained_length": length}
+    draft_folder.save(folder, DraftFolder("small-lm", config, tensors, runner.parts.description))
+    return folder
+
+
+def edit(
+    folder: Path, tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None, **config: Any
+) -> Path:
+    """Changes a draft's folder on disk: its tensors, and values of config.json, where "drop" takes a name out."""
+    found = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({k: x for k, x in found.items() if x != "drop"}))
+    if tensors is not None:
+        save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     return folder

@@ -208,21 +208,27 @@ def _place() -> str:
     return "outside longdraft"
 
 
+def answer(monkeypatch: Any, **values: Any) -> None:
+    """Makes functions of ``torch.cuda`` return these values."""
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
+
+
 @contextmanager
 def card(monkeypatch: Any) -> Iterator[Card]:
     """Simulates an NVIDIA GPU of the Ampere kind with 80 GB, whose attention kernels are stand-ins."""
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    for name, value in {
-        "get_device_capability": (8, 0),
-        "mem_get_info": (80 << 30, 80 << 30),
-        "memory_reserved": 0,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "current_device": 0,
-        "get_device_name": "a card in name",
-        "synchronize": None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
+    answer(
+        monkeypatch,
+        _lazy_init=None,
+        get_device_capability=(8, 0),
+        mem_get_info=(80 << 30, 80 << 30),
+        memory_reserved=0,
+        memory_allocated=0,
+        max_memory_allocated=0,
+        current_device=0,
+        get_device_name="a card in name",
+        synchronize=None,
+    )
 
     def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
         pinned = self.clone()
@@ -242,10 +248,8 @@ def card(monkeypatch: Any) -> Iterator[Card]:
 def moved(module: torch.nn.Module) -> torch.nn.Module:
     """Moves a module's parameters and buffers to the device, in place."""
     for part in module.modules():
-        for name, x in list(part._parameters.items()):
-            if x is not None:
-                part._parameters[name] = torch.nn.Parameter(OnCard(x.detach()), requires_grad=False)
-        for name, x in list(part._buffers.items()):
-            if x is not None:
-                part._buffers[name] = OnCard(x)
+        for name, weight in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, torch.nn.Parameter(OnCard(weight.detach()), requires_grad=False))
+        for name, x in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, OnCard(x))
     return module

@@ -9,6 +9,7 @@ import pytest
 
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine.schedule import Schedule
+from longdraft.model.runner import TargetRunner
 from longdraft.planning import plans
 from longdraft.planning.costs import CostTable
 
@@ -18,13 +19,20 @@ def draft_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SelfDrafter, "rows_read", lambda self, length: None)
 
 
+def given_table(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> list[TargetRunner]:
+    """Planners take this table for measured; the result holds the runners that they asked for one."""
+    asked: list[TargetRunner] = []
+    monkeypatch.setattr(plans, "table_for", lambda runner, *_, **__: asked.append(runner) or table)
+    return asked
+
+
 def use_costs(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> None:
     """Planners take this table for measured, and a clock agrees with it.
 
     Args:
         table: of one length of text; None: nothing could be measured, so nothing is planned.
     """
-    monkeypatch.setattr(plans, "table_for", lambda runner, progress=None, seconds=None: table)
+    given_table(monkeypatch, table)
     if table is None:
         return
     now, forward = [0.0], Schedule.forward

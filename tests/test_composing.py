@@ -70,9 +70,9 @@ def test_its_options_are_its_parameters():
     made = compose("mine", lookups, schedule=lambda budget=16: SpecPV(view()))
     assert set(made.options) == {"n", "budget"} and not made.exact
     assert next(m for m in listed() if m["name"] == "mine")["exact"] is False
-    with pytest.raises(ValueError, match="Method mine has no option m"):
+    with pytest.raises(ValueError, match="option m"):
         Speculator("mine", m=3)
-    with pytest.raises(ValueError, match="reuse_n must be"):
+    with pytest.raises(ValueError, match="reuse_n"):
         Speculator("mine", n=1)
 
 
@@ -82,7 +82,7 @@ def test_one_with_a_draft(tmp_path):
     spec = Speculator("everything", target=model, draft=small_lm(tmp_path, 11))
     want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40)
     assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=40)] == [r.token_ids for r in want]
-    with pytest.raises(RuntimeError, match="Method everything needs a draft"):
+    with pytest.raises(RuntimeError, match="everything"):
         Speculator("everything", target=model)
 
 
@@ -100,7 +100,7 @@ def test_one_with_a_draft(tmp_path):
 def test_what_cannot_be_a_method(name, options, said):
     with pytest.raises(ValueError, match=said):
         compose(name, lookups, **options)
-    with pytest.raises(ValueError, match="name its kind"):
+    with pytest.raises(ValueError, match="kind"):
         compose("mine", lambda draft: lookups())
 
 

@@ -11,11 +11,13 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from longdraft.model.checkpoints import LoadedModel
+from tests.nominal import answer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -260,7 +262,7 @@ def test_a_summary_of_part_of_the_results(module):
 
 
 def test_without_a_gpu_it_says_so(tmp_path, module, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    answer(monkeypatch, is_available=False)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     assert module("gpu").main(["--out", str(tmp_path / "out")]) == 2
     assert "--smallest" in capsys.readouterr().err and not (tmp_path / "out").exists()
@@ -280,20 +282,23 @@ def test_waits_are_counted_as_torch_warns_of_them(module, monkeypatch):
     assert found["rounds"] > 3 and found["waits"] == 1 and switched == ["warn", "default"]
 
 
-def test_limits_on_paper_for_a_card_that_is_known(module, monkeypatch):
-    machine, measures, common = module("gpu_machine"), module("gpu_measures"), module("gpu_common")
-    monkeypatch.setattr(measures, "peak", lambda device: machine.PEAKS["NVIDIA H100 80GB HBM3"])
+@pytest.fixture
+def h100(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=132)
+    answer(monkeypatch, get_device_name="NVIDIA H100 80GB HBM3", get_device_properties=properties)
+
+
+@pytest.mark.usefixtures("h100")
+def test_limits_on_paper_for_a_card_that_is_known(module):
+    measures, common = module("gpu_measures"), module("gpu_common")
     # docs/gpu.md, "On paper": a plain step at 8,192 tokens takes 4.80 ms.
     assert measures.on_paper_ms(common.Sizes(), torch.device("cuda"), 1, 8192) == pytest.approx(4.80, abs=0.005)
 
 
 @pytest.mark.slow
-def test_the_bound_of_the_kernels_for_a_card_that_is_known(module, monkeypatch):
-    machine, measures, common = module("gpu_machine"), module("gpu_measures"), module("gpu_common")
-    monkeypatch.setattr(measures, "peak", lambda device: machine.PEAKS["NVIDIA H100 80GB HBM3"])
-    monkeypatch.setattr(
-        "torch.cuda.get_device_properties", lambda device: type("H100", (), {"multi_processor_count": 132})
-    )
+@pytest.mark.usefixtures("h100")
+def test_the_bound_of_the_kernels_for_a_card_that_is_known(module):
+    measures, common = module("gpu_measures"), module("gpu_common")
     found = measures.triton_bounds(common.Sizes(contexts=(32768,)), torch.device("cuda"))
     # docs/gpu.md, "Kernels, compiled": 64 nodes take 46.3 microseconds, a row 40.4.
     assert found[32768, 64] == pytest.approx(0.0463, abs=5e-5) and found[32768, 1] == pytest.approx(0.0404, abs=5e-5)

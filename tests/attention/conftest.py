@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.attention import cpu, flash
+from longdraft.attention import cpu
 from tests import torch_kernels
-from tests.attention.paths import PATHS, install, three, two
+from tests.attention.paths import PATHS, forget_package, install, three, two
 
 
 @pytest.fixture(params=PATHS)
@@ -22,4 +22,4 @@ def path(request, monkeypatch):
         install(monkeypatch, **{found.flash_attn: two if found.flash_attn == "flash_attn" else three})
     with torch_kernels.registered():
         yield found
-    flash._chosen.cache_clear()
+    forget_package()

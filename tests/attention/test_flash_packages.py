@@ -10,7 +10,7 @@ import torch
 from longdraft.attention import dispatch, flash, hybrid
 from longdraft.errors import CapabilityError
 from tests.attention.cases import HEADS, assert_like_reference, case
-from tests.attention.paths import install, three, two
+from tests.attention.paths import forget_package, install, three, two
 
 CUDA = torch.device("cuda", 0)
 
@@ -22,7 +22,7 @@ def old(q, k_cache, v_cache, cache_seqlens=None, cache_batch_idx=None, softmax_s
 @pytest.fixture
 def installed(monkeypatch):
     yield functools.partial(install, monkeypatch)
-    flash._chosen.cache_clear()
+    forget_package()
 
 
 @pytest.mark.parametrize("package", [{"flash_attn": two}, {"flash_attn_interface": three}], ids=["2", "3"])
@@ -56,6 +56,6 @@ def test_version_3_is_for_hopper_gpus(installed, hopper, names, expected):
 
 
 def test_no_package_says_so():
-    flash._chosen.cache_clear()
+    forget_package()
     with pytest.raises(CapabilityError, match="LONGDRAFT_ATTENTION=hybrid"):
         flash.attend(*case([5], 2))

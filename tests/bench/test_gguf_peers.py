@@ -101,19 +101,19 @@ def test_llama_cpp_reads_a_prompt_once(file):
 
 
 def test_a_file_that_cannot_be_used(file, tmp_path):
-    with pytest.raises(CapabilityError, match="61 tokens and the model 60"):
+    with pytest.raises(CapabilityError):
         peer_of(file, 60)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="bad magic"):
+    with pytest.raises(CheckpointError):
         peer_of(broken)
     text = tmp_path / "text.gguf"
     text.write_text("no")
-    with pytest.raises(CheckpointError, match="not a GGUF file"):
+    with pytest.raises(CheckpointError):
         Settings(methods=("llama-cpp",), sources=Sources(gguf=text))
 
 
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CapabilityError, match="pip install llama-cpp-python"):
+    with pytest.raises(CapabilityError, match="llama-cpp-python"):
         Settings(methods=("llama-cpp",))

@@ -18,7 +18,6 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import ContextError, UnknownMethodError
-from longdraft.model.runner import TargetRunner
 from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -150,17 +149,10 @@ def test_tokens_that_a_draft_does_not_know(loaded, text, drafts):
     )
 
 
-def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, monkeypatch):
-    sizes: list[int] = []
-    forward = TargetRunner.forward
-
-    def counted(self, block, *arguments, **options):
-        sizes.append(block.size)
-        return forward(self, block, *arguments, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", counted)
+def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forwards):
     views = [view("longspec", {}), view("eagle3", {}), view(RETRIEVED, SIZES)]
     _, found = measured(loaded, text, views, drafts)
+    sizes = [f.rows for f in forwards]
     assert sum(size > 100 for size in sizes) == 1 and all(size == 1 for size in sizes[1:])
     # Alone, each says the same.
     for each in views:
@@ -175,7 +167,7 @@ def test_contexts(loaded):
     limit = loaded.model.config.max_position_embeddings
     room = len("the secret code of the yellow door is 100000.") + 2
     assert asking.contexts([200, limit, limit - 1]) == [200, limit - room]
-    with pytest.raises(ContextError, match=r"longer than the model's context of 512: lower --needle-context"):
+    with pytest.raises(ContextError):
         asking.contexts([200, limit + 1])
 
 
@@ -276,8 +268,8 @@ def test_small_language_models_by_default_and_one_warning(command, tmp_path, cap
 
 
 def test_what_is_measured_where_nobody_names_views(drafts):
-    assert [each.name for each in needle._default({})] == ["full", "streaming", "retrieval", RETRIEVED]
-    assert [each.name for each in needle._default(drafts)] == [
+    assert [each.name for each in needle.default_views({})] == ["full", "streaming", "retrieval", RETRIEVED]
+    assert [each.name for each in needle.default_views(drafts)] == [
         "longspec", "longspec:retrieval=True", "eagle3", "eagle3:retrieval=True", RETRIEVED,
     ]  # fmt: skip
 

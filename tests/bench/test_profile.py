@@ -89,23 +89,26 @@ def test_parts_add_up_to_the_round(loaded, drafts, monkeypatch):
     ticks = iter(range(10**6))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     rounds = []
-    spec = spec_of(loaded, drafts, "longspec", widths=(3, 2))
-    stream = spec.stream
 
-    def watched(*arguments, **options):
-        run = stream(*arguments, **options)
-        inner = run._steps
+    class Run:
+        def __init__(self, run):
+            self.run = run
 
-        def steps():
-            for step in inner:
+        def __getattr__(self, name):
+            return getattr(self.run, name)
+
+        def __iter__(self):
+            for step in self.run:
                 if step.mode != "prefill":
                     rounds.append(step.seconds)
                 yield step
 
-        run._steps = steps()
-        return run
+    class Watched(Speculator):
+        def stream(self, *arguments, **options):
+            return Run(super().stream(*arguments, **options))
 
-    monkeypatch.setattr(spec, "stream", watched)
+    given = {"draft": drafts["longspec"], "plan": "fixed", "widths": (3, 2)}
+    spec = Watched("longspec", target=loaded.model, tokenizer=loaded.tokenizer, **given)
     found = profile(spec, job(), rounds=4)
     assert sum(found.seconds.values()) == pytest.approx(sum(rounds[1:5]) / 4)
     # Every layer looks at the clock before and after.

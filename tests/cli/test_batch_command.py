@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -81,18 +80,10 @@ def test_files_that_cannot_be_used_are_named(shell, model_folder, tmp_path, sour
     assert ended.code == code and str(tmp_path / named) in ended.err
 
 
-def test_ctrl_c_leaves_a_file_that_the_next_run_continues(shell, model_folder, tmp_path, monkeypatch):
+def test_ctrl_c_leaves_a_file_that_the_next_run_continues(shell, model_folder, tmp_path, press_ctrl_c):
     source, out = prompts(tmp_path / "in", 200), tmp_path / "out"
-    write = Output.write
-
-    def writing(self, row, failed):
-        write(self, row, failed)
-        if self.rows == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(Output, "write", writing)
+    press_ctrl_c(Output, "write", 21)
     command = ["batch", source, out, "--model", model_folder, "--method", "ar"]
     ended = shell(*command)
     assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= len(found(out)) < 200
-    monkeypatch.undo()
     assert shell(*command).code == 0 and [row["line"] for row in found(out)] == [*range(1, 201)]

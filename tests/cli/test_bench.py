@@ -10,6 +10,13 @@ from longdraft.bench.run import Bench
 from longdraft.bench.tasks import TASKS
 from tests.gguf_files import write_gguf
 
+ROW = [
+    "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
+    "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
+    "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
+    "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view",
+]  # fmt: skip
+
 
 @pytest.fixture
 def data_file(tmp_path):
@@ -30,6 +37,33 @@ def bench(shell, model_folder, data_file):
 
 def rows_of(ended):
     return json.loads(ended.out.splitlines()[-1])["rows"]
+
+
+def test_the_table_and_the_json_object_of_the_contract(bench, data_file, tmp_path):
+    data_file.write_text(
+        '{"text": "one two one two one two"}\n{"text": "three four three four"}\n'
+        '{"context": "five six five six five six", "input": "why?", "answers": [""], "dataset": "made-up"}\n'
+    )
+    ended = bench("--methods", "prompt-lookup,hf", "--json", "--out", tmp_path / "out.json")
+    assert ended.code == 0
+    found = json.loads(ended.out.splitlines()[-1])
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    assert {"rows", "hardware", "versions"} <= set(found)
+    assert [(r["method"], r["dataset"], r["samples"]) for r in found["rows"]] == [
+        ("ar", "rows", 2), ("prompt-lookup", "rows", 2), ("hf", "rows", 2),
+        ("ar", "made-up", 1), ("prompt-lookup", "made-up", 1), ("hf", "made-up", 1),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert list(row) == ROW and row["mismatches"] == 0
+        assert row["tokens_per_second"] > 0 and row["ttft_seconds"] > 0 and row["speedup_vs_hf"] > 0
+    for text in ("rows: 2 samples", "made-up: 1 sample,", "mean accepted length =", "tokens/s:", "near tie"):
+        assert text in ended.out
+
+
+def test_what_fills_no_batch_is_left_out(bench):
+    ended = bench("--batch", 3, "--methods", "ar", "--json")
+    (row,) = rows_of(ended)
+    assert (row["batch"], row["samples"]) == (3, 3) and "1 sample is left out" in ended.err
 
 
 def test_a_grid(bench):
@@ -58,24 +92,25 @@ def test_transformers_runs_on_unpacked_weights(shell, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "key"),
     [
-        (["--context", "64,x"], "--context takes whole numbers"),
-        (["--context", "64,0"], "context must be at least 1"),
-        (["--batch", "1,9"], "no batch of 9"),
-        (["--batch", "2", "--methods", "hf-prompt-lookup"], "one prompt at a time"),
-        (["--assistant", "x"], "--assistant is for hf-assisted"),
-        (["--methods", "llama-cpp"], "pip install llama-cpp-python"),
-        (["--llama-cpp-model", "x"], "--gguf is for llama-cpp"),
-        (["--methods", "hf-assisted"], "--assistant DIR"),
-        (["--data", "gov_report"], "--data gov_report=FILE"),
-        (["--data", "nothing"], "neither a file nor a data set"),
+        (["--context", "64,x"], 2, "--context"),
+        (["--batch", "1,9"], 2, "9"),
+        (["--methods", "magic"], 2, "magic"),
+        (["--methods", "llama-cpp"], 2, "llama-cpp-python"),
+        (["--methods", "hf-assisted"], 2, "--assistant DIR"),
+        (["--data", "gov_report"], 2, "--data gov_report=FILE"),
+        (["--data", "none.jsonl"], 2, "none.jsonl"),
+        (["--repeats", "0"], 2, "repeats"),
+        (["-n", "600"], 2, "--max-tokens"),
+        (["-n", "500"], 2, "--context 12"),
+        (["--out", "no/such/folder/x.json"], 1, "--out"),
     ],
 )
-def test_what_cannot_be(bench, arguments, message):
+def test_what_cannot_be(bench, arguments, code, key):
     ended = bench(*arguments)
-    assert ended.code == 2
-    assert message in ended.err.splitlines()[-1]
+    assert ended.code == code
+    assert key in ended.err.splitlines()[-1]
 
 
 def test_data_by_name_from_a_file(bench, data_file):
@@ -147,11 +182,8 @@ def test_ctrl_c_keeps_what_is_done(bench, tmp_path, monkeypatch):
     assert json.loads(bench("--methods", "ar", "--results", path, "--json").out.splitlines()[-1])["complete"] is True
 
 
-def test_ctrl_c_before_anything_is_done(bench, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Bench, "wake", interrupted)
+def test_ctrl_c_before_anything_is_done(bench, press_ctrl_c):
+    press_ctrl_c(Bench, "wake")
     ended = bench("--methods", "ar")
     assert ended.code == 130
     assert "Stopped after 0 of 4 batches. Nothing is kept." in ended.err

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from longdraft.bench.acceptance import Acceptance
+from longdraft import Speculator
 
 
 @pytest.fixture
@@ -76,17 +76,8 @@ def test_a_results_file_is_gone_on_with_and_added_to(acceptance, tmp_path):
     assert other.code == 2 and "settings.seed: 0 there, 3 here" in other.err
 
 
-def test_ctrl_c_keeps_what_is_done(acceptance, tmp_path, monkeypatch):
-    run = Acceptance._run
-    made = []
-
-    def interrupted(self, *arguments):
-        if made:
-            raise KeyboardInterrupt
-        made.append(True)
-        return run(self, *arguments)
-
-    monkeypatch.setattr(Acceptance, "_run", interrupted)
+def test_ctrl_c_keeps_what_is_done(acceptance, tmp_path, press_ctrl_c):
+    press_ctrl_c(Speculator, "stream", 2)
     ended = acceptance("--json", "--results", tmp_path / "r.jsonl")
     assert ended.code == 130 and "Stopped after 1 of 6 runs" in ended.err
     found = json.loads(ended.out.splitlines()[-1])

@@ -6,19 +6,11 @@ import json
 import subprocess
 import sys
 
-import pytest
 from typer.testing import CliRunner
 
 import longdraft
 from longdraft.cli.main import app
 from longdraft.methods import METHODS
-
-ROW = [
-    "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
-    "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
-    "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
-    "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view",
-]  # fmt: skip
 
 
 def test_version(shell):
@@ -88,82 +80,3 @@ def test_doctor_and_a_forced_path_that_cannot_run(shell, model_folder, monkeypat
     ended = shell("doctor", "--model", model_folder)
     assert ended.code == 1
     assert "LONGDRAFT_ATTENTION=flash cannot run" in ended.out
-
-
-@pytest.fixture
-def data_file(tmp_path):
-    rows = [
-        {"text": "one two one two one two"},
-        {"text": "three four three four"},
-        {"context": "five six " * 20, "input": "why?", "answers": [""], "dataset": "made-up"},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-@pytest.fixture
-def bench(shell, model_folder, data_file):
-    def run(*arguments):
-        return shell("bench", "--model", model_folder, "--data", data_file, "-n", 8, "--repeats", 1, *arguments)
-
-    return run
-
-
-def test_bench(bench, tmp_path):
-    ended = bench("--methods", "prompt-lookup,hf", "--json", "--out", tmp_path / "out.json")
-    assert ended.code == 0
-    found = json.loads(ended.out.splitlines()[-1])
-    assert found == json.loads((tmp_path / "out.json").read_text())
-    assert {"rows", "hardware", "versions"} <= set(found)
-    assert [(r["method"], r["dataset"], r["samples"]) for r in found["rows"]] == [
-        ("ar", "rows", 2), ("prompt-lookup", "rows", 2), ("hf", "rows", 2),
-        ("ar", "made-up", 1), ("prompt-lookup", "made-up", 1), ("hf", "made-up", 1),
-    ]  # fmt: skip
-    for row in found["rows"]:
-        assert list(row) == ROW
-        assert row["mismatches"] == 0
-        assert row["tokens_per_second"] > 0
-        assert row["ttft_seconds"] > 0
-        assert row["speedup_vs_hf"] > 0
-    for text in ("rows: 2 samples", "made-up: 1 sample,", "mean accepted length =", "tokens/s:", "near tie"):
-        assert text in ended.out
-
-
-def test_bench_cuts_documents(bench):
-    ended = bench("--context", 24, "--methods", "ar", "--json")
-    rows = json.loads(ended.out.splitlines()[-1])["rows"]
-    assert all(row["context_tokens"] <= 24 for row in rows)
-
-
-def test_bench_leaves_out_what_fills_no_batch(bench):
-    ended = bench("--batch", 2, "--methods", "ar", "--json")
-    (row,) = json.loads(ended.out.splitlines()[-1])["rows"]
-    assert (row["batch"], row["samples"]) == (2, 2)
-    assert "1 sample is left out" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--methods", "magic"], 2, "There is no method 'magic'"),
-        (["--context", "3"], 2, "fits 3 tokens"),
-        (["--batch", "3"], 2, "no batch of 3"),
-        (["-n", "600"], 2, "--max-tokens"),
-        (["-n", "500"], 2, "--context 12"),
-        (["--repeats", "0"], 2, "repeats"),
-        (["--data", "none.jsonl"], 2, "no file none.jsonl"),
-        (["--out", "no/such/folder/x.json"], 1, "--out"),
-    ],
-)
-def test_bench_refuses(bench, arguments, code, message):
-    ended = bench(*arguments)
-    assert ended.code == code
-    assert message in ended.err.splitlines()[-1]
-
-
-def test_bench_names_the_bad_line(bench, data_file):
-    data_file.write_text('{"text": "fine"}\nnot json\n')
-    ended = bench()
-    assert ended.code == 2
-    assert f"{data_file}:2 is not JSON" in ended.err

@@ -55,45 +55,33 @@ def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
     assert "\x1b[32m" not in screen.getvalue()
 
 
-def test_brackets_are_text_and_no_markup(terminal):
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[bold]x[/bold] [/] [red :smile:", None),  # text, and no markup
+        ("word " * 100, None),  # long lines are left whole
+        ("a\x1b[2Jb\x07c\x9bd\te\n", "a[2Jbcd\te\n"),  # a document cannot steer the terminal
+    ],
+)
+def test_text_on_a_terminal_is_text(terminal, text, shown):
     screen = terminal()
-    text = "[bold]x[/bold] [/] [red :smile:"
     TextOutput().write([Piece(text, False)])
-    assert screen.getvalue() == text
+    assert screen.getvalue() == (shown or text)
 
 
-def test_long_lines_are_left_whole(terminal):
-    screen = terminal()
-    TextOutput().write([Piece("word " * 100, False)])
-    assert screen.getvalue() == "word " * 100
-
-
-def test_a_document_cannot_steer_the_terminal(terminal):
-    screen = terminal()
-    TextOutput().write([Piece("a\x1b[2Jb\x07c\x9bd\te\n", False)])
-    assert screen.getvalue() == "a[2Jbcd\te\n"
-
-
-def test_a_file_gets_the_text_alone(capsys):
-    output = TextOutput()
-    output.write([Piece("[b]one ", False), Piece("two", True)])
+@pytest.mark.parametrize(
+    ("pieces", "silent", "shown"),
+    [
+        ([Piece("[b]one ", False), Piece("two", True)], False, "[b]one two\n"),
+        ([Piece("one\n", False)], False, "one\n"),  # the line ends once
+        ([Piece("one", False)], True, ""),
+    ],
+)
+def test_a_file_gets_the_text_alone(capsys, pieces, silent, shown):
+    output = TextOutput(silent=silent)
+    output.write(pieces)
     output.end()
-    assert capsys.readouterr() == ("[b]one two\n", "")
-    assert not output.coloured
-
-
-def test_the_line_ends_once(capsys):
-    output = TextOutput()
-    output.write([Piece("one\n", False)])
-    output.end()
-    assert capsys.readouterr().out == "one\n"
-
-
-def test_silence(capsys):
-    output = TextOutput(silent=True)
-    output.write([Piece("one", False)])
-    output.end()
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == (shown, "") and not output.coloured
 
 
 def test_the_bar_leaves_nothing_behind(terminal):

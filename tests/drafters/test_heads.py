@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from math import exp
 
@@ -22,7 +21,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
 from tests.drafters.watching import Watching
-from tests.drafts import random_heads
+from tests.drafts import edit, random_heads
 from tests.events import begun, decoded, taken_back
 from tests.tiny import tiny_model
 
@@ -127,13 +126,9 @@ def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     ("options", "said"),
     [
         ({"heads": 4}, "from 1 to 3, which the draft has"),
-        ({"heads": -1}, "heads must be"),
-        ({"heads": True}, "heads must be"),
         ({"widths": (3, 3, 3, 1)}, "a tree of 4 levels needs as many heads; there are 3"),
         ({"heads": 1, "widths": (3, 3)}, "there are 1"),
         ({"depth": 4}, "there are 3"),
-        ({"widths": (3, -1)}, "widths must be"),
-        ({"nodes": -2}, "nodes must be"),
         ({"depth": 2, "tree": "static"}, "a static tree takes widths"),
     ],
 )
@@ -145,12 +140,8 @@ def test_sizes_that_make_no_tree(draft, options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reuse": 3}, "reuse must be True or False"),
-        ({"reuse_n": 1}, "reuse_n must be a whole number of at least 2"),
-        ({"reuse_k": -3}, "reuse_k must be"),
         ({"budget": 40}, "budget must be at least sink \\+ window"),
         ({"view": "none", "budget": 64, "refresh": 4}, "budget and refresh shape a view of the KV"),
-        ({"view": "some"}, "view must be all, streaming, snapkv"),
         ({"view": "all", "budget": 64}, "view=all sees all rows: leave budget out"),
     ],
 )
@@ -247,56 +238,16 @@ def test_a_folder_comes_back(tmp_path, model):
     assert draft.bound(runner := TargetRunner(model)) is draft.bound(runner)
 
 
-def test_heads_for_another_target(tmp_path, model):
-    folder = random_heads(tmp_path, model)
-    cases = ({"hidden": 96}, "hidden_size 48"), ({"vocab": 13}, "vocab_size 11"), ({"layers": 4}, "layers 3")
-    for over, said in cases:
-        with pytest.raises(CheckpointError, match=f"made for another target: .*{said}"):
-            Speculator("tokenswift", target=tiny_model(**({"vocab": 11} | over)), draft=folder)
-
-
 def test_heads_that_nobody_says_the_target_of(tmp_path, model):
     """The hidden size is checked all the same."""
     folder = random_heads(tmp_path, model)
     edit(folder, target={})
     Speculator("heads", target=model, draft=folder)
-    with pytest.raises(CheckpointError, match="hidden_size 48"):
+    with pytest.raises(CheckpointError, match="hidden_size"):
         Speculator("heads", target=tiny_model(vocab=11, hidden=96), draft=folder)
 
 
-def edit(folder, **over):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | over))
-
-
-@pytest.mark.parametrize(
-    ("over", "said"),
-    [
-        ({"heads": -3}, "no number that could be right for heads"),
-        ({"heads": 2}, "unexpected: heads.2"),
-        ({"heads": 4}, "missing: heads.3"),
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"hidden_size": 40}, "of a wrong shape"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"draft_vocab_size": 5}, "missing: d2t"),
-        ({"drafter": "eagle3"}, "holds a draft for eagle3"),
-    ],
-)
-def test_damaged_folders(tmp_path, model, over, said):
-    folder = random_heads(tmp_path, model)
-    edit(folder, **over)
-    with pytest.raises(CheckpointError, match=said):
-        HeadsDraft.load(folder)
-
-
-def test_truncated_weights_and_foreign_tokens(tmp_path, model):
-    folder = random_heads(tmp_path / "a", model)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
-        HeadsDraft.load(folder)
-    with pytest.raises(CheckpointError, match="names tokens outside the target's vocabulary of 11"):
-        Speculator("heads", target=model, draft=random_heads(tmp_path / "b", model, kept=[3, 11]))
+def test_tokenswift_needs_its_heads(model):
     with pytest.raises(CapabilityError):
         Speculator("tokenswift", target=model)
 

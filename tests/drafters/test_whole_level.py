@@ -12,7 +12,6 @@ from longdraft.drafters import eagle3 as eagle3_draft
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
-from longdraft.drafters.shared import whole_level
 from longdraft.drafters.shared.levels import Fed, Inputs
 from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner
@@ -101,9 +100,9 @@ class Desk:
 @pytest.mark.parametrize("held", [False, True], ids=["float32", "rounded"])
 @pytest.mark.parametrize("level", build.levels())
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_a_level_is_what_the_module_says(kind, level, held, monkeypatch):
+def test_a_level_is_what_the_module_says(kind, level, held, request):
     if not held:
-        monkeypatch.setattr(whole_level, "light", lambda weights: weights)
+        request.getfixturevalue("float32_weights")
     desk = Desk(kind, level, held)
     # Read first: one more than the window holds, and less; then a few tokens, of which the last is a root.
     desk.compare(Fed((2, 0), (WINDOW, 7), 1, starts=(0, 0)), 3)
@@ -122,11 +121,10 @@ def test_a_drafts_weights_are_rounded(tmp_path):
     longspec = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
     eagle3 = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
     runner = TargetRunner(model)
-    for draft in (longspec, eagle3):
-        held = draft.bound(runner).whole._block._products
-        assert all(isinstance(w, Rounded) for w, _ in held.values())
+    held = [draft.bound(runner).whole._block._products for draft in (longspec, eagle3)]
+    assert all(isinstance(w, Rounded) for products in held for w, _ in products.values())
     wanted = rounded(model.get_output_embeddings().weight[[1, 2, 5]])
-    assert torch.equal(longspec.bound(runner).whole._block._products["head"][0].data, wanted.data)
+    assert torch.equal(held[0]["head"][0].data, wanted.data)
 
 
 def test_numbers_that_are_none_are_hopeless(tmp_path):

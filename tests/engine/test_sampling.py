@@ -117,7 +117,7 @@ def test_a_nodes_own_path_decides_what_is_penalised():
 
 def test_penalty_windows_that_cannot_be():
     for window in (0, -5, 2.5, True):
-        with pytest.raises(ValueError, match=r"repetition_window must be (a whole number|at least 1)"):
+        with pytest.raises(ValueError, match="repetition_window"):
             Sampling(repetition_penalty=1.2, repetition_window=window)
     with pytest.raises(ValueError, match="give that too"):
         Sampling(repetition_window=10)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, RequestError
-from longdraft.memory import sizes
-from longdraft.model.runner import TargetRunner
+from tests.events import forgotten, in_pieces
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLED = Sampling(temperature=0.9, top_k=8)
@@ -132,26 +131,19 @@ def test_a_prompt_is_read_in_pieces_between_the_rounds_of_others(spec):
     assert session.result(first).token_ids == alone(spec, Request([1, 2, 3], max_new_tokens=40))
 
 
-def test_a_prefix_that_others_have_read_is_not_read_again(spec, monkeypatch):
+def test_a_prefix_that_others_have_read_is_not_read_again(spec, forwards):
     shared = texts(1, 9, 60)[0][:1] * 200
     requests = [Request([*shared, i], max_new_tokens=3) for i in range(6)]
     expected = [alone(spec, r) for r in requests]
-    read, forward = [], TargetRunner.forward
-
-    def counted(self, block, *rest, **options):
-        if block.prompt:
-            read.append(block.size)
-        return forward(self, block, *rest, **options)
-
-    monkeypatch.setattr(TargetRunner, "forward", counted)
+    forwards.clear()
     run = spec.stream(requests, batch=2, cache=PromptCache())
     assert [r.token_ids for r in run.results()] == expected
-    assert sum(read) == 201 + 5
-    read.clear()
-    run = spec.stream(requests, batch=2)  # without a cache, whole pieces alone: a prompt's bits are always the same
-    run._engine.chunk = 64
+    assert sum(f.rows for f in forwards if f.prompt) == 201 + 5
+    forwards.clear()
+    # Without a cache, whole pieces alone: a prompt's bits are always the same.
+    run = in_pieces(spec.stream(requests, batch=2), 64)
     assert [r.token_ids for r in run.results()] == expected
-    assert sum(read) == 201 + 5 * (201 - 192)
+    assert sum(f.rows for f in forwards if f.prompt) == 201 + 5 * (201 - 192)
 
 
 def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
@@ -162,19 +154,18 @@ def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
     last = session.add(Request([5], max_new_tokens=3))
     finished(session)
     assert [len(session.take(n).token_ids) for n in (*small, large, last)] == [9, 9, 30, 3]
-    assert not session._entries and not session._engine.stats
+    assert forgotten(session)
 
 
-def test_fewer_at_a_time_where_memory_is_short(spec, monkeypatch, caplog):
+def test_fewer_at_a_time_where_memory_is_short(spec, free_memory, caplog):
     prompts = texts(5, 3)
     expected = [alone(spec, Request(p, max_new_tokens=8)) for p in prompts]
     runner = spec.runner()
-    most = 2 * runner.kv_shape.bytes_per_token * 130
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: most)
+    free_memory(2 * runner.kv_shape.bytes_per_token * 130)
     results = spec.generate(prompts, max_new_tokens=8, batch=4)
     assert [r.token_ids for r in results] == expected
     assert "no memory for 4 sequences at a time" in caplog.text
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 100)
+    free_memory(100)
     with pytest.raises(MemoryBudgetError):
         spec.generate(prompts, max_new_tokens=8)
 
@@ -233,15 +224,15 @@ def test_a_result_is_taken_once_when_its_last_step_has_come(spec):
     session = spec.session(1)
     one, two = session.add(Request([1, 2, 3], 9)), session.add(Request([4], 9))
     session.step()
-    for number, error in ((one, "still decoded"), (two, "still decoded"), (7, "no request 7")):
-        with pytest.raises(RequestError, match=error):
+    for number in (one, two, 7):
+        with pytest.raises(RequestError):
             session.take(number)
     session.abort(two)  # its last step has not come yet
     assert not session.ended(two)
     finished(session)
     assert session.ended(two) and session.take(two).finish_reason == "cancelled"
     assert session.take(one).token_ids == alone(spec, Request([1, 2, 3], 9))
-    with pytest.raises(RequestError, match="was taken"):
+    with pytest.raises(RequestError):
         session.take(one)
     session.add(Request([1, 2], 9))
     session.abort(2)
@@ -261,6 +252,6 @@ def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
     busy = session.add(Request([1, 2, 3], 4))
     session.step()
     spec.generate([7, 8], max_new_tokens=4, cache=cache)
-    with pytest.raises(CapabilityError, match="taken"):
+    with pytest.raises(CapabilityError):
         session.step()
     assert session.result(busy).finish_reason == "cancelled"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.drafters import self_drafter
-from longdraft.views import compact
 from tests.exactness.workshop import Workshop
 
 
@@ -15,7 +13,5 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(autouse=True)
-def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(compact, "FRESH", 8)
-    monkeypatch.setattr(compact, "PIECE", 16)
+def _small_sizes(small_sizes: None) -> None:
+    """In every test here."""

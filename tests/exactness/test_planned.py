@@ -95,12 +95,12 @@ def test_the_environment_chooses_where_nobody_asks(workshop, costs, monkeypatch)
     assert workshop.spec(case).planner() is None
     assert workshop.spec(case, plan="auto").planner() is not None
     monkeypatch.setenv("LONGDRAFT_PLAN", "best")
-    with pytest.raises(ValueError, match="auto or fixed"):
+    with pytest.raises(ValueError, match="plan"):
         workshop.spec(case).planner()
 
 
 def test_a_plan_that_there_is_not():
-    with pytest.raises(ValueError, match="auto or fixed"):
+    with pytest.raises(ValueError, match="plan"):
         Speculator("ar", plan="best")
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.planning import plans
+from tests.events import in_pieces
 from tests.exactness.cases import CASES
 from tests.exactness.test_planned import TABLES
 from tests.exactness.workshop import DRAWN, GREEDY, PENALISED, VOCABULARY, target, tokens
@@ -43,8 +44,7 @@ def test_any_of_it_is_plain_decoding(workshop, name, family, prompts, sampling, 
     try:
         spec = workshop.spec(case, model, plan="fixed" if plan == "fixed" else "auto")
         run = spec.stream(prompts, cache=PromptCache() if cached else None, **given)
-        run._engine.chunk = chunk
-        found = run.results()
+        found = in_pieces(run, chunk).results()
     finally:
         plans.table_for = before
     assert tokens(found) == tokens(Speculator("ar", target=model).generate(prompts, **given))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Request, Speculator
+from tests.events import in_pieces
 from tests.exactness.cases import CASES, METHODS
 from tests.exactness.workshop import DRAWN, GREEDY, NEW, PROMPTS, VOCABULARY, generate, rounds, target, tokens
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -79,8 +80,7 @@ def test_kv_on_disk(workshop, tmp_path, name):
 def test_a_prompt_that_is_read_in_pieces(workshop, name):
     spec = workshop.spec(METHODS[name])
     whole = generate(spec, PROMPTS[2:3])
-    run = spec.stream([list(PROMPTS[2])], max_new_tokens=NEW)
-    run._engine.chunk = 32
+    run = in_pieces(spec.stream([list(PROMPTS[2])], max_new_tokens=NEW), 32)
     read = [s.prefilled for s in run if s.mode == "prefill"]
     assert len(read) == 5 and read[-1] == 130  # a view's queries may need the last rows in one piece
     assert rounds(run.results()) == rounds(whole) and tokens(whole) == workshop.plain()[2:3]
@@ -95,8 +95,7 @@ def test_requests_that_join_and_leave(workshop, name):
         Request(list(prompt), n - 4 * (i % 3), sampling, seed=i)
         for i, (prompt, sampling) in enumerate([(p, s) for s in (GREEDY, DRAWN) for p in PROMPTS[:3]])
     ]
-    session = spec.session(2)
-    session._engine.chunk = 64
+    session = in_pieces(spec.session(2), 64)
     numbers = [session.add(request) for request in requests[:3]]
     for _ in range(3):
         session.step()

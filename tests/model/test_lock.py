@@ -17,7 +17,7 @@ from longdraft.model.lock import FairLock, lock_of
 def waiting(lock: FairLock, threads: int) -> None:
     """Waits until so many threads stand in line."""
     end = time.monotonic() + 10
-    while len(lock._line) < threads:
+    while lock.waiting < threads:
         assert time.monotonic() < end
         time.sleep(1e-4)
 
@@ -34,7 +34,7 @@ def is_free(lock: FairLock) -> bool:
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return found[0] and not lock._line
+    return found[0] and not lock.waiting
 
 
 def joining(lock: FairLock, order: list[str], name: str) -> threading.Thread:
@@ -123,7 +123,7 @@ def test_one_who_gives_up_waiting_leaves_the_line(alarms, before):
     alarms(0.05)
     with pytest.raises(Alarm), lock:
         pytest.fail("it is held")
-    assert len(lock._line) == len(before)
+    assert lock.waiting == len(before)
     threads.append(joining(lock, order, "after"))
     waiting(lock, len(before) + 1)
     go.set()

@@ -72,13 +72,13 @@ def test_other_kinds_of_layers_are_left_alone():
     assert not any("forward" in vars(layer) for layer in module)
 
 
-def test_the_switch_and_full_memory_leave_layers_as_they_are(monkeypatch, products):
+def test_the_switch_and_full_memory_leave_layers_as_they_are(monkeypatch, free_memory, products):
     module, x = nn.Linear(8, 8), torch.randn(4, 8)
     expected = module(x)
     with monkeypatch.context() as patched:
         patched.setenv(packing.SWITCH, "0")
         assert FewRowsModule(module).layers == []
-    monkeypatch.setattr(packing.sizes, "available_bytes", lambda device: 100)
+    free_memory(100)
     FewRowsModule(module)
     torch.testing.assert_close(module(x), expected)
     assert not products

@@ -63,7 +63,7 @@ def test_a_folder_in_float32_is_loaded_as_ever(tmp_path):
 
 def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     model = load(folder(tmp_path / "a"), device="cpu", weights="stored").model
-    with pytest.raises(CapabilityError, match="cannot be saved"):
+    with pytest.raises(CapabilityError):
         model.save_pretrained(tmp_path / "b")
     in_float32(model).save_pretrained(tmp_path / "b")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b").state_dict()

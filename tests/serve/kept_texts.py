@@ -28,9 +28,9 @@ class Texts(DiskPrefixes):
 
     def __init__(
         self, folder: Path, most: int = 1 << 30, slots: int = 2, rows: int = 200, target: str = "target",
-        layers: tuple[int, ...] = (),
+        layers: tuple[int, ...] = (), pause: float = 60.0,
     ) -> None:  # fmt: skip
-        super().__init__(folder, target, most, 4)
+        super().__init__(folder, target, most, 4, pause=pause)
         self.open(lambda slots, rows: KVStore(SHAPE, slots, rows, feature_layers=layers, feature_size=3), slots, rows)
 
     def read(self, prompt: list[int], slot: int = 0, piece: int = 1) -> int:

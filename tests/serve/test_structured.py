@@ -95,7 +95,7 @@ def test_formats_without_a_grammar_are_refused(response_format):
 
 
 def test_a_tokenizer_without_a_grammar_is_refused():
-    with pytest.raises(CapabilityError, match="tokenizer"):
+    with pytest.raises(CapabilityError):
         structured.Constraint(tiny_tokenizer(eos=True), structured.json_grammar({"type": "object"}), 1)
 
 

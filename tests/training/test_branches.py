@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from longdraft import native
 from longdraft.errors import MemoryBudgetError, NumericalError
-from longdraft.memory import sizes
 from longdraft.model.runner import TargetRunner
 from longdraft.training import branches
 from longdraft.training.branches import Branches, hidden_name, sample, top_of
@@ -124,7 +123,7 @@ def test_logits_that_the_model_scales():
     torch.testing.assert_close(passage.top_log_probs.float(), top[:-1], rtol=1e-3, atol=4e-3)
 
 
-def test_no_room_and_no_numbers(monkeypatch):
+def test_no_room_and_no_numbers(free_memory):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -132,8 +131,8 @@ def test_no_room_and_no_numbers(monkeypatch):
     found.read(0, [1, 2, 3])
     with pytest.raises(NumericalError):
         found.step([0], [1])
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 1000)
-    with pytest.raises(MemoryBudgetError, match="The KV of 2 answers"):
+    free_memory(1000)
+    with pytest.raises(MemoryBudgetError):
         Branches(TargetRunner(model), 1, 2, 4)
 
 

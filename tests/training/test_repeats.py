@@ -30,5 +30,5 @@ def test_a_seed_gives_the_same_texts():
 
 @pytest.mark.parametrize("texts", [[], ["", "  "]])
 def test_there_must_be_text(texts):
-    with pytest.raises(PromptError, match="no text"):
+    with pytest.raises(PromptError):
         list(islice(repeats(texts, 3), 1))

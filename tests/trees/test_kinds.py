@@ -237,18 +237,12 @@ def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"tree": "bush"}, "tree must be"),
         ({"tree": "chain", "top_k": 3}, "top_k"),
         ({"tree": "chain", "widths": (1, 1)}, "widths"),
         ({"tree": "chain", "threshold": 0.5}, "threshold"),
-        ({"tree": "chain", "depth": 0}, "depth must be"),
         ({"tree": "opt", "widths": (2, 2)}, "widths"),
         ({"widths": (2, 2), "threshold": 0.5}, "threshold"),
         ({"tree": "dynamic", "threshold": 0.5}, "threshold"),
-        ({"threshold": -0.1}, "threshold must be"),
-        ({"threshold": float("nan")}, "threshold must be"),
-        ({"threshold": True}, "threshold must be"),
-        ({"tree": "opt", "nodes": 0}, "nodes must be"),
     ],
     ids=str,
 )

@@ -30,6 +30,11 @@ def _small_sizes(monkeypatch):
 RUNNER = TargetRunner(tiny_model(layers=1, vocab=61))
 
 
+def copied(cache, slot: int) -> int:
+    """Rows of the working cache that were copied from the text."""
+    return cache._copied[slot]
+
+
 def read(cache, slot: int, tokens: list[int]) -> None:
     """Feeds tokens as a prompt."""
     while tokens:
@@ -120,7 +125,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             assert rows + what <= cache.retrieval.view.capacity
             if not cache.whole(slot):
                 # The selection as it was when it was gathered, and behind it what has been fed since.
-                at = rows - cache._copied[slot]
+                at = rows - copied(cache, slot)
                 selected = chosen.rows(slot, before - at).tolist()
                 assert_holds(cache, slot, [text[r] for r in selected] + text[before - at :])
             else:
@@ -139,7 +144,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             cache.forget(slot)
             text.clear()
         for s, own in enumerate(texts):
-            assert cache.full.lengths[s] + cache.store.lengths[s] - cache._copied[s] == len(own)
+            assert cache.full.lengths[s] + cache.store.lengths[s] - copied(cache, s) == len(own)
             assert cache.store.lengths[s] <= cache.reach
             kept = cache.full.lengths[s]
             if kept:

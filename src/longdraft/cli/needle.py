@@ -57,7 +57,7 @@ def needle(
     with options.settings_checked():
         needles.Search(haystack, depths, samples=needle_samples)  # a wrong value is refused before anything is loaded
         drafts = _drafts(draft or [])
-        wanted = _default(drafts) if views is None else [_view(word) for word in method_options.words(views)]
+        wanted = default_views(drafts) if views is None else [_view(word) for word in method_options.words(views)]
     if not wanted:
         raise options.SettingError("--views names none.")
     with console.status() as status:
@@ -95,7 +95,7 @@ def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
     return found
 
 
-def _default(drafts: dict[str, Draft[Any]]) -> list[View]:
+def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
     """Every view of the drafts that are given, of a small language model where none is."""
     views = []
     for kind in list(drafts) or [SMALL["full"][0]]:

@@ -24,6 +24,11 @@ class FairLock:
         # Waiting threads: the first waits for the lock itself, each other one until its place is released.
         self._line: deque[threading.Lock] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """Number of threads that have asked for the lock and do not hold it yet."""
+        return len(self._line)
+
     def __enter__(self) -> None:
         held, line = self._held, self._line
         if held._is_owned():  # type: ignore[attr-defined]

@@ -191,6 +191,8 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     rows: Sequence[int] = ROWS,
     done: Callable[[float], None] = lambda share: None,
+    timed: Callable[[TargetRunner, KVStore, int], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable | None:
     """Times forwards on a made-up text, all sizes in turn, and keeps the best times.
 
@@ -199,13 +201,15 @@ def measure(
 
     Args:
         done: called with the share of the work, or of the time, that is over.
+        timed: returns the seconds of a forward of so many rows on a store; None: runs it.
+        clock: tells when it has to end.
 
     Returns:
         None if memory does not even allow the shortest length; lengths that do not fit are left out.
     """
     fitting = [n for n in lengths if n + rows[-1] <= runner.context_length]
     lengths = fitting or [max(1, runner.context_length - rows[-1])]
-    others, start = OtherProcesses(), time.perf_counter()
+    others, start, timed = OtherProcesses(), clock(), timed or _time
     table: list[list[float]] = []  # seconds, for each length, for each number of rows
     for i, length in enumerate(lengths):
         try:
@@ -216,13 +220,13 @@ def measure(
         best: list[float] = []
         # The first pass warms up and is not kept, unless the machine is so slow that there is no other.
         for turn, (column, n) in product(range(REPEATS + 1), enumerate(rows)):
-            spent = time.perf_counter() - start
+            spent = clock() - start
             done(max((i + turn / (REPEATS + 1)) / len(lengths), spent / LIMIT_SECONDS))
             # The next forward takes what one of this size took, or twice what a smaller one did.
             expected = best[column] if turn else table[-1][column] if table else 2 * best[-1] if best else 0.0
             if start + spent + expected > until and (table or turn or column > 1):
                 break
-            seconds = _time(runner, store, n)
+            seconds = timed(runner, store, n)
             if turn == 0:
                 best.append(seconds)
             else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -12,41 +14,59 @@ import torch
 SLACK = 0.3
 
 
-class OtherProcesses:
-    """Measures how many cores other processes keep busy, from its creation on."""
+class Usage(NamedTuple):
+    """The machine at one moment, in seconds: the clock, work of all cores since it started, and work of this process.
 
-    def __init__(self) -> None:
-        self._start, self._busy, self._own = time.perf_counter(), _busy(), _own()
+    ``cores`` is the number of cores, ``threads`` that of torch's threads.
+    """
+
+    now: float
+    busy: float
+    own: float
+    cores: int
+    threads: int
+
+    @classmethod
+    def read(cls) -> Usage:
+        times, own = psutil.cpu_times()._asdict(), os.times()
+        # Guests' seconds are counted among user's.
+        busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+        threads = torch.get_num_threads()
+        return cls(time.perf_counter(), float(busy), own.user + own.system, psutil.cpu_count() or 1, threads)
+
+
+class OtherProcesses:
+    """Measures how many cores other processes keep busy, from its creation on.
+
+    Args:
+        usage: reads the machine.
+    """
+
+    def __init__(self, usage: Callable[[], Usage] = Usage.read) -> None:
+        self._usage, self._start = usage, usage()
 
     @property
     def cores(self) -> float:
         """Busy cores on average; 0 before the system's clock has moved."""
-        elapsed = time.perf_counter() - self._start
-        return max(0.0, (_busy() - self._busy) - (_own() - self._own)) / elapsed if elapsed > 0.1 else 0.0
+        return self._cores(self._usage())
+
+    def _cores(self, usage: Usage) -> float:
+        elapsed = usage.now - self._start.now
+        others = (usage.busy - self._start.busy) - (usage.own - self._start.own)
+        return max(0.0, others) / elapsed if elapsed > 0.1 else 0.0
 
     @property
     def in_the_way(self) -> bool:
         """True if they leave fewer cores than torch has threads."""
-        return self.cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + SLACK
+        usage = self._usage()
+        return self._cores(usage) > usage.cores - usage.threads + SLACK
 
     @property
     def advice(self) -> str | None:
         """A sentence for the user; None if they are not in the way."""
         if not self.in_the_way:
             return None
-        threads = torch.get_num_threads()
-        cores = f"{self.cores:.1f} of {psutil.cpu_count()} cores"
+        usage = self._usage()
+        threads, cores = usage.threads, f"{self._cores(usage):.1f} of {usage.cores} cores"
         sentence = f"Other processes kept {cores} busy beside {threads} threads of this run"
         return f"{sentence}: try --threads {threads - 1}." if threads > 1 else f"{sentence}."
-
-
-def _busy() -> float:
-    """Seconds that all cores have worked since the machine started."""
-    times = psutil.cpu_times()._asdict()
-    # Guests' seconds are counted among user's.
-    return float(sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
-
-
-def _own() -> float:
-    times = os.times()
-    return times.user + times.system

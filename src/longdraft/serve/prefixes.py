@@ -27,8 +27,6 @@ logger = logging.getLogger("longdraft")
 _SUFFIX = ".kv.safetensors"
 # The most bytes of a file's header.
 _HEADER = 1024
-# Seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
-_PAUSE = 60.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class DiskPrefixes(PromptCache):
         max_bytes: limit of all snapshots in the folder. The least recently used are deleted first.
         min_tokens: a text is written if no file holds this many of its tokens, and read if that saves this many.
         feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
+        pause: seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
 
     Raises:
         CheckpointError: the folder cannot be created or read.
@@ -64,8 +63,10 @@ class DiskPrefixes(PromptCache):
         max_bytes: int,
         min_tokens: int = 256,
         feature_layers: tuple[int, ...] = (),
+        pause: float = 60.0,
     ) -> None:
         super().__init__(feature_layers)
+        self._pause = pause
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
         # The least recently used first. Files of other targets have no tokens here.
@@ -156,7 +157,7 @@ class DiskPrefixes(PromptCache):
             for old in beginnings:
                 self._drop(old)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
-            self._next_attempt = time.monotonic() + _PAUSE
+            self._next_attempt = time.monotonic() + self._pause
             self._warn("write", str(error))
             return False
         return True

@@ -1,0 +1,36 @@
+"""The contract of options: each method refuses a value out of an option's range by name, before anything loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from longdraft import Speculator
+from longdraft.methods import METHODS
+
+OPTIONS = [(method, option) for method in METHODS.values() for option in method.options.values()]
+
+
+def out_of_range(option):
+    if option.choices:
+        return ["some", 8]
+    if option.kind is tuple:
+        return [(), (3, 0), (2, -1), (2.5,), "many"]
+    if option.kind is bool:
+        return [3, "yes"]
+    if option.kind in (int, float):
+        below = [] if option.least is None else [option.least - 1]
+        return [*below, True, "many", float("nan"), *([2.5] if option.kind is int else [])]
+    return []
+
+
+@pytest.mark.parametrize(("method", "option"), OPTIONS, ids=lambda x: x.name)
+def test_a_value_out_of_range(method, option):
+    for value in out_of_range(option):
+        with pytest.raises(ValueError, match=f"{option.name} must be"):
+            Speculator(method.name, **{option.name: value})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_option_that_a_method_does_not_have(method):
+    with pytest.raises(ValueError, match="no option colour"):
+        Speculator(method, colour=3)
