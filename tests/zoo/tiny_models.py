@@ -38,9 +38,10 @@ _SIZES: dict[int | float | bool | None, str] = {
     16: "head_dim swa_head_dim kv_channels attention_head_size dim_head d_head v_head_dim qk_nope_head_dim "
     "kv_lora_rank index_head_dim hidden_size_per_layer_input laurel_rank time_step_rank mamba_dt_rank mamba_d_state "
     "state_size ssm_state_size linear_key_head_dim linear_value_head_dim linear_head_dim "
-    "mamba_d_head mamba_head_dim global_head_dim",
+    "mamba_d_head mamba_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
-    "shared_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank router_hidden_size",
+    "shared_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank "
+    "router_hidden_size",
     24: "qk_head_dim",
     8: "qk_rope_head_dim rotary_dim sliding_window sliding_window_size attention_chunk_size window_size "
     "attention_window_size local_attention chunk_size mamba_chunk_size max_inference_chunksize",
@@ -64,6 +65,7 @@ _KINDS = {name: ["sliding_attention", "full_attention"] * 2 for name in ("layer_
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}
 _SHARED = _KINDS | {"num_kv_shared_layers": 2}
+_GEMMA4 = _SHARED | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _ASSISTANT = _KINDS | {"num_kv_shared_layers": 4}
 _QWEN4 = {
     "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_lowrank": 16, "indexer_n_heads": 2,
@@ -79,23 +81,42 @@ _DOTS3 = {
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "bamba": _MAMBA2 | {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": _KINDS | {"rope_parameters": {kind: dict(_ROPE) for kind in ("full_attention", "sliding_attention")}},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32, "hidden_size": 64}},
+    "cohere_compass_text": _KINDS | {"rope_parameters": {kind: dict(_ROPE) for kind in set(_KINDS["layer_types"])}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "hidden_size": 64},
+    },
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots3_note": {
         "text_config": _DOTS3,
         "vision_config": _VISION | {"adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]},
-        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64, "feature_size": 16, "downsample_hidden_size": 8},
+        "audio_config": {
+            "adapter_input_size": 64, "adapter_out_dim": 64, "feature_size": 16, "downsample_hidden_size": 8,
+        },
     },
     "dots3_note_text": _DOTS3,
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "gemma3": {"vision_config": _VISION},
     "gemma3n_text": _SHARED,
     "gemma3n": {"text_config": _SHARED},
-    "gemma4": {"vision_config": _VISION},
-    "gemma4_assistant": {"text_config": _ASSISTANT | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0}, "backbone_hidden_size": 64},
-    "gemma4_unified_assistant": {"text_config": _ASSISTANT | {"model_type": "gemma4_unified_text"}, "backbone_hidden_size": 64},
+    "gemma4": {"text_config": _GEMMA4, "vision_config": _VISION},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": {"text_config": _GEMMA4},
+    "gemma4_unified_text": _GEMMA4,
+    "laguna": _KINDS | {"mlp_layer_types": ["dense", "sparse"] * 2, "num_attention_heads_per_layer": [4, 2] * 2},
+    "mellum": _KINDS,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_block_size": 4, "index_topk_blocks": 2,
+    },
+    "gemma4_assistant": {
+        "text_config": _ASSISTANT
+        | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        "backbone_hidden_size": 64,
+    },
+    "gemma4_unified_assistant": {
+        "text_config": _ASSISTANT | {"model_type": "gemma4_unified_text"},
+        "backbone_hidden_size": 64,
+    },
     "got_ocr2": {
         "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_channels": 16,
         "image_size": 64, "mlp_dim": 32, "window_size": 2, "global_attn_indexes": [0]},
@@ -134,10 +155,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 # The part of a configuration that the causal language model is made of.
 _PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 
-# Where the first seed's text repeats one token.
+# Where the first seed's text repeats one token, or a router of experts is undecided.
 SEEDS = {
-    "bert": 4, "camembert": 2, "cpmant": 1, "electra": 1, "ernie": 4, "exaone4": 1, "openai-gpt": 1, "xlm-roberta": 2,
-    "xmod": 3, "zaya": 1,
+    "bert": 7, "cpmant": 3, "data2vec-text": 2, "ernie": 7, "exaone4": 1, "openai-gpt": 6, "qwen2_moe": 1, "roberta": 2,
+    "bloom": 1, "mpt": 1, "rembert": 1, "roc_bert": 1, "xmod": 5, "zaya": 1,
 }  # fmt: skip
 
 
@@ -222,4 +243,4 @@ def _draw(name: str, weight: torch.Tensor) -> None:
     elif last == "weight" or last == "D":
         weight.normal_(1.0, 0.2)
     else:
-        weight.normal_(0.0, 0.1)
+        weight.normal_(0.0, 1.0 if "sink" in last else 0.1)

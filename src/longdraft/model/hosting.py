@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,10 +22,12 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVShape
-from longdraft.model import stored
+from longdraft.model import calls, stored
 from longdraft.native import Rows
 
 IMPLEMENTATION = "longdraft"
+# The context of models without a limit, in tokens.
+UNBOUNDED = 1 << 20
 
 
 class Store(Protocol):
@@ -64,6 +67,31 @@ class Hosted:
     rows: Rows | None = None
 
 
+# A model may drop keyword arguments on the way to its attention, so the forward is found here too.
+_running: ContextVar[Hosted | None] = ContextVar("longdraft_running", default=None)
+
+
+def running() -> Hosted | None:
+    """The forward that this thread is computing; None outside of :func:`run`."""
+    return _running.get()
+
+
+def run(module: nn.Module, hosted: Hosted, **more: Any) -> Any:
+    """Runs a hosted model, or its decoder, on a block.
+
+    Args:
+        hosted: the state of the forward; hidden states and queries are left in it.
+        more: further arguments of the model.
+    """
+    block, before = hosted.block, _running.set(hosted)
+    try:
+        return module(
+            input_ids=block.tokens, position_ids=block.positions, use_cache=False, longdraft_hosted=hosted, **more
+        )
+    finally:
+        _running.reset(before)
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -75,38 +103,34 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
-    if longdraft_hosted is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
-            "so longdraft cannot host it."
-        )
-    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    hosted = longdraft_hosted or running()
+    if hosted is None:
+        raise UnsupportedModelError(f"{type(module).__name__} was called outside of longdraft's forward.")
+    for option in ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"):
         if kwargs.get(option) is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses {option}, which longdraft does not host exactly."
             )
-    # Doge computes a mask of its own; BERT as a causal LM looks ahead by default.
-    if attention_mask is not None or not getattr(module, "is_causal", True):
+    if attention_mask is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask, or "
-            "looks ahead), so longdraft cannot host it exactly."
+            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask), so "
+            "longdraft cannot host it exactly."
         )
-    hosted = longdraft_hosted
     shape = hosted.store.shape
     if any(x.shape[1::2] != (shape.kv_heads, shape.head_dim) for x in (key, value)):
         raise UnsupportedModelError(
             f"{type(module).__name__} has keys {tuple(key.shape)} and values {tuple(value.shape)}, not both "
             f"{shape.kv_heads} heads of size {shape.head_dim} (latent attention?), which longdraft does not host."
         )
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    # Calls are counted: modules of several depths may be one, and a layer may attend twice.
+    layer = hosted.layers_seen
     if layer in hosted.query_layers:
         hosted.queries[layer] = query
     hosted.store.write(layer, key, value, hosted.block)
     hosted.layers_seen += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = hosted.attend(query, *hosted.store.layer(layer), hosted.block, scale)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
@@ -123,29 +147,55 @@ def decoder_config(model: PreTrainedModel) -> Any:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """The shape of the model's KV cache."""
+    """The shape of the model's KV cache: a layer for each call of its attention.
+
+    Raises:
+        UnsupportedModelError: its layers have keys and values of different sizes.
+    """
     config = decoder_config(model)
-    heads = config.num_attention_heads
-    return KVShape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no attention heads, so longdraft cannot host it.")
+    recorded = calls.known(model)
+    if not recorded:
+        return KVShape(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+        )
+    sizes = sorted(
+        {size for call in recorded for size in ((call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim))}
     )
+    if len(sizes) > 1:
+        words = " and ".join(f"{heads} heads of {size}" for heads, size in sizes)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has keys and values of different sizes ({words}), which longdraft does not host."
+        )
+    (kv_heads, head_dim), *_ = sizes
+    return KVShape(len(recorded), kv_heads, head_dim, model.dtype)
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers: the module list that is as long as the model is deep."""
+    """The decoder layers: the module list that is as long as the model is deep.
+
+    Layers that a forward runs several times are in it once: it is then the longest list of modules of one class.
+    """
     count = decoder_config(model).num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers.")
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
+    for each in lists:
+        if len(each) == count:
+            return each
+    if not lists:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers.")
+    return max(lists, key=lambda each: len(each) if len({type(m) for m in each}) == 1 else 0)
 
 
 def context_length(model: PreTrainedModel) -> int:
     """The longest sequence in tokens that the model takes, YaRN's factor included."""
-    return int(decoder_config(model).max_position_embeddings)
+    config = decoder_config(model)
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
+    return next((int(length) for length in found if length), UNBOUNDED)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -303,8 +303,10 @@ class TargetRunner:
         if logits == "none":
             self.run(hosted, head=False)
             return None, hosted.hidden, hosted.queries
-        out = self.run(hosted, head=True, logits_to_keep=1 if logits == "last" else 0)
-        return out.logits, hosted.hidden, hosted.queries
+        last = logits == "last"
+        out = self.run(hosted, head=True, logits_to_keep=int(last))
+        # Some models do not know logits_to_keep.
+        return out.logits[:, -1:] if last else out.logits, hosted.hidden, hosted.queries
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """Runs the model's own code on a block. The caller holds :attr:`lock`.
@@ -320,9 +322,7 @@ class TargetRunner:
         Raises:
             UnsupportedModelError: not all layers use the attention interface.
         """
-        block = hosted.block
-        inputs = {"input_ids": block.tokens, "position_ids": block.positions, "use_cache": False}
-        out = self.twin.run(hosted, inputs | more, head)
+        out = self.twin.run(hosted, head, **more)
         if hosted.layers_seen != self.kv_shape.layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} sent {hosted.layers_seen} of its {self.kv_shape.layers} layers through "

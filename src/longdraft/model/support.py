@@ -28,10 +28,6 @@ def check_supported(model: PreTrainedModel) -> None:
     config = decoder_config(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not go through transformers' attention interface, so longdraft cannot host it."
-        )
     kinds = getattr(config, "layer_types", None)
     # Configurations such as Mistral's have no layer_types, and a window for every layer.
     if not kinds and getattr(config, "sliding_window", None) is not None:
@@ -50,6 +46,8 @@ def check_supported(model: PreTrainedModel) -> None:
         head = None
     if head is None:
         raise UnsupportedModelError(f"{name} has no language modelling head, so it predicts no token. {_LOAD}")
+    if isinstance(head, torch.nn.ModuleList):
+        raise UnsupportedModelError(f"{name} predicts several tokens a step, which longdraft does not host.")
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(

@@ -15,12 +15,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.model import hosting, packing, row_activations, stored
+from longdraft.model import calls, hosting, packing, positions, row_activations, stored
 from longdraft.model.few_rows import MOST, FewRowsModule
 from longdraft.model.fused import FusedLayers
 from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
+from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
+from longdraft.model.trial import try_out
 from longdraft.native import kernels
 
 
@@ -33,8 +35,12 @@ class Twin:
         self.number = next(self._numbers)
         self.model = copy_of(model)
         hosting.switch_on(self.model)
+        positions.install(self.model)
         # First, as it compares the kernels with the layers' own products.
         self.fused = FusedLayers(self.model)
+        if not self.fused.layers and share_of(model) is None:
+            for each in (model, self.model):
+                calls.remember(each, try_out(model))
         self.few_rows = FewRowsModule(self.model)
         row_activations.install(self.model, lambda: self.few_rows.most is None)
         self._tapped: set[int] = set()
@@ -54,7 +60,7 @@ class Twin:
         """True if the model was moved or cast since, as far as a quick look can tell."""
         return _place(self.model) != self._place
 
-    def run(self, hosted: hosting.Hosted, inputs: dict[str, Any], head: bool) -> Any:
+    def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """A forward of the model, or of its decoder alone without ``head``."""
         for layer in hosted.hidden_layers - self._tapped:
             hosting.tap(self.model, layer)
@@ -63,7 +69,7 @@ class Twin:
         self.few_rows.most = MOST if hosted.block.prompt else None
         run = self.model if head else self.model.get_decoder()
         try:
-            return run(**inputs, longdraft_hosted=hosted)
+            return hosting.run(run, hosted, **more)
         finally:
             self.few_rows.forget()
 

@@ -1,0 +1,71 @@
+"""Records how a model calls its attention function: how often in a forward, and with keys and values of what sizes.
+
+A configuration does not always say it: layers may share keys, attend twice, run several times or be skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+RECORDING = "longdraft-recording"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention function.
+
+    Attributes:
+        module: name of the class of the attention module.
+        kv_heads: number of heads of keys and values.
+        head_dim, value_dim: sizes of a key and of a value.
+    """
+
+    module: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+_recorded: WeakKeyDictionary[PreTrainedModel, tuple[Call, ...]] = WeakKeyDictionary()
+_recording: ContextVar[list[Call]] = ContextVar("longdraft_recording")
+
+
+def _record(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Notes a call. The result has the right shape, and no meaning."""
+    _recording.get().append(Call(type(module).__name__, key.shape[1], key.shape[-1], value.shape[-1]))
+    return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(RECORDING, _record)
+
+
+def record(model: PreTrainedModel, run: Callable[[], object]) -> tuple[Call, ...]:
+    """The calls of a forward, which ``run`` makes. The model must be a copy of our own."""
+    config = model.config.get_text_config(decoder=True)
+    before, token = config._attn_implementation, _recording.set([])
+    try:
+        config._attn_implementation = RECORDING
+        run()
+        return tuple(_recording.get())
+    finally:
+        config._attn_implementation = before
+        _recording.reset(token)
+
+
+def remember(model: PreTrainedModel, calls: tuple[Call, ...]) -> None:
+    """Keeps what was recorded of a model, for :func:`known`."""
+    _recorded[model] = calls
+
+
+def known(model: PreTrainedModel) -> tuple[Call, ...] | None:
+    """The recorded calls of a forward, in order; None if the configuration says all there is to say."""
+    return _recorded.get(model)

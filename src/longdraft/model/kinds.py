@@ -1,0 +1,75 @@
+"""Describes a decoder's layers in words: full attention, windows, chunks, recurrent states, experts.
+
+The configuration is read, and no weights: it serves models that longdraft cannot host as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from longdraft.model.hosting import decoder_config
+
+# What transformers calls a layer -> what it does with the text before a token.
+_WORDS = {
+    "full_attention": ("full",),
+    "attention": ("full",),
+    "sliding_attention": ("window",),
+    "chunked_attention": ("chunk",),
+    "linear_attention": ("recurrent",),
+    "conv": ("recurrent",),
+    "hybrid": ("full", "recurrent"),
+    "hybrid_sliding": ("window", "recurrent"),
+    "mlp": (),
+    "moe": (),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Kinds in the order in which they are told.
+_ORDER = ("full", "window", "chunk", "recurrent", "sparse")
+
+
+def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
+    """What the layers are: of "full", "window", "chunk", "recurrent", "sparse", "latent", "experts", "shared KV"."""
+    config = decoder_config(model)
+    counts = _counts(model)
+    more = {
+        "latent": bool(getattr(config, "kv_lora_rank", None)),
+        "experts": any(_number(config, name) > 1 for name in _EXPERTS),
+        "shared KV": _number(config, "num_kv_shared_layers") > 0,
+    }
+    return (*(kind for kind in _ORDER if counts[kind]), *(kind for kind, has in more.items() if has))
+
+
+def described(model: PreTrainedModel) -> str:
+    """The layers in a sentence's part: "26 layers: 4 full attention, 22 with a window of 512 tokens; experts"."""
+    config, counts = decoder_config(model), _counts(model)
+    words = {
+        "full": "full attention",
+        "window": f"with a window of {_number(config, 'sliding_window')} tokens",
+        "chunk": f"in chunks of {_number(config, 'attention_chunk_size')} tokens",
+        "recurrent": "with a recurrent state",
+        "sparse": "with sparse attention",
+    }
+    parts = [f"{counts[kind]} {words[kind]}" for kind in _ORDER if counts[kind]]
+    rest = [kind for kind in layer_kinds(model) if kind not in _ORDER]
+    return "; ".join([f"{config.num_hidden_layers} layers: {', '.join(parts)}", *rest])
+
+
+def _counts(model: PreTrainedModel) -> Counter[str]:
+    """How many layers are of a kind; a layer may be of two."""
+    config = decoder_config(model)
+    depth = int(getattr(config, "num_hidden_layers", None) or 1)
+    names = getattr(config, "layer_types", None)
+    if not names:
+        # Configurations such as Mistral's have no layer_types, and a window for every layer.
+        windowed = getattr(config, "sliding_window", None) is not None
+        recurrent = getattr(model, "_is_stateful", False)
+        names = ["linear_attention" if recurrent else "sliding_attention" if windowed else "full_attention"] * depth
+    return Counter(kind for name in names for kind in _WORDS.get(name, ("sparse",)))
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0

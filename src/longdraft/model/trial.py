@@ -1,0 +1,119 @@
+"""Tries a model out before it is hosted: a short text and a tree of tokens, compared with the model's own forward.
+
+Flags and configurations say too little: attention may be computed beside transformers' interface, positions may be
+counted by a cache, scores may have a bias. What is wrong with three rows is wrong with a text.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+from longdraft.attention.block import Block
+from longdraft.attention.reference import attend
+from longdraft.attention.transfer import on_device
+from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
+from longdraft.memory.store import KVStore
+from longdraft.model import calls, hosting, positions, stored
+from longdraft.model.model_copy import copy_of
+
+# Behind a text, a tree of three tokens: two roots, and a child of the second one.
+_TEXT = 5
+_TREE = [[True, False, False], [False, True, False], [False, True, True]]
+_DEPTHS = (0, 0, 1)
+# Largest relative difference of a row's logits in float32, and in 16 bits.
+_CLOSE, _ROUNDED = 1e-4, 0.1
+# Rounding can send a token to another expert, so other tokens are tried where one text fails.
+_TRIALS = 3
+
+
+def try_out(model: PreTrainedModel) -> tuple[calls.Call, ...]:
+    """Hosts a copy of a model without its hooks. Returns the calls of its attention in a forward.
+
+    Raises:
+        UnsupportedModelError: the hosted copy fails, or computes something else than the model.
+    """
+    name = type(model).__name__
+    copy = copy_of(model)
+    for module in copy.modules():  # the user's hooks shall not see made-up tokens
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    stored.use_int8(copy, False)
+    positions.install(copy)
+    own = hosting.decoder_config(model)._attn_implementation
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = stored.weight_shape(model.get_input_embeddings())[0]
+    for _ in range(_TRIALS):
+        tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
+        hosting.decoder_config(copy)._attn_implementation = own
+        try:
+            expected = _own(copy, tokens)
+        except Exception as error:  # the model's own code, with inputs that it may not take
+            raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
+        hosting.switch_on(copy)
+        try:
+            got = _hosted(copy, tokens)
+        except LongdraftError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{name} computes attention with code of its own, so longdraft cannot host it ({reason_of(error)})."
+            ) from error
+        if _agree(got, expected):
+            return calls.known(copy) or ()
+    raise UnsupportedModelError(
+        f"{name} computes something else than attention to the text before each token (a bias, a mask of its own), so "
+        "longdraft cannot host it exactly."
+    )
+
+
+@torch.inference_mode()
+def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Logits (3, vocabulary) of the tree's rows, by the model's own forward of each path."""
+    rows, given = [], "position_ids" in inspect.signature(type(copy).forward).parameters
+    for path in ([0], [1, 2]):
+        text = on_device([tokens[:_TEXT] + [tokens[_TEXT + i] for i in path]], copy.device)
+        # As ``generate`` does: some models count positions otherwise where they are not given any.
+        place = {"position_ids": _positions(text)} if given else {}
+        rows.append(copy(input_ids=text, use_cache=False, **place).logits[0, -len(path) :])
+    return torch.cat(rows)
+
+
+@torch.inference_mode()
+def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """The same rows from our attention and our store."""
+    few = on_device([tokens[:2]], copy.device)
+    recorded = calls.record(copy, lambda: copy(input_ids=few, position_ids=_positions(few), use_cache=False))
+    if not recorded:
+        raise UnsupportedModelError(
+            f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
+        )
+    calls.remember(copy, recorded)
+    store = KVStore(hosting.kv_shape(copy), 1, _TEXT + len(_TREE), copy.device)
+    hosting.run(copy.get_decoder(), _forward(store, store.block([0], [tokens[:_TEXT]], prompt=True)))
+    store.commit(0, range(_TEXT))
+    mask = torch.tensor([_TREE])
+    block = store.block([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
+    logits: torch.Tensor = hosting.run(copy, _forward(store, block)).logits
+    return logits[0]
+
+
+def _positions(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+
+def _forward(store: KVStore, block: Block) -> hosting.Hosted:
+    return hosting.Hosted(store, block, attend)
+
+
+def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """True if the rows are equal up to rounding; in 16 bits, where experts are often undecided, most of them."""
+    if got.shape != expected.shape:
+        return False
+    if bool(torch.isnan(expected).any()):  # a damaged model is noticed when it is used
+        return True
+    apart = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    exact = got.dtype in (torch.float32, torch.float64)
+    return bool((apart < _CLOSE).all()) if exact else bool(apart.median() < _ROUNDED)
