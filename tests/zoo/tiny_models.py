@@ -68,7 +68,7 @@ _SHARED = _KINDS | {"num_kv_shared_layers": 2}
 _GEMMA4 = _SHARED | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _ASSISTANT = _KINDS | {"num_kv_shared_layers": 4}
 _QWEN4 = {
-    "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_lowrank": 16, "indexer_n_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "hc_lowrank": 16, "indexer_n_heads": 2,
     "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
     "ple_layer_ids": [3], "eos_token_id": 96, "ple_embed_dim": 32, "ngram_vocab_size_base": 50, "split_ngram_parts": 1,
     "heads_per_ngram": 2,
@@ -152,8 +152,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# The part of a configuration that the causal language model is made of.
-_PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+# Configurations of models whose own is that of a part.
+_PARTS = {"musicgen": "MusicgenDecoderConfig", "musicgen_melody": "MusicgenMelodyDecoderConfig"}
 
 # Where the first seed's text repeats one token, or a router of experts is undecided.
 SEEDS = {
@@ -164,7 +164,9 @@ SEEDS = {
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """The configuration of a model type, made tiny."""
-    return _tiny(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
+    part = _PARTS.get(model_type)
+    kind = CONFIG_MAPPING[model_type] if part is None else getattr(transformers, part)
+    return _tiny(kind, OVERRIDES.get(model_type, {}))
 
 
 def _tiny(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
@@ -216,7 +218,6 @@ def _all_kinds(kinds: Iterable[str]) -> list[str]:
 def tiny_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
     """A random model in which every part matters."""
     config = tiny_config(model_type)
-    config = getattr(config, _PARTS.get(model_type, ""), config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEEDS.get(model_type, 0) if seed is None else seed)
         if model_type in _PARTS:
