@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 import longdraft
 from longdraft.cli.main import app
 from longdraft.methods import METHODS
+from tests.tiny import tiny_tokenizer
+from tests.zoo import tiny_models as zoo
 
 
 def test_version(shell):
@@ -60,6 +62,8 @@ def test_doctor(shell, model_folder):
     assert model["kv_bytes_per_1k_tokens"] == 1024 * 2 * 3 * 2 * 16 * 4
     assert model["context_tokens"] == 512
     assert model["hosted"] is True
+    assert model["layers"] == "3 layers: 3 full attention"
+    assert model["layers"] in ended.out
     assert "512 tokens" in ended.out
     assert model["parameters"] > 10_000
     assert f"kernels    {found['kernels']['line']}\n" in ended.out
@@ -73,6 +77,17 @@ def test_doctor_says_what_is_wrong_with_a_model(shell, tmp_path):
     assert "none" in found["model"]["reason"]
     assert found["hardware"]["cpu"] in ended.out
     assert found["kernels"]["line"] in ended.out
+
+
+def test_doctor_says_why_a_model_cannot_be_hosted(shell, tmp_path):
+    model = zoo.tiny_model("bloom")
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    ended = shell("doctor", "--model", tmp_path / "model", "--json")
+    assert ended.code == 1
+    model = json.loads(ended.out.splitlines()[-1])["model"]
+    assert model["class"] == "BloomForCausalLM" and model["layers"].startswith("4 layers")
+    assert "attention interface" in model["reason"]
 
 
 def test_doctor_and_a_forced_path_that_cannot_run(shell, model_folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from longdraft.memory import sizes
 from longdraft.model import graphs, hosting
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.kernel_report import kernel_report
+from longdraft.model.kinds import described
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import parameters
 
@@ -41,7 +43,8 @@ def doctor(
         try:
             loaded = loading.load(status)
             found |= _examined(loaded)
-            runner = TargetRunner(loaded.model) if found["model"]["hosted"] else None
+            if found["model"]["hosted"]:
+                runner = TargetRunner(loaded.model)
         except LongdraftError as error:
             found |= {
                 "attention": None,
@@ -58,38 +61,47 @@ def doctor(
 
 
 def _examined(loaded: LoadedModel) -> dict[str, Any]:
-    model = loaded.model
-    shape = hosting.kv_shape(model)
-    free = sizes.available_bytes(model.device)
-    why_not = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
-    path, kernels, reason = None, _kernels(None), None
+    model, runner, shape, reason = loaded.model, None, None, None
     try:
         runner = TargetRunner(model)
-        path, kernels = runner.attention_path, _kernels(runner)
     except LongdraftError as error:
         reason = str(error)
-    measured = dispatch.measured(model.device, model.dtype, shape.head_dim)
-    return {
-        "attention": {
-            "path": path,
-            "measured_seconds": {n: None if math.isinf(x) else x for n, x in measured.items()},
-            "unavailable": {n: why for n, why in why_not.items() if why is not None},
-            "no_graphs": None if path is None else graphs.unavailable(model.device, path),
-        },
-        "kernels": kernels,
+    with suppress(LongdraftError):
+        shape = hosting.kv_shape(model)
+    found: dict[str, Any] = {
+        "attention": None,
+        "kernels": _kernels(runner),
         "model": {
             "name": model.name_or_path or type(model).__name__,
             "class": type(model).__name__,
             "parameters": parameters(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
+            "layers": described(model),
             "context_tokens": hosting.context_length(model),
-            "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
-            "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
+            "kv_bytes_per_1k_tokens": None,
+            "kv_tokens_that_fit": None,
             "hosted": reason is None,
             "reason": reason,
         },
     }
+    if shape is None:
+        return found
+    free = sizes.available_bytes(model.device)
+    found["model"] |= {
+        "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
+        "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
+    }
+    why_not = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
+    measured = dispatch.measured(model.device, model.dtype, shape.head_dim)
+    path = None if runner is None else runner.attention_path
+    found["attention"] = {
+        "path": path,
+        "measured_seconds": {n: None if math.isinf(x) else x for n, x in measured.items()},
+        "unavailable": {n: why for n, why in why_not.items() if why is not None},
+        "no_graphs": None if path is None else graphs.unavailable(model.device, path),
+    }
+    return found
 
 
 def _kernels(runner: TargetRunner | None) -> dict[str, Any]:
@@ -149,9 +161,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("GPU", "none that torch can use")
     row("versions", ", ".join(f"{name} {version or 'none'}" for name, version in found["versions"].items()))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
-    model = found["model"]
-    if found["attention"] is not None:
-        attention = found["attention"]
+    model, attention = found["model"], found["attention"]
+    if attention is not None:
         row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
         for name, seconds in attention["measured_seconds"].items():
             took = "does not work on this machine" if seconds is None else f"{1e6 * seconds:.0f} microseconds a layer"
@@ -161,9 +172,12 @@ def _show(found: dict[str, Any], out: Console) -> None:
         if hardware["gpus"]:
             why = attention["no_graphs"]
             row("CUDA graphs", "of verifications, a graph a tree size" if why is None else f"none: {why}")
+    if "class" in model:
         kind = f"{model['class']}, {model['parameters'] / 1e6:,.0f}M parameters, {model['dtype']} on {model['device']}"
         row("model", f"{model['name']}: {kind}")
+        row("", model["layers"])
         row("context", f"{model['context_tokens']:,} tokens")
+    if attention is not None:
         fits = model["kv_tokens_that_fit"]
         room = "" if fits is None else f"; {fits:,} tokens fit the free memory"
         row("KV cache", f"{sizes.human(model['kv_bytes_per_1k_tokens'])} for 1,024 tokens of context{room}")
