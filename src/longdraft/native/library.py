@@ -298,7 +298,9 @@ def _place(x: torch.Tensor | None) -> int | None:
 
 def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:
     """True if :meth:`Kernels.attend` supports the dtypes, device, head size and strides of these tensors."""
-    if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)) or k.dtype != v.dtype:
+    if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)):
+        return False
+    if k.dtype != v.dtype or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return False
     readable = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
     served = k.dtype in FORMATS and readable and v.stride(-1) == 1
