@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from longdraft.attention import triton_backend, triton_tuning
-from longdraft.attention.block import Block
+from longdraft.attention.block import Block, Scoring
 from longdraft.attention.triton_tuning import Kind
 
 KIB = 1024
@@ -47,6 +47,8 @@ CAPACITY, PREFIX = 2**22 + 64, 32768
 # Rows of a tree: with the heads of a group folded, a tile of 16 rows (for one row and for several), 32 and 64.
 SIZES = (1, 4, 8, 64)
 SPLITS = (1, 3, 7, 15, 31, 63)
+# What a kernel computes besides, and the flag that says so.
+MORE = {"windows": "WINDOWED", "caps": "CAPPED", "sinks": "WITH_SINKS"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -88,6 +90,7 @@ class Compiled:
     head_dim: int
     tile: str
     mask: str
+    more: str
     warps: int
     stages: int
     registers: int
@@ -181,6 +184,11 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
             with replaced("_choice", lambda inputs, choice=choice: choice):
                 triton_backend.attend(q, keys, values, block, 1.0)
         triton_backend.attend(*inputs(dtype, head_dim, size, tree=False), 1.0)
+        scoring = Scoring(30.0, torch.empty(QUERY_HEADS, device="meta"))
+        for tree in {False, size > 1}:
+            q, keys, values, block = inputs(dtype, head_dim, size, tree)
+            windows = torch.zeros(1, size, dtype=torch.int32, device="meta")
+            triton_backend.attend(q, keys, values, replace(block, begins=windows), 1.0, scoring)
     if 1 in sizes:  # Triton makes constants of numbers that are 1: all at once
         q, keys, values, block = inputs(dtype, head_dim, 1, tree=False, heads=(1, 1))
         with replaced("_choose_splits", lambda *args: 1):
@@ -218,6 +226,7 @@ def compile_for(launch: Launch, target: int) -> Compiled:
         head_dim=o["HEAD_DIM"],
         tile=f"{o['BLOCK_R']} x {o['BLOCK_P']}" if merge else f"{o['BLOCK_M']} x {o['BLOCK_N']}",
         mask={None: "", True: "causal", False: "tree"}[o.get("CAUSAL")],
+        more=" ".join(name for name, flag in MORE.items() if o.get(flag)),
         warps=made.metadata.num_warps,
         stages=o.get("num_stages", 0),
         registers=registers,
@@ -244,9 +253,19 @@ def table(rows: list[Compiled]) -> Iterator[str]:
     targets = sorted({row.target for row in rows})
     cells: dict[tuple[Any, ...], dict[int, Compiled]] = {}
     for row in sorted(rows, key=lambda row: (KERNELS.index(row.kernel), bool(row.wrong), row.registers)):
-        own = (row.kernel, row.dtype, row.head_dim, row.tile, row.mask, row.warps, row.stages or "")
+        own = (row.kernel, row.dtype, row.head_dim, row.tile, row.mask, row.more, row.warps, row.stages or "")
         cells.setdefault(own, {})[row.target] = row
-    columns = ["kernel", "dtype", "head size", "tile", "mask", "warps", "stages", *(f"sm_{t}" for t in targets)]
+    columns = [
+        "kernel",
+        "dtype",
+        "head size",
+        "tile",
+        "mask",
+        "besides",
+        "warps",
+        "stages",
+        *(f"sm_{t}" for t in targets),
+    ]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for own in sorted(cells, key=lambda own: (KERNELS.index(own[0]), *own[1:3], [int(x) for x in own[3].split(" x ")])):

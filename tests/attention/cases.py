@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from longdraft.attention import reference
-from longdraft.attention.block import Block
+from longdraft.attention.block import PLAIN, Block, Scoring
 
 # float32: another order of summation. 16 bits: the output's own rounding (2^-8 and 2^-11 of values up to about 4), and
 # that of the softmax weights before they meet V in paths that use a 16-bit kernel.
@@ -35,6 +36,7 @@ def case(
     transposed: bool = False,
     dtype: torch.dtype = torch.float32,
     behind: int = 0,
+    window: int | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block, float]:
@@ -45,6 +47,7 @@ def case(
         mask: (B, size, behind + size) bool, instead of random trees.
         transposed: keys are stored column-wise.
         behind: the tree offset.
+        window: keys that a row sees, the last ones on its path; None for all.
     """
     generator = torch.Generator().manual_seed(len(lengths) + 7 * size + head_dim + 1000 * seed)
 
@@ -64,12 +67,22 @@ def case(
         keys = keys.transpose(-1, -2).contiguous().transpose(-1, -2)
     if tree and mask is None:
         mask = torch.stack([random_tree(width, generator)[behind:] for _ in lengths])
-    return q, keys, values, Block.make(slots, lengths, size, mask, device, behind), 1.3 * head_dim**-0.5
+    block = Block.make(slots, lengths, size, mask, device, behind)
+    if window is not None:
+        ends = block.lengths_t.unsqueeze(1) + block.depths(block.lengths_t.device) + 1
+        block = replace(block, begins=(ends - window).clamp(min=0).int())
+    return q, keys, values, block, 1.3 * head_dim**-0.5
 
 
-def assert_like_reference(attend, q, keys, values, block, scale, tolerance=None):
-    expected = reference.attend(q, keys, values, block, scale)
-    output = attend(q, keys, values, block, scale)
+def scored(softcap: float | None, sinks: bool, heads: int, device: str = "cpu") -> Scoring:
+    """Sinks of some size, if wanted."""
+    found = torch.randn(heads, generator=torch.Generator().manual_seed(heads)) + 1
+    return Scoring(softcap, found.to(device) if sinks else None)
+
+
+def assert_like_reference(attend, q, keys, values, block, scale, scoring=PLAIN, tolerance=None):
+    expected = reference.attend(q, keys, values, block, scale, scoring)
+    output = attend(q, keys, values, block, scale, scoring)
     assert output.shape == q.shape and output.dtype == q.dtype
     tolerance = TOLERANCE[q.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=tolerance)

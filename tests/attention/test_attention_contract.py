@@ -9,18 +9,19 @@ import torch
 
 from longdraft.attention import dispatch, prefix
 from longdraft.model.runner import TargetRunner
-from tests.attention.cases import HEADS, assert_like_reference, case
+from tests.attention.cases import HEADS, assert_like_reference, case, scored
 from tests.attention.paths import Path
 from tests.tiny import tiny_model
 
 TREE = pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 
 
-def check(path: Path, lengths: list[int], size: int, **settings) -> None:
+def check(path: Path, lengths: list[int], size: int, softcap=None, sinks=False, **settings) -> None:
     """In every dtype that the path supports."""
     for dtype in path.dtypes:
         arguments = case(lengths, size, device=path.device, dtype=dtype, **settings)
-        assert_like_reference(path.attend, *arguments, tolerance=path.tolerance(dtype))
+        scoring = scored(softcap, sinks, arguments[0].shape[1], path.device)
+        assert_like_reference(path.attend, *arguments, scoring, tolerance=path.tolerance(dtype))
 
 
 @TREE
@@ -47,6 +48,26 @@ def test_block_sizes(path, size, tree):
 def test_behind_earlier_levels(path, size, behind, tree):
     transposed = behind % 2 == 1 and path.columns
     check(path, [11, 0, 130, 1], size, heads=HEADS[size % 4], tree=tree, transposed=transposed, behind=behind)
+
+
+@TREE
+@pytest.mark.parametrize(("size", "behind", "window"), [(1, 0, 1), (1, 9, 20), (7, 0, 3), (5, 30, 16), (65, 8, 100)])
+def test_rows_that_see_a_window(path, size, behind, window, tree):
+    transposed = behind % 2 == 0 and path.columns
+    settings = {"heads": HEADS[size % 4], "tree": tree, "transposed": transposed, "behind": behind}
+    check(path, [11, 0, 130, 1], size, window=window, **settings)
+
+
+@TREE
+def test_a_prompt_with_windows_caps_and_sinks(path, tree):
+    check(path, [0, 300], 200, tree=tree, window=64, softcap=5.0, sinks=True)
+
+
+@TREE
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (30.0, True)])
+def test_soft_caps_and_sinks(path, softcap, sinks, tree):
+    for size, heads in ((1, (6, 2)), (5, (4, 4))):
+        check(path, [11, 0, 130, 1], size, heads=heads, tree=tree, softcap=softcap, sinks=sinks)
 
 
 def test_the_cache_is_left_alone(path):

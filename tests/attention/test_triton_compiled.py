@@ -46,8 +46,10 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
 def test_defaults(target: int, tmp_path: Path) -> None:
     options = "--dtypes", "bfloat16", "--heads", "128", "--sizes", "64", "--defaults", "--targets", str(target)
     rows = compiled(tmp_path, *options)
-    assert {(r["kernel"], r["mask"], r["target"]) for r in rows} == {
-        (*kernel, target) for kernel in (("prefix", ""), ("block", "tree"), ("block", "causal"), ("merge", ""))
+    plain = ("prefix", "", ""), ("block", "tree", ""), ("block", "causal", ""), ("merge", "", "")
+    more = ("prefix", "", "windows caps"), ("block", "tree", "caps"), ("block", "causal", "windows caps")
+    assert {(r["kernel"], r["mask"], r["more"], r["target"]) for r in rows} == {
+        (*kernel, target) for kernel in (*plain, *more, ("merge", "", "sinks"))
     }
     for row in rows:
         if row["kernel"] != "merge":

@@ -42,7 +42,10 @@ def attend(
     /,
 ) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`."""
-    if block.begins is not None or scoring is not PLAIN or keys.shape[3] != values.shape[3]:
+    kernels = native.kernels()
+    ours = kernels if kernels is not None and native.fits(q, keys[0], values[0]) else None
+    plain = block.begins is None and scoring is PLAIN and keys.shape[3] == values.shape[3]
+    if ours is None and not plain:
         return _row_by_row(q, keys, values, block, scale, scoring)
     batch, heads, size, dim = q.shape
     kv_heads = keys.shape[1]
@@ -50,21 +53,24 @@ def attend(
     folded = q.reshape(batch, kv_heads, heads // kv_heads * size, dim)
     few = size <= FEW_ROWS and q.dtype == torch.float32
     chain = block.mask is None and not block.offset
-    kernels = native.kernels()
-    out = torch.empty_like(folded)
+    out = q.new_empty(batch, heads, size, values.shape[3])
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         k, v = (x[slot, :, : n + block.width] for x in (keys, values))
-        ours = kernels if kernels is not None and native.fits(q, k, v) else None
         tree = None if block.width == 1 else block.block_mask(b, q.device)
-        if ours is not None and chain and not few:
-            out[b] = ours.attend_chunk(q[b], k, v, scale).view_as(out[b])
-        elif ours is not None or few:
-            out[b] = few_rows(folded[b], k, v, tree, scale)
+        if ours is not None:
+            begins, cap, sinks = None if block.begins is None else block.begins[b], scoring.softcap, scoring.sinks
+            if chain and not few:
+                own = ours.attend_chunk(q[b], k, v, scale, begins=begins, softcap=cap, sinks=sinks)
+            else:
+                own = ours.attend(folded[b], k, v, tree, scale, begins=begins, softcap=cap, sinks=sinks)
+        elif few:
+            own = few_rows(folded[b], k, v, tree, scale)
         elif tree is None:  # the row sees every key
-            out[b] = flash_prefix(folded[b], k, v, scale)[0]
+            own = flash_prefix(folded[b], k, v, scale)[0]
         else:
-            out[b] = _many_rows(q[b], folded[b], k, v, n, block, b, scale)
-    return out.view(batch, heads, size, dim)
+            own = _many_rows(q[b], folded[b], k, v, n, block, b, scale)
+        out[b] = own.view_as(out[b])
+    return out
 
 
 def _row_by_row(

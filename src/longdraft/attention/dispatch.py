@@ -33,6 +33,8 @@ PATHS = {
     "triton": "longdraft.attention.triton_backend",
 }
 # The paths that compute windows, soft caps and sinks themselves.
+SERVE_WINDOWS = ("reference", "cpu", "sdpa", "triton")
+# Those of them that also take values of another head size than the keys'.
 SERVE_ALL = ("reference", "cpu", "sdpa")
 # The paths that may be chosen on a GPU, in the order in which they are tried.
 ON_GPU = ("hybrid", "flash", "triton")
@@ -127,8 +129,9 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[st
 
 
 def _with_fallback(name: str, attend: Attend) -> Attend:
-    """A path whose kernels have no windows, soft caps, sinks or values of another head size than the keys': layers
-    with one of these are computed by torch's masked kernels."""
+    """A path whose kernels do not serve all layers, with windows, soft caps, sinks or values of another head size than
+    the keys': the others are computed by torch's masked kernels."""
+    windows = name in SERVE_WINDOWS
 
     def each_layer(
         q: torch.Tensor,
@@ -139,8 +142,11 @@ def _with_fallback(name: str, attend: Attend) -> Attend:
         scoring: Scoring = PLAIN,
         /,
     ) -> torch.Tensor:
-        if block.begins is None and scoring is PLAIN and keys.shape[3] == values.shape[3]:
-            return attend(q, keys, values, block, scale)
+        if keys.shape[3] == values.shape[3]:
+            if windows:
+                return attend(q, keys, values, block, scale, scoring)
+            if block.begins is None and scoring is PLAIN:
+                return attend(q, keys, values, block, scale)
         _say_once(name)
         return sdpa.attend(q, keys, values, block, scale, scoring)
 
@@ -149,7 +155,8 @@ def _with_fallback(name: str, attend: Attend) -> Attend:
 
 @functools.cache
 def _say_once(name: str) -> None:
-    log.warning("Layers with a window, a soft cap or sinks are computed by torch's masked kernels, not by %s.", name)
+    kinds = "values narrower than keys" if name in SERVE_WINDOWS else "a window, a soft cap or sinks"
+    log.warning("Layers with %s are computed by torch's masked kernels, not by %s.", kinds, name)
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:

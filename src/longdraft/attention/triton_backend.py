@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from longdraft.attention import triton_tuning
-from longdraft.attention.block import Block
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.triton_kernels import block_kernel, merge_kernel, prefix_kernel
 from longdraft.attention.triton_tuning import Choice, Kind, Tuning
 from longdraft.errors import CapabilityError
@@ -35,9 +35,13 @@ MAX_TILE_ROWS = 64
 WARPS = 4
 # Partial outputs that one program of the merge kernel holds in registers.
 MERGE_ELEMENTS = 8192
+# Place in :attr:`Block.derived`.
+MASK = "triton mask"
 
 # Keys for the measurement of choices: more than a large GPU's cache holds.
 TUNING_KEYS, TUNING_RUNS = 16384, 5
+
+LOG2_E = math.log2(math.e)
 
 tuning = Tuning()
 INTERPRETED = not isinstance(prefix_kernel, triton.JITFunction)
@@ -50,7 +54,7 @@ DOT_TYPES = {
 
 
 class Inputs(NamedTuple):
-    """q (B, Hq, T, d); keys, values (slots, Hkv, capacity, d), any strides; slots, lengths (B,) int32."""
+    """q (B, Hq, T, d); keys, values (slots, Hkv, n, d), any strides; slots, lengths (B,), begins (B, T) int32."""
 
     q: torch.Tensor
     keys: torch.Tensor
@@ -58,6 +62,15 @@ class Inputs(NamedTuple):
     slots: torch.Tensor
     lengths: torch.Tensor
     scale: float
+    softcap: float | None = None
+    begins: torch.Tensor | None = None
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Scale and cap of scores in base 2."""
+        if self.softcap is None:
+            return self.scale * LOG2_E, 0.0
+        return self.scale / self.softcap, self.softcap * LOG2_E
 
     @property
     def rows(self) -> int:
@@ -110,22 +123,42 @@ def prefix_attention(
     return o, lse
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    scoring: Scoring = PLAIN,
+    /,
+) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`, for float32, float16 and bfloat16.
 
     Keys and values may have any strides. The output has q's layout.
     """
     _check(q, keys, values)
-    inputs = Inputs(q, keys, values, block.slots_t, block.lengths_t, scale)
+    begins = None if block.begins is None else block.begins.contiguous()
+    inputs = Inputs(q, keys, values, block.slots_t, block.lengths_t, scale, scoring.softcap, begins)
     choice = _choice(inputs)
     splits = _choose_splits(inputs, max(block.lengths, default=0), choice)
     # One merge joins the splits of the prefix and the block, which are all parts of one attention.
     o_parts, lse_parts = _parts(splits + 1, q)
     _launch_prefix(inputs, o_parts, lse_parts, splits, choice)
-    _launch_block(inputs, block.mask, block.offset, o_parts[splits], lse_parts[splits])
+    _launch_block(inputs, _mask(block), block.offset, o_parts[splits], lse_parts[splits])
     out = torch.empty_like(q)
-    _launch_merge(o_parts, lse_parts, out, None)
+    _launch_merge(o_parts, lse_parts, out, None, scoring.sinks)
     return out
+
+
+def _mask(block: Block) -> torch.Tensor | None:
+    """The rows of the tree that each row sees, ``begins`` included; None for a causal chain."""
+    if block.begins is None or block.mask is None:
+        return block.mask
+    if MASK not in block.derived:
+        ranks = block.lengths_t.view(-1, 1, 1) + block.mask.cumsum(-1, dtype=torch.int32) - 1
+        block.derived[MASK] = block.mask & (ranks >= block.begins.unsqueeze(-1))
+    mask: torch.Tensor = block.derived[MASK]
+    return mask
 
 
 def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -161,6 +194,9 @@ def _choice(inputs: Inputs) -> Choice:
     """Launch parameters of the prefix kernel: the fastest, measured now if necessary, or the default."""
     q, (block_m, block_n, _) = inputs.q, inputs.tiles
     default = Choice(block_n, WARPS)
+    # Windows and caps take registers that keys would have.
+    if inputs.softcap is not None or inputs.begins is not None:
+        return Choice(max(16, block_n // 2), WARPS, 3)
     # float32 is for checks, and larger tiles than the default's would not fit the registers.
     if q.device.type != "cuda" or INTERPRETED or q.element_size() != 2 or not triton_tuning.wanted():
         return default
@@ -222,7 +258,7 @@ def _parts(parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _launch_prefix(inputs: Inputs, o_parts: torch.Tensor, lse_parts: torch.Tensor, splits: int, choice: Choice) -> None:
     """Writes parts [0, splits)."""
-    q, keys, values, slots, lengths, scale = inputs
+    q, keys, values, slots, lengths, *_, begins = inputs
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     block_m, _, block_d = inputs.tiles
     grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads, splits)
@@ -230,8 +266,9 @@ def _launch_prefix(inputs: Inputs, o_parts: torch.Tensor, lse_parts: torch.Tenso
         return
     with torch.cuda.device_of(q):
         prefix_kernel[grid](
-            q, keys, values, slots, lengths, o_parts, lse_parts, scale * math.log2(math.e),
+            q, keys, values, slots, lengths, slots if begins is None else begins, o_parts, lse_parts, *inputs.factors,
             size, kv_heads, splits, *q.stride(), *keys.stride(), *values.stride(),
+            WINDOWED=begins is not None, CAPPED=inputs.softcap is not None,
             GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=choice.block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=choice.warps, num_stages=choice.stages,
         )  # fmt: skip
@@ -241,10 +278,10 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
     """Writes the part of the tree: ``o`` (B, Hq, T, d) and ``lse`` (B, Hq, T), both float32.
 
     Args:
-        mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
+        mask: (B, T, offset + T) bool, True where row i sees row j of the tree; None for a causal chain.
         offset: the tree offset, rows of the tree before the block.
     """
-    q, keys, values, slots, lengths, scale = inputs
+    q, keys, values, slots, lengths, *_, begins = inputs
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     if mask is not None and mask.shape != (batch, size, offset + size):
         raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, offset + size)}")
@@ -256,15 +293,26 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
     mask_t, mask_strides = (slots, (0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with torch.cuda.device_of(q):
         block_kernel[grid](
-            q, keys, values, mask_t, slots, lengths, o, lse, scale * math.log2(math.e),
+            q, keys, values, mask_t, slots, lengths, slots if begins is None else begins, o, lse, *inputs.factors,
             size, offset, kv_heads, *q.stride(), *keys.stride(), *values.stride(), *mask_strides,
-            CAUSAL=mask is None, GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
+            CAUSAL=mask is None, WINDOWED=mask is None and begins is not None, CAPPED=inputs.softcap is not None,
+            GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip
 
 
-def _launch_merge(o_parts: torch.Tensor, lse_parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides, and into ``lse`` (B, Hq, T) unless None."""
+def _launch_merge(
+    o_parts: torch.Tensor,
+    lse_parts: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides, and into ``lse`` (B, Hq, T) unless None.
+
+    Args:
+        sinks: (Hq,) further scores, which count in ``lse`` too; None for none.
+    """
     parts, batch, heads, size, d = o_parts.shape
     rows = batch * heads * size
     block_p = triton.next_power_of_2(parts)
@@ -275,7 +323,8 @@ def _launch_merge(o_parts: torch.Tensor, lse_parts: torch.Tensor, out: torch.Ten
     with torch.cuda.device_of(out):
         merge_kernel[(triton.cdiv(rows, block_r),)](
             o_parts, lse_parts, out, lse_parts if lse is None else lse,
-            parts, rows, size, heads, *out.stride(),
-            WITH_LSE=lse is not None, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_R=block_r,
+            lse_parts if sinks is None else sinks.float().contiguous(), parts, rows, size, heads, *out.stride(),
+            WITH_LSE=lse is not None, WITH_SINKS=sinks is not None,
+            HEAD_DIM=d, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_R=block_r,
             num_warps=WARPS if block_r * block_p * block_d <= MERGE_ELEMENTS else 2 * WARPS,
         )  # fmt: skip

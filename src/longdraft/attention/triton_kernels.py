@@ -8,8 +8,9 @@ parts by log-sum-exp. Notation, per sequence b and KV head h:
     part p  one piece of the keys. Its normalised output o_p and log-sum-exp l_p, both float32, are written to
             buffers (P, B*Hkv*R, d) and (P, B*Hkv*R): folding keeps the order of a (P, B, Hq, T, d) tensor.
 
-Scores are in base 2 (the scale includes log2 e), because the hardware has exp2; the stored log-sum-exp is natural.
-Offsets are int64, because slot * stride exceeds 2^31 in a large cache.
+Scores are in base 2 (the scale includes log2 e, or the cap does), because the hardware has exp2; the stored log-sum-exp
+is natural. With WINDOWED, row i of sequence b sees keys from rank begins[b, i] on. Offsets are int64, because slot *
+stride exceeds 2^31 in a large cache.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -45,6 +46,25 @@ def _dot(a, b, acc, DOT: tl.constexpr):
 
 
 @triton.jit
+def _scores(q_tile, k_tile, acc, scale, cap, CAPPED: tl.constexpr, DOT: tl.constexpr):
+    """q k^T scale, or cap tanh(q k^T scale): the host chooses both numbers so that the result is in base 2."""
+    scores = _dot(q_tile, tl.trans(k_tile), acc, DOT) * scale
+    if CAPPED:
+        # The difference would lose the digits of small numbers: x + x^3 P(x^2) there, as in native/vectors.h.
+        z = scores * scores
+        p = (((-5.7049873e-3 * z + 2.0639088e-2) * z - 5.3739715e-2) * z + 1.3331442e-1) * z - 3.3333280e-1
+        far = 1.0 - 2.0 / (1.0 + tl.exp2(2.8853900817779268 * scores))
+        scores = cap * tl.where(z < 0.39, scores * z * p + scores, far)
+    return scores
+
+
+@triton.jit
+def _begins(begins, rows, T, R):
+    """The first rank that each row sees; no rank for rows of the padding. ``begins`` points at the sequence's."""
+    return tl.load(begins + rows % T, mask=rows < R, other=2147483647)
+
+
+@triton.jit
 def _online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
     """One key tile: running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
     m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -73,15 +93,16 @@ def _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM: tl.constexpr, B
 
 @triton.jit
 def prefix_kernel(
-    q, k, v, slots, lengths, o, lse, scale_log2, T, kv_heads, num_splits,
+    q, k, v, slots, lengths, begins, o, lse, scale, cap, T, kv_heads, num_splits,
     q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Part p = one split of the prefix. Grid: (row tiles, B*Hkv, splits).
 
     A split's bounds follow from the sequence's own length on the device, not from the longest one. So a ragged
-    batch is split evenly, and a recorded graph stays right while the lengths grow.
+    batch is split evenly, and a recorded graph stays right while the lengths grow. Keys before a tile's first begin
+    are not read.
     """
     sequence_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -91,11 +112,15 @@ def prefix_kernel(
     n = tl.load(lengths + b)
     R = GROUP * T
 
-    chunk = tl.cdiv(tl.cdiv(n, num_splits), BLOCK_N) * BLOCK_N
-    lo = split * chunk
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = 0
+    if WINDOWED:
+        begin = _begins(begins + b * T, rows, T, R)
+        first = tl.maximum(tl.minimum(tl.min(begin, axis=0), n), 0) // BLOCK_N * BLOCK_N
+    chunk = tl.cdiv(tl.cdiv(n - first, num_splits), BLOCK_N) * BLOCK_N
+    lo = first + split * chunk
     hi = tl.minimum(lo + chunk, n)
 
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
@@ -108,8 +133,11 @@ def prefix_kernel(
         ok = keys < hi
         k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
         v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
-        scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2
-        scores = tl.where(ok[None, :], scores, float("-inf"))
+        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
+        if WINDOWED:
+            scores = tl.where(ok[None, :] & (keys[None, :] >= begin[:, None]), scores, float("-inf"))
+        else:
+            scores = tl.where(ok[None, :], scores, float("-inf"))
         m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
 
     first_row = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R
@@ -118,15 +146,17 @@ def prefix_kernel(
 
 @triton.jit
 def block_kernel(
-    q, k, v, mask, slots, lengths, o, lse, scale_log2, T, offset, kv_heads,
+    q, k, v, mask, slots, lengths, begins, o, lse, scale, cap, T, offset, kv_heads,
     q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, mask_b, mask_i, mask_j,
-    CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The tree part: row i sees row j of the tree, at cache row lengths[b] + j, if the mask allows it.
 
     The tree has offset + T rows; row i of the block is row offset + i of the tree. Grid: (row tiles, B*Hkv). ``o`` and
-    ``lse`` point at one part's slice of the buffers. ``mask`` is uint8, and not read for a causal chain.
+    ``lse`` point at one part's slice of the buffers. ``mask`` is uint8, and not read for a causal chain. ``begins`` are
+    read for a causal chain only, where they count from the tree's first row: otherwise the mask contains them.
     """
     sequence_head = tl.program_id(1)
     b = (sequence_head // kv_heads).to(tl.int64)
@@ -147,7 +177,11 @@ def block_kernel(
         end = offset + tl.max(i, axis=0) + 1  # no row of this tile sees beyond itself
     else:
         end = offset + T
-    for start in range(0, end, BLOCK_N):
+    first = 0
+    if WINDOWED:
+        begin = _begins(begins + b * T, rows, T, R) - n.to(tl.int32)
+        first = tl.maximum(tl.minimum(tl.min(begin, axis=0), end), 0) // BLOCK_N * BLOCK_N
+    for start in range(first, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         at = j.to(tl.int64)
         ok = j < offset + T
@@ -155,11 +189,13 @@ def block_kernel(
         v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
         if CAUSAL:
             sees = ok[None, :] & (j[None, :] <= offset + i[:, None])
+            if WINDOWED:
+                sees = sees & (j[None, :] >= begin[:, None])
         else:
             # int32 suffices within one sequence's mask; int64 offsets would take a tile of registers.
             offsets = i[:, None] * mask_i + j[None, :] * mask_j
             sees = tl.load(mask + b * mask_b + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
-        scores = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), DOT) * scale_log2
+        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
         scores = tl.where(sees, scores, float("-inf"))
         m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
 
@@ -169,13 +205,14 @@ def block_kernel(
 
 @triton.jit
 def merge_kernel(
-    o_parts, lse_parts, out, lse, parts, N, T, heads, out_b, out_head, out_t, out_d,
-    WITH_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    o_parts, lse_parts, out, lse, sinks, parts, N, T, heads, out_b, out_head, out_t, out_d,
+    WITH_LSE: tl.constexpr, WITH_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p over the N = B*Hq*T rows. Grid: (row tiles,).
 
-    All parts of a row are loaded at once: a loop would wait for memory once for each part.
+    All parts of a row are loaded at once: a loop would wait for memory once for each part. A head's sink is one more
+    part, whose output is 0.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     p = tl.arange(0, BLOCK_P)
@@ -185,9 +222,14 @@ def merge_kernel(
 
     l_p = tl.load(lse_parts + flat, mask=ok, other=float("-inf"))
     top = tl.max(l_p, axis=1)
+    if WITH_SINKS:
+        sink = tl.load(sinks + rows // T % heads, mask=rows < N, other=float("-inf"))
+        top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)  # no part saw anything: every weight is exp(-inf) = 0
     weights = tl.exp(l_p - top[:, None])
     total = tl.sum(weights, axis=1)
+    if WITH_SINKS:
+        total += tl.exp(sink - top)
     divisor = tl.where(total > 0.0, total, 1.0)
 
     o_p = tl.load(

@@ -39,11 +39,11 @@ int64_t tail_size(int64_t rows, int64_t d, int64_t width) {
 }
 
 // The tail of the text: the last `before` keys of the prefix, from `start` on, which fill no block, and the tree behind them.
-// Row r sees these keys of the prefix and the tree's keys on the path of its node, r % paths.rows. Its scores are gathered into
-// blocks as if the path were committed already. Values are summed in storage order; those that the row does not see have
-// weight 0, which changes no sum. Only blocks [from, to) are computed.
-void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t before, const Paths &paths, int64_t from,
-                 int64_t to, float *room) {
+// Row r sees these keys of the prefix and the tree's keys on the path of its node, r % paths.rows, from rank
+// begins[r % paths.rows] on. Its scores are gathered into blocks as if the path were committed already. Values are summed in
+// storage order; those that the row does not see have weight 0, which changes no sum. Only blocks [from, to) are computed.
+void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t before, const Paths &paths,
+                 const std::int32_t *begins, int64_t from, int64_t to, float *room) {
   const int64_t all = before + paths.width, each = in.rows * BLOCK;
   float *raw = room, *own = raw + (all + BLOCK - 1) / BLOCK * each, *weights = own + each, *turned = weights + each;
   for (int64_t a = 0; a < all; a += BLOCK) {
@@ -62,8 +62,10 @@ void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t bef
       for (int64_t j = prefix; j < end; j++) s[j] = at(r, before + paths.keys[t * paths.width + first + j - prefix]);
       for (int64_t j = end; j < keys; j++) s[j] = NEVER;
     }
+    hide_before(own, in.rows, a, keys, begins, paths.rows);
     soften(own, in.rows, keys, in.d, in.part);
-    if (prefix) mix_block(in, text, start, prefix, own);
+    const int64_t unseen = std::min(prefix, std::max<int64_t>(0, in.begin - a));
+    if (unseen < prefix) mix_block(in, text, a + unseen, prefix - unseen, own + unseen);
     for (int64_t piece = 0; piece < paths.width; piece += BLOCK) {
       const int64_t count = std::min(BLOCK, paths.width - piece);
       for (int64_t r = 0; r < in.rows; r++) {
@@ -79,29 +81,38 @@ void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t bef
   }
 }
 
+// The first of n keys that any of the rows sees.
+int64_t first_seen(const std::int32_t *begins, int64_t rows, int64_t n) {
+  return begins ? std::clamp<int64_t>(*std::min_element(begins, begins + rows), 0, n - 1) : 0;
+}
+
 }  // namespace
 
 void longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t rows, int64_t d, int64_t n,
-                      const std::uint8_t *mask, int64_t mask_rows, int64_t width, float scale, float *out, int threads) {
+                      const std::uint8_t *mask, int64_t mask_rows, int64_t width, const std::int32_t *begins,
+                      const Scoring *scoring, float *out, int threads) {
   static thread_local Scratch of_caller;
   if (!mask) width = 0;
   const int64_t prefix = n - width, tail = width ? prefix / BLOCK * BLOCK : n;  // the tail: attend_tail's
-  const int64_t segments = (n + SEGMENT - 1) / SEGMENT, size = partial_size(rows, d);
+  const int64_t begin = first_seen(begins, mask_rows, n), before = begin / SEGMENT;  // segments that no row sees
+  const int64_t segments = (n + SEGMENT - 1) / SEGMENT - before, size = partial_size(rows, d);
   const int64_t of_paths = Scratch::whole_lines(Paths::size(mask_rows, width)), of_q = Scratch::whole_lines(heads * rows * d);
   float *scaled = of_caller.of(of_q + of_paths + heads * segments * size), *partials = scaled + of_q + of_paths;
-  for (int64_t i = 0; i < heads * rows * d; i++) scaled[i] = q[i] * scale;
+  for (int64_t i = 0; i < heads * rows * d; i++) scaled[i] = q[i] * scoring->scale;
   const Paths paths(reinterpret_cast<std::int32_t *>(scaled + of_q), mask, width ? mask_rows : 0, width);
   share_out(threads, heads * segments, [&](int64_t item) {
     static thread_local Scratch own;
-    const int64_t head = item / segments, from = item % segments * SEGMENT, to = std::min(n, from + SEGMENT);
+    const int64_t head = item / segments, segment = before + item % segments, to = std::min(n, (segment + 1) * SEGMENT);
+    const int64_t from = std::max(segment * SEGMENT, begin / BLOCK * BLOCK);
     float *room = own.of(std::max(BLOCK * (rows + d), tail_size(rows, d, width)));
     const Partial part = empty_partial(partials + item * size, rows, d);
-    const Queries in{scaled + head * rows * d, rows, d, part};
+    const Queries in{scaled + head * rows * d, rows, d, part, scoring->cap, begin};
     const Text text = text_of(*kv, slot, head);
     for (int64_t a = from; a < std::min(to, tail); a += BLOCK) {
-      attend_block(in, text, a, std::min(BLOCK, to - a), room, room + BLOCK * rows, [](float *, int64_t, int64_t) {});
+      attend_block(in, text, a, std::min(BLOCK, to - a), room, room + BLOCK * rows,
+                   [=](float *s, int64_t at, int64_t keys) { hide_before(s, rows, at, keys, begins, mask_rows); });
     }
-    if (to > tail) attend_tail(in, text, tail, prefix - tail, paths, std::max(from, tail), to, room);
+    if (to > tail) attend_tail(in, text, tail, prefix - tail, paths, begins, std::max(from, tail), to, room);
   });
   share_out(heads * segments * rows * d > 1 << 16 ? threads : 1, heads, [&](int64_t head) {
     const auto part = [&](int64_t segment) {
@@ -109,12 +120,14 @@ void longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_
       return Partial{place, place + rows * d, place + rows * d + padded(rows)};
     };
     for (int64_t segment = 1; segment < segments; segment++) join(part(0), part(segment), rows, d);
-    divide(part(0), rows, d, out + head * rows * d);
+    const float *sinks = scoring->sinks ? scoring->sinks + head * (rows / mask_rows) : nullptr;
+    divide(part(0), rows, d, out + head * rows * d, sinks, mask_rows);
   });
 }
 
 void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t group, int64_t rows,
-                            int64_t d, int64_t n, float scale, float *out, int threads) {
+                            int64_t d, int64_t n, const std::int32_t *begins, const Scoring *scoring, float *out,
+                            int threads) {
   constexpr int64_t TOGETHER = 16 * ROWS;  // rows whose scores fit the second-level cache together with a block
   const int64_t tiles = (rows + TOGETHER - 1) / TOGETHER;
   share_out(threads, heads * tiles, [&](int64_t item) {
@@ -126,23 +139,26 @@ void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, 
     float *s = own.of((BLOCK + d) * TOGETHER + BLOCK * d + 2 * size);
     float *turned = s + BLOCK * TOGETHER, *scaled = turned + BLOCK * d, *places = scaled + d * TOGETHER;
     const float *own_q = q + (head * rows + first) * d;
-    for (int64_t i = 0; i < count * d; i++) scaled[i] = own_q[i] * scale;
+    for (int64_t i = 0; i < count * d; i++) scaled[i] = own_q[i] * scoring->scale;
     const Text text = text_of(*kv, slot, head / group);
+    const std::int32_t *own_begins = begins ? begins + first : nullptr;
+    const int64_t begin = first_seen(own_begins, count, before + count), start = begin / SEGMENT * SEGMENT;
     const auto hide = [=](float *scores, int64_t a, int64_t keys) {
+      hide_before(scores, count, a, keys, own_begins, count);
       for (int64_t r = 0; r < count; r++) {  // row r sees keys up to before + r
         for (int64_t j = std::max(a, before + r + 1); j < a + keys; j++) scores[r * BLOCK + j - a] = NEVER;
       }
     };
     const Partial all = empty_partial(places, count, d);
-    for (int64_t from = 0; from < before + count; from += SEGMENT) {
-      const Partial part = from ? empty_partial(places + size, count, d) : all;
-      for (int64_t a = from; a < std::min(before + count, from + SEGMENT); a += BLOCK) {
+    for (int64_t from = start; from < before + count; from += SEGMENT) {
+      const Partial part = from > start ? empty_partial(places + size, count, d) : all;
+      for (int64_t a = std::max(from, begin / BLOCK * BLOCK); a < std::min(before + count, from + SEGMENT); a += BLOCK) {
         const int64_t keys = std::min(BLOCK, before + count - a);
-        attend_block({scaled, count, d, part}, text, a, keys, s, turned, hide);
+        attend_block({scaled, count, d, part, scoring->cap, begin}, text, a, keys, s, turned, hide);
       }
-      if (from) join(all, part, count, d);
+      if (from > start) join(all, part, count, d);
     }
-    divide(all, count, d, out + (head * rows + first) * d);
+    divide(all, count, d, out + (head * rows + first) * d, scoring->sinks ? scoring->sinks + head : nullptr, count);
   });
 }
 

@@ -1,7 +1,7 @@
 // The parts of attention: a block's scores, its softmax, its values, and the merge of segments.
 //
 // A row's bits do not depend on the rows beside it: the borders of blocks and segments do not depend on the number of threads,
-// and every sum has a fixed order.
+// every sum has a fixed order, and a block of which a row sees nothing leaves its maximum, sum and output as they were.
 #pragma once
 
 #include "packed.h"
@@ -214,6 +214,8 @@ struct Queries {
   const float *q;
   int64_t rows, d;
   Partial part;
+  float cap = 0;      // Scoring's
+  int64_t begin = 0;  // the first key that any of the rows sees
 };
 
 // Of (rows, BLOCK), each key's column times its scale.
@@ -222,6 +224,14 @@ void scale_keys(float *s, int64_t rows, int64_t keys, const float *scales) {
     int64_t j = 0;
     for (; j + LANES <= keys; j += LANES) store(s + j, load(s + j) * load(scales + j));
     for (; j < keys; j++) s[j] *= scales[j];
+  }
+}
+
+// Caps scores (rows, BLOCK), a whole vector at a time: a score's bits do not depend on its place.
+void cap_scores(float *s, int64_t rows, int64_t keys, float cap) {
+  const float inverse = 1.0f / cap;
+  for (int64_t r = 0; r < rows; r++, s += BLOCK) {
+    for (int64_t j = 0; j < keys; j += LANES) store(s + j, cap * hyperbolic_tangent(load(s + j) * inverse));
   }
 }
 
@@ -239,6 +249,7 @@ void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, f
     as_stored(text.k, text.format, [&](auto *k) { score_keys(k + a, text.k_dim, k + a + BLOCK); });
   }
   if (text.k_scale) scale_keys(s, in.rows, keys, text.k_scale + a);
+  if (in.cap) cap_scores(s, in.rows, keys, in.cap);
 }
 
 // Adds the values of keys [a, a + keys) with weights p (rows, BLOCK), which are overwritten.
@@ -253,14 +264,25 @@ void mix_block(const Queries &in, const Text &text, int64_t a, int64_t keys, flo
   });
 }
 
-// Keys [a, a + keys); hide(s, a, keys) sets the scores of what a row does not see to NEVER.
+// Sets the scores (rows, BLOCK) of keys [a, a + keys) to NEVER where they lie before the row's first: begins[r % each].
+inline void hide_before(float *s, int64_t rows, int64_t a, int64_t keys, const std::int32_t *begins, int64_t each) {
+  if (!begins) return;
+  for (int64_t r = 0; r < rows; r++, s += BLOCK) {
+    const int64_t hidden = begins[r % each] - a;
+    if (hidden > 0) std::fill_n(s, std::min(keys, hidden), NEVER);
+  }
+}
+
+// Keys [a, a + keys), some of which are seen; hide(s, a, keys) sets the scores of what a row does not see to NEVER. Keys that no
+// row sees are not read: with the weight 0 they would change nothing.
 template <typename Hide>
 inline void attend_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *s, float *turned,
                          const Hide &hide) {
-  score_block(in, text, a, keys, s, turned);
+  const int64_t unseen = std::max<int64_t>(0, in.begin - a), skipped = unseen / 16 * 16;  // whole vectors
+  score_block(in, text, a + skipped, keys - skipped, s + skipped, turned);
   hide(s, a, keys);
   soften(s, in.rows, keys, in.d, in.part);
-  mix_block(in, text, a, keys, s);
+  mix_block(in, text, a + unseen, keys - unseen, s + unseen);
 }
 
 int64_t padded(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
@@ -291,9 +313,16 @@ void join(const Partial &all, const Partial &next, int64_t rows, int64_t d) {
   }
 }
 
-void divide(const Partial &part, int64_t rows, int64_t d, float *out) {
+// sinks[r / each]: a score of row r's that has no value, or null.
+void divide(const Partial &part, int64_t rows, int64_t d, float *out, const float *sinks = nullptr, int64_t each = 1) {
   for (int64_t r = 0; r < rows; r++) {
-    for (int64_t c = 0; c < d; c++) out[r * d + c] = part.out[r * d + c] / part.total[r];
+    float kept = 1.0f, total = part.total[r];
+    if (sinks) {
+      const float sink = sinks[r / each], high = std::max(part.high[r], sink);
+      kept = exponential(every(part.high[r] - high))[0];
+      total = fused(kept, total, exponential(every(sink - high))[0]);
+    }
+    for (int64_t c = 0; c < d; c++) out[r * d + c] = part.out[r * d + c] * kept / total;
   }
 }
 

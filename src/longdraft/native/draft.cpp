@@ -35,8 +35,9 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
       kv.k = static_cast<float *>(kv.k) + begin * kv.k_row;
       kv.v = static_cast<float *>(kv.v) + begin * kv.v_row;
     }
+    const Scoring scoring{l.scale, 0, nullptr};
     longdraft_attend(turned, &kv, n.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d, keys, mask, size, seen.width,
-                     l.scale, found, threads);
+                     nullptr, &scoring, found, threads);
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) std::copy_n(found + (h * size + t) * d, d, q + t * inner + h * d);
     }

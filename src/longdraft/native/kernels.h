@@ -57,6 +57,13 @@ struct KeysValues {
   std::int64_t scale_layer, scale_slot, scale_head;
 };
 
+// How attention weighs keys: by exp(s), s = scale * (q . k), or cap * tanh(s / cap) of it.
+struct Scoring {
+  float scale;
+  float cap;           // 0: scores are not capped
+  const float *sinks;  // (query heads,) or null: a score that joins the sum of a row's weights and has no value
+};
+
 // A draft's block and its head: EAGLE-3's, which joins tokens with features of the target, or LongSpec's, which also attends to
 // the target's keys.
 struct Draft {
@@ -120,22 +127,24 @@ void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
 // kv: n keys and values of a slot; one of k_row and k_dim is 1, and rows of v are contiguous.
-// mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them. What a row gets is,
-// to the bit, what it would get alone, with the keys that it sees one after the other.
-// d: a multiple of 16. Scores are multiplied by `scale`.
+// mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them.
+// begins (mask_rows,) or null: the first rank that a row sees. A key before the last `width` has its number as rank; the others
+// follow in the order in which the row's path has them. Keys that no row sees are not read.
+// What a row gets is, to the bit, what it would get alone, with the keys on its path one after the other.
+// d: a multiple of 16.
 void longdraft_attend(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads, std::int64_t rows,
                       std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
-                      std::int64_t width, float scale, float *out, int threads);
+                      std::int64_t width, const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
 
 // A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
-// rows - 1 - r of the n keys. kv, scale as above, and so are the bits.
+// rows - 1 - r of the n keys, from begins[r] on. kv, begins (rows,) and scoring as above, and so are the bits.
 void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads,
-                            std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n, float scale,
-                            float *out, int threads);
+                            std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n,
+                            const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
 
 // Attention that goes on: each of `count` rows (heads, group, d) of q sees the first ends[row] keys of slots[row] besides
 // those whose part in it is given by out, its values mixed but not divided, and by the maxima and sums (count, heads, group)
-// of its weights. out becomes the whole.
+// of its weights. out becomes the whole. There are no caps and no sinks here, and the sums hold none.
 void longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_t *slots, const std::int64_t *ends,
                          std::int64_t count, std::int64_t heads, std::int64_t group, std::int64_t d, float scale, float *out,
                          const float *high, const float *total, int threads);

@@ -52,14 +52,15 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
     }
   });
 
+  const Scoring scoring{l.scale, 0, nullptr};
   for (int64_t b = 0; b < batch.sequences; b++) {
     const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
     if (batch.prompt && size > MANY) {
       longdraft_attend_chunk(queries + b * q_size * size, &kv, batch.slots[b], l.heads, l.heads / l.kv_heads, size, d,
-                             batch.ends[b], l.scale, folded, threads);
+                             batch.ends[b], nullptr, &scoring, folded, threads);
     } else {
       longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
-                       batch.ends[b], mask, size, batch.width, l.scale, folded, threads);
+                       batch.ends[b], mask, size, batch.width, nullptr, &scoring, folded, threads);
     }
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {

@@ -22,7 +22,7 @@ from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
-from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Weights
+from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Scoring, Weights
 
 logger = logging.getLogger("longdraft")
 
@@ -52,10 +52,10 @@ class Kernels:
         self._linear = declared(library, "linear", Pointer, Long, Long, ctypes.POINTER(Matrix), Long, threads)
         self._unpack = declared(library, "unpack", Pointer, *(Long,) * 4, Pointer, threads)
         self._nibble = declared(library, "nibble", Pointer, Long, Long, Pointer, threads)
-        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; scale; out; threads
-        last = (ctypes.c_float, Pointer, threads)
+        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; begins; scoring; out; threads
+        last = (Pointer, ctypes.POINTER(Scoring), Pointer, threads)
         self._attend = declared(library, "attend", Pointer, kv, *(Long,) * 5, Pointer, Long, Long, *last)
-        # q; keys and values, their slot; heads, group, rows, d, n; scale; out; threads
+        # q; keys and values, their slot; heads, group, rows, d, n; begins; scoring; out; threads
         self._chunk = declared(library, "attend_chunk", Pointer, kv, *(Long,) * 6, *last)
         # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
         rows = (Pointer, Pointer, *(Long,) * 4)
@@ -94,7 +94,16 @@ class Kernels:
         return matrix
 
     def attend(
-        self, q: torch.Tensor, k: KeptRows, v: KeptRows, tree: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: KeptRows,
+        v: KeptRows,
+        tree: torch.Tensor | None,
+        scale: float,
+        *,
+        begins: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of folded rows.
 
@@ -103,6 +112,10 @@ class Kernels:
             k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row.
             tree: (T, W) bool, True where a row sees one of the last W keys; it sees all keys before them. None if every
                 row sees every key.
+            begins: (T,) int32, the first rank that a row sees: keys before the last W rank by number, then come those
+                on the row's path. None if rows see their path from its start.
+            softcap: scores s become softcap * tanh(s / softcap).
+            sinks: (Hq,) a score for each query head that joins the softmax's denominator and has no value.
 
         Returns:
             Output shaped like q.
@@ -110,23 +123,35 @@ class Kernels:
         q = q.contiguous()
         out = torch.empty_like(q)
         heads, rows, d = q.shape
-        mask: tuple[int | None, int, int] = (None, 1, 0)
-        if tree is not None:
-            tree = tree.contiguous()
-            mask = (tree.data_ptr(), tree.shape[0], tree.shape[1])
+        tree, begins, sinks = _laid_out(tree), _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
+        size = rows if sinks is None else rows * heads // len(sinks)
+        size = next((len(x) for x in (tree, begins) if x is not None), size)
         launch(
             *("attend", [q, out], self._attend),
-            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
-            *(heads, rows, d, k.shape[1], *mask, scale, out.data_ptr(), torch.get_num_threads()),
+            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
+            *(_place(tree), size, 0 if tree is None else tree.shape[1], _place(begins)),
+            *(Scoring(scale, softcap or 0.0, _place(sinks)), out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
-    def attend_chunk(self, q: torch.Tensor, k: KeptRows, v: KeptRows, scale: float) -> torch.Tensor:
+    def attend_chunk(
+        self,
+        q: torch.Tensor,
+        k: KeptRows,
+        v: KeptRows,
+        scale: float,
+        *,
+        begins: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention of a chunk of a prompt.
 
         Args:
             q: (Hq, T, d).
             k, v: (Hkv, n, d), stored as for :meth:`attend`; the last T are those of the chunk itself.
+            begins: (T,) int32, the first key that a row sees; None if it is key 0.
+            softcap, sinks: as for :meth:`attend`.
 
         Returns:
             Output shaped like q.
@@ -134,10 +159,12 @@ class Kernels:
         q = q.contiguous()
         out = torch.empty_like(q)
         heads, rows, d = q.shape
+        begins, sinks = _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
         launch(
             *("attend_chunk", [q, out], self._chunk),
             *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
-            *(heads, heads // k.shape[0], rows, d, k.shape[1], scale, out.data_ptr(), torch.get_num_threads()),
+            *(heads, heads // k.shape[0], rows, d, k.shape[1], _place(begins)),
+            *(Scoring(scale, softcap or 0.0, _place(sinks)), out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
@@ -261,9 +288,19 @@ class StackOutput:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+def _laid_out(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    return None if x is None else x.to(dtype or x.dtype).contiguous()
+
+
+def _place(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:
     """True if :meth:`Kernels.attend` supports the dtypes, device, head size and strides of these tensors."""
-    if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)) or k.dtype != v.dtype:
+    if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)):
+        return False
+    if k.dtype != v.dtype or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return False
     readable = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
     served = k.dtype in FORMATS and readable and v.stride(-1) == 1

@@ -90,6 +90,12 @@ class KeysValues(ctypes.Structure):
         return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
 
 
+class Scoring(ctypes.Structure):
+    """See kernels.h."""
+
+    _fields_ = [("scale", ctypes.c_float), ("cap", ctypes.c_float), ("sinks", Pointer)]
+
+
 # The weight of a norm and its epsilon.
 Norm = tuple[torch.Tensor, float]
 
