@@ -127,7 +127,7 @@ class RecurrentStates:
     """The states of a model's recurrent layers, for the slots of one store.
 
     Args:
-        shapes: the sizes of each layer, by its index in the model.
+        shapes: the sizes of each layer, by its number.
     """
 
     def __init__(self, shapes: Mapping[int, RecurrentShape], slots: int, device: torch.device) -> None:

@@ -47,7 +47,7 @@ class Recorded:
 
     Attributes:
         calls: of the attention function, in order.
-        recurrent: sizes of the states of recurrent layers, by the numbers of the layers.
+        recurrent: sizes of the states of recurrent layers, which are numbered in the order of their modules.
     """
 
     calls: tuple[Call, ...]

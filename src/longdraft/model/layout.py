@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     Attributes:
         shape: of the rows of the whole text; ``layers`` may be 0.
         windows: of the layers that keep the last rows only.
-        recurrent: of the layers that keep a state, by the numbers of the layers.
+        recurrent: of the layers that keep a state; they are numbered in the order of their modules.
     """
 
     places: tuple[Place, ...]

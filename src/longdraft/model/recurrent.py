@@ -49,12 +49,8 @@ def install(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: a mixer computes in another way than those that we know.
     """
-    known: set[int] = set()
-    for module in mixers_of(model):
-        mixer = _Mixer(module)
-        if mixer.index in known:
-            raise UnsupportedModelError(f"{type(model).__name__} has two recurrent parts in layer {mixer.index}.")
-        known.add(mixer.index)
+    for index, module in enumerate(mixers_of(model)):
+        _Mixer(module, index)
 
 
 def learn(run: Callable[[], object]) -> dict[int, RecurrentShape]:
@@ -80,20 +76,21 @@ def mixers_of(model: nn.Module) -> list[nn.Module]:
 class _Mixer:
     """One mixer, with the functions that its forward calls in the place of its module's."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.index = index
         code, self._kind = own_forward(module), type(module).__name__
-        index, names = getattr(module, "layer_idx", None), [n for n in RECURRENCES if n in code.words]
+        names = [n for n in RECURRENCES if n in code.words]
         caches = [name for name in _CACHES if name in code.parameters]
         stateful = "update_recurrent_state" in code.words
         own = code.function
-        if own is None or not isinstance(index, int) or not caches or len(names) != stateful:
+        if own is None or not caches or len(names) != stateful:
             raise UnsupportedModelError(self.unknown())
         if (
             _CONVOLUTION not in code.words
             or getattr(present_forward(module), "__func__", None) is not type(module).forward
         ):
             raise UnsupportedModelError(self.unknown())
-        self.index, self._cache_name = index, caches[0]
+        self._cache_name = caches[0]
         self._signature = inspect.signature(own)
         functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: self._convolve}
         self.convolution = own.__globals__[_CONVOLUTION]
@@ -127,6 +124,10 @@ class _Mixer:
         named |= {"attention_mask": None} if "attention_mask" in self._signature.parameters else {}
         if hosted is None:
             assert learning is not None
+            if self.index in learning:
+                raise UnsupportedModelError(
+                    f"{self._kind} is one module in several layers, which longdraft cannot host."
+                )
             turn = _Turn()
             learning[self.index] = self, turn
             return self._run(turn, named)
