@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +28,8 @@ _TREE = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
 # Largest relative difference of a row's logits in float32, and in 16 bits.
 _CLOSE, _ROUNDED = 1e-4, 0.1
+# What models call their cache, in the words of transformers 5.24 and 5.17.
+_CACHES = ("cache", "past_key_values", "cache_params")
 # Rounding can send a token to another expert, so other tokens are tried where one text fails.
 _TRIALS = 3
 
@@ -76,11 +79,24 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
 def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """Logits (3, vocabulary) of the tree's rows, by the model's own forward of each path."""
     rows, given = [], "position_ids" in inspect.signature(type(copy).forward).parameters
+
+    def forward(text: torch.Tensor, start: int, **more: Any) -> Any:
+        # As ``generate`` does: some models count positions otherwise where they are not given any.
+        place = {"position_ids": _positions(text) + start} if given else {}
+        return copy(input_ids=text, **place, **more)
+
+    stepwise = bool(recurrent.mixers_of(copy))
     for path in ([0], [1, 2]):
         text = on_device([tokens[:_TEXT] + [tokens[_TEXT + i] for i in path]], copy.device)
-        # As ``generate`` does: some models count positions otherwise where they are not given any.
-        place = {"position_ids": _positions(text)} if given else {}
-        rows.append(copy(input_ids=text, use_cache=False, **place).logits[0, -len(path) :])
+        if not stepwise:
+            rows.append(forward(text, 0, use_cache=False).logits[0, -len(path) :])
+            continue
+        # Some recurrent layers compute a single token otherwise than several, and ``generate`` computes single ones.
+        out = forward(text[:, :_TEXT], 0, use_cache=True)
+        for i in range(_TEXT, text.shape[1]):
+            kept = {name: out[name] for name in _CACHES if out.get(name) is not None}
+            out = forward(text[:, i : i + 1], i, use_cache=True, **kept)
+            rows.append(out.logits[0])
     return torch.cat(rows)
 
 
