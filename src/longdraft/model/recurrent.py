@@ -28,6 +28,7 @@ from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, Re
 from longdraft.model.hosting import running
 from longdraft.model.model_code import own_forward, present_forward, replace_forward
 from longdraft.model.recurrences import RECURRENCES, Recurrence, Rows, bound
+from longdraft.model.row_functions import WholeVectors, undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native import Kernels, kernels
 from longdraft.native.recurrent import RecurrentKernel, RecurrentTree
@@ -92,11 +93,11 @@ class _Mixer:
             raise UnsupportedModelError(self.unknown())
         self._cache_name = caches[0]
         self._signature = inspect.signature(own)
-        functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: self._convolve}
+        functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: undisturbed(self._convolve)}
         self.convolution = own.__globals__[_CONVOLUTION]
         self.recurrence = RECURRENCES[names[0]] if names else None
         if self.recurrence is not None:
-            functions[names[0]] = self._scan
+            functions[names[0]] = undisturbed(self._scan)
             self.rule, self._step = own.__globals__[names[0]], own.__globals__[self.recurrence.step]
         self._module, self._forward = module, code.calling(functions)
         self._turn: _Turn = _Turn()
@@ -288,7 +289,7 @@ class _Rows(_Turn):
         for i in range(1, size):
             y = y + rows[:, :, i] * weight[:, i].float()
         y = (y if bias is None else y + bias.float()).to(x.dtype).transpose(1, 2)
-        return y if activation is None else ACT2FN[activation](y)
+        return y if activation is None else whole_vectors(ACT2FN[activation], y)
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
         assert mixer.recurrence is not None
@@ -333,13 +334,14 @@ class _Rows(_Turn):
     def _one_by_one(self, mixer: _Mixer, arguments: dict[str, Any], b: int) -> torch.Tensor:
         """Outputs (T, ...) of a sequence's last rows, by the model's own function for one token."""
         slot, parents = self._slots[b], parents_of(self._block)[b]
-        replay(mixer, slot, arguments)
-        assert slot.now.state is not None
-        outputs, states = [], {-1: slot.now.state}
-        for row in needed(parents, self._block.offset):
-            out, states[row] = mixer.step(arguments, states[parents[row]], tuple(x[row] for x in slot.rows))
-            if row >= self._block.offset:
-                outputs.append(out)
+        with WholeVectors():
+            replay(mixer, slot, arguments)
+            assert slot.now.state is not None
+            outputs, states = [], {-1: slot.now.state}
+            for row in needed(parents, self._block.offset):
+                out, states[row] = mixer.step(arguments, states[parents[row]], tuple(x[row] for x in slot.rows))
+                if row >= self._block.offset:
+                    outputs.append(out)
         return torch.stack(outputs)
 
 

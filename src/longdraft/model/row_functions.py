@@ -45,16 +45,31 @@ class WholeVectors(TorchFunctionMode):
         if func not in _FUNCTIONS or not args or "out" in kwargs:
             return func(*args, **kwargs)
         x = args[0]
-        if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or not x.is_floating_point():
+        if not isinstance(x, torch.Tensor):
             return func(*args, **kwargs)
-        count = x.numel()
-        if count <= _SHARE and count % _VECTORS == 0 and x.is_contiguous():
-            return func(*args, **kwargs)
-        flat = x.contiguous().view(-1)
-        if missing := -count % _VECTORS:
-            flat = F.pad(flat, (0, missing))
-        shares = [func(share, *args[1:], **kwargs) for share in flat.split(_SHARE)]
-        return torch.cat(shares)[:count].view(x.shape)
+        return whole_vectors(lambda share: func(share, *args[1:], **kwargs), x)
+
+
+def whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Applies an elementwise function so that no result depends on a number's place in the tensor."""
+    count = x.numel()
+    local = x.device.type == "cpu" and x.is_floating_point()
+    if not local or (count <= _SHARE and count % _VECTORS == 0 and x.is_contiguous()):
+        return function(x)
+    flat = x.contiguous().view(-1)
+    if missing := -count % _VECTORS:
+        flat = F.pad(flat, (0, missing))
+    return torch.cat([function(share) for share in flat.split(_SHARE)])[:count].view(x.shape)
+
+
+def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without :class:`WholeVectors` inside, which takes a microsecond for each call of torch."""
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return inside
 
 
 def _by_column(product: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -71,11 +86,16 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
     Args:
         wanted: called in each forward; while it returns False, layers compute as usual.
     """
+    linear: set[nn.Module] = set()
     for module in model.modules():
         if type(module).__module__.startswith("torch.") or type(module).__module__ == "transformers.activations":
             continue
         if _WORDS & own_forward(module).words:
             replace_forward(module, _switched(present_forward(module), wanted))
+            for inner in module.modules():
+                if isinstance(inner, nn.Linear) and inner not in linear:
+                    linear.add(inner)
+                    replace_forward(inner, undisturbed(present_forward(inner)))
 
 
 def _switched(forward: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:

@@ -94,8 +94,8 @@ def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         # Some recurrent layers compute a single token otherwise than several, and ``generate`` computes single ones.
         out = forward(text[:, :_TEXT], 0, use_cache=True)
         for i in range(_TEXT, text.shape[1]):
-            kept = {name: out[name] for name in _CACHES if out.get(name) is not None}
-            out = forward(text[:, i : i + 1], i, use_cache=True, **kept)
+            name = next(name for name in _CACHES if out.get(name) is not None)
+            out = forward(text[:, i : i + 1], i, use_cache=True, **{name: out[name]})
             rows.append(out.logits[0])
     return torch.cat(rows)
 
