@@ -241,6 +241,19 @@ def test_a_whole_run_is_the_models_own_generate(family):
         assert spec.generate([prompt], max_new_tokens=NEW)[0].token_ids == generated(model, prompt, NEW)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_a_long_prompt_is_read_piece_by_piece(family):
+    model, prompt = recurrent_model(family), some_prompt(2600)
+    spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
+    cache = PromptCache()
+    own = generated(model, prompt, 12)
+    assert spec.generate([prompt], max_new_tokens=12, cache=cache)[0].token_ids == own
+    (again,) = spec.generate([[*prompt[:2500], 7, 8, 9]], max_new_tokens=12, cache=cache)
+    assert again.token_ids == generated(model, [*prompt[:2500], 7, 8, 9], 12)
+    assert cache.store is not None
+    assert cache.store.restorable(0, 2100) == 2048
+
+
 @in_bits
 def test_an_aborted_text_leaves_nothing_in_its_slot():
     model = recurrent_model()

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from longdraft.native import kernels as own_kernels
-from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentKernel, RecurrentTree
+from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentKernels, RecurrentTree
 
 pytestmark = pytest.mark.skipif(own_kernels() is None, reason="no kernels here")
 
@@ -63,7 +63,7 @@ def test_rows_are_what_the_formula_says(kernels, kind, sizes):
     r, start = recurrence(kind, sizes), torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
     state = start.clone()
-    out = RecurrentKernel(kernels)(r, [RecurrentTree(state, pending, rows, PARENTS, range(len(PARENTS)), 0)])
+    out = RecurrentKernels(kernels).rows(r, [RecurrentTree(state, pending, rows, PARENTS, range(len(PARENTS)), 0)])
     committed = start.double()
     for row in range(2):
         _, committed = by_formula(r, committed, pending, row)
@@ -77,7 +77,7 @@ def test_rows_are_what_the_formula_says(kernels, kind, sizes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_row_has_its_bits_whatever_is_beside_it(kernels, kind, sizes):
-    kernel, r = RecurrentKernel(kernels), recurrence(kind, sizes)
+    kernel, r = RecurrentKernels(kernels).rows, recurrence(kind, sizes)
     start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     rows = rows_of(kind, sizes, len(PARENTS), 3)
     other = RecurrentTree(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), PARENTS, range(6), 0)
@@ -95,3 +95,21 @@ def test_a_row_has_its_bits_whatever_is_beside_it(kernels, kind, sizes):
     for path, row in (((), 0), ((0,), 1), ((1,), 2)):
         step = RecurrentTree(state, some(*path) if path else None, some(row), [-1], [0], 0)
         assert torch.equal(kernel(r, [step])[0, 0], out[row])
+
+
+@pytest.mark.parametrize("channels", [5, 64, 300])
+@pytest.mark.parametrize("size", [2, 4, 10])
+@pytest.mark.parametrize("silu", [False, True])
+def test_rows_are_convolved_with_what_they_see(kernels, channels, size, silu):
+    g = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(channels, size, generator=g), torch.randn(channels, generator=g)
+    window, rows = torch.randn(size - 1, channels, generator=g), torch.randn(4, channels, generator=g)
+    places = torch.randint(0, size + 3, (6, size), generator=g)
+    convolve = RecurrentKernels(kernels).convolve
+    out = convolve(weight, bias, silu, [(window, rows)] * 2, [places, places.flip(0)])
+    expected = torch.einsum("tkc,ck->tc", torch.cat([window, rows])[places], weight) + bias
+    expected = F.silu(expected) if silu else expected
+    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[1], out[0].flip(0))
+    alone = convolve(weight, bias, silu, [(window, rows)], [places[2:3]])
+    assert torch.equal(alone[0, 0], out[0, 2])

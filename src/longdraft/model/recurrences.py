@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -213,9 +214,12 @@ RECURRENCES: dict[str, Recurrence] = {
 }
 
 
+_signature = cache(inspect.signature)
+
+
 def bound(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, with defaults; those that the function has no name for are dropped."""
-    signature = inspect.signature(function)
+    signature = _signature(function)
     known = {name: value for name, value in named.items() if name in signature.parameters}
     given = signature.bind(*args, **known)
     given.apply_defaults()

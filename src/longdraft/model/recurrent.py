@@ -31,7 +31,7 @@ from longdraft.model.recurrences import RECURRENCES, Recurrence, Rows, bound
 from longdraft.model.row_functions import WholeVectors, undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native import Kernels, kernels
-from longdraft.native.recurrent import RecurrentKernel, RecurrentTree
+from longdraft.native.recurrent import RecurrentKernels, RecurrentTree
 
 _CONVOLUTION = "causal_conv1d_fn"
 # Names of a mixer's argument for the cache.
@@ -277,17 +277,22 @@ class _Rows(_Turn):
         **_: Any,
     ) -> torch.Tensor:
         """Convolves each row with the last inputs on its path."""
-        block, size = self._block, weight.shape[-1]
+        block, size, number = self._block, weight.shape[-1], self._number
         places = last_inputs(block, size)
-        seen = []
+        inputs = []
         for b, slot in enumerate(self._slots):
-            inputs = slot.keep_inputs(self._number, block.offset, x[b].T)
-            seen.append(torch.cat([slot.now.windows[self._number], inputs])[places[b]])
-        rows = torch.stack(seen).float()  # (B, T, inputs, channels)
+            rows = slot.keep_inputs(number, block.offset, x[b].T.contiguous())
+            inputs.append((slot.now.windows[number], rows))
+        weights = [weight] if bias is None else [weight, bias]
+        served = all(y.dtype == torch.float32 and y.device.type == "cpu" for y in (x, *weights))
+        if served and activation in (None, "silu", "swish") and (own := recurrent_kernels()) is not None:
+            return own.convolve(weight, bias, activation is not None, inputs, places).transpose(1, 2)
+        seen = [torch.cat(both)[chosen] for both, chosen in zip(inputs, places, strict=True)]
+        each = torch.stack(seen).float()  # (B, T, inputs, channels)
         # Products and sums one by one, which no vector unit rounds differently.
-        y = rows[:, :, 0] * weight[:, 0].float()
+        y = each[:, :, 0] * weight[:, 0].float()
         for i in range(1, size):
-            y = y + rows[:, :, i] * weight[:, i].float()
+            y = y + each[:, :, i] * weight[:, i].float()
         y = (y if bias is None else y + bias.float()).to(x.dtype).transpose(1, 2)
         return y if activation is None else whole_vectors(ACT2FN[activation], y)
 
@@ -308,7 +313,7 @@ class _Rows(_Turn):
         """Outputs (B, T, ...) of the last rows; None if our kernel does not compute them."""
         kind, rows = recurrence.linear(arguments), self._slots[0].rows
         served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in rows)
-        if kind is None or not served or (kernel := recurrent_kernel()) is None:
+        if kind is None or not served or (own := recurrent_kernels()) is None:
             return None
         trees = []
         for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
@@ -326,7 +331,7 @@ class _Rows(_Turn):
                     self._block.offset,
                 )
             )
-        out = kernel(kind, trees)
+        out = own.rows(kind, trees)
         for slot in self._slots:
             slot.pending = []
         return out
@@ -346,12 +351,12 @@ class _Rows(_Turn):
 
 
 @cache
-def _kernel_of(own: Kernels) -> RecurrentKernel:
-    return RecurrentKernel(own)
+def _kernel_of(own: Kernels) -> RecurrentKernels:
+    return RecurrentKernels(own)
 
 
-def recurrent_kernel() -> RecurrentKernel | None:
-    """Our kernel for rows of recurrent layers; None if there is none here."""
+def recurrent_kernels() -> RecurrentKernels | None:
+    """Our kernels for rows of recurrent layers; None if there are none here."""
     own = kernels()
     return None if own is None else _kernel_of(own)
 

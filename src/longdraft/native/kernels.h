@@ -130,6 +130,21 @@ struct RecurrentSequence {
   float *out;                         // (rows - first, heads, values)
 };
 
+// A short convolution of each channel by itself.
+struct Convolution {
+  std::int64_t channels, inputs;  // inputs: that a row sees, its own included
+  const float *weight, *bias;     // (channels, inputs); (channels,) or null
+  std::int64_t silu;              // whether SiLU follows
+};
+
+// One sequence: the last inputs before it and those of a tree's rows.
+struct ConvolutionSequence {
+  const float *window, *rows;  // (inputs - 1, channels), (any, channels)
+  const std::int64_t *places;  // (count, inputs): of the window and the rows behind it, those that each row sees
+  std::int64_t count;
+  float *out;  // (count, channels)
+};
+
 // Floats that a vector holds.
 int longdraft_lanes();
 
@@ -184,6 +199,9 @@ void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *o
 
 // Computes rows of recurrent layers. A row's bits do not depend on other rows but those before it on its path.
 void longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads);
+
+// Convolves rows with the inputs that they see.
+void longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads);
 
 // Summarises chunks [from, to) of a slot's keys, float32.
 void longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "kernels.h"
+#include "parts.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -180,9 +181,47 @@ void head_of(const Recurrence &r, const RecurrentSequence &s, int64_t head) {
   }
 }
 
+// Some channels of all rows of a sequence.
+void convolve_channels(const Convolution &c, const ConvolutionSequence &s, int64_t first, int64_t end) {
+  constexpr int MOST = 8;  // inputs whose weights stay at hand
+  for (int64_t at = first; at < end; at += LANES) {
+    const int64_t here = std::min<int64_t>(LANES, end - at);
+    const auto read = [&](const float *p) { return here == LANES ? load(p) : load_some(p, here); };
+    const auto weights = [&](int64_t i) {
+      float w[LANES] = {};
+      for (int64_t l = 0; l < here; l++) w[l] = c.weight[(at + l) * c.inputs + i];
+      return load(w);
+    };
+    vec known[MOST];
+    for (int64_t i = 0; i < std::min<int64_t>(MOST, c.inputs); i++) known[i] = weights(i);
+    const vec bias = c.bias ? read(c.bias + at) : vec{};
+    for (int64_t row = 0; row < s.count; row++) {
+      vec y = bias;
+      for (int64_t i = 0; i < c.inputs; i++) {
+        const int64_t place = s.places[row * c.inputs + i] - (c.inputs - 1);
+        const float *x = (place < 0 ? s.window + (place + c.inputs - 1) * c.channels : s.rows + place * c.channels) + at;
+        y = fused(read(x), i < MOST ? known[i] : weights(i), y);
+      }
+      if (c.silu) y = silu(y);
+      float *out = s.out + row * c.channels + at;
+      here == LANES ? store(out, y) : store_some(out, y, here);
+    }
+  }
+}
+
 }  // namespace
 
 void longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads) {
   const Recurrence &r = *recurrence;
   share_out(threads, count * r.heads, [&](int64_t item) { head_of(r, sequences[item / r.heads], item % r.heads); });
+}
+
+void longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads) {
+  constexpr int64_t SHARE = 256;
+  const Convolution &c = *convolution;
+  const int64_t shares = (c.channels + SHARE - 1) / SHARE;
+  share_out(count * c.channels > 4 * SHARE ? threads : 1, count * shares, [&](int64_t item) {
+    const int64_t first = item % shares * SHARE;
+    convolve_channels(c, sequences[item / shares], first, std::min(c.channels, first + SHARE));
+  });
 }

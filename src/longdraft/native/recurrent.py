@@ -1,4 +1,4 @@
-"""Rows of recurrent layers by our kernel. See recurrent.cpp."""
+"""Rows of recurrent layers by our kernels. See recurrent.cpp."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ class _Sequence(ctypes.Structure):
         *((name, _Rows) for name in ("pending", "rows")),
         *((name, Pointer) for name in ("parents", "order", "inner")),
         *((name, Long) for name in ("needed", "first")),
+        ("out", Pointer),
+    ]
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = [
+        *((name, Long) for name in ("channels", "inputs")),
+        *((name, Pointer) for name in ("weight", "bias")),
+        ("silu", Long),
+    ]
+
+
+class _Convolved(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in ("window", "rows", "places")),
+        ("count", Long),
         ("out", Pointer),
     ]
 
@@ -102,13 +118,46 @@ class RecurrentTree:
     first: int
 
 
-class RecurrentKernel:
-    """Calls the kernel. Tensors are float32 on the CPU."""
+class RecurrentKernels:
+    """Calls the kernels. Tensors are float32 on the CPU."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._recur = declared(kernels.library, "recur", Pointer, Pointer, Long, ctypes.c_int)
+        self._convolve = declared(kernels.library, "convolve", Pointer, Pointer, Long, ctypes.c_int)
 
-    def __call__(self, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
+    def convolve(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        silu: bool,
+        inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        places: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Convolves the rows of some sequences -> (B, T, channels).
+
+        Args:
+            weight, bias: (channels, inputs), (channels,).
+            silu: apply SiLU to the results.
+            inputs: for each sequence the inputs before its rows (inputs - 1, channels), and those of rows.
+            places: for each sequence (T, inputs) int64: the inputs that a row sees, the oldest first, counted from the
+                first one before the rows.
+        """
+        channels, size = weight.shape
+        count = len(places[0])
+        out = torch.empty(len(inputs), count, channels)
+        weight = weight.contiguous()
+        kind = _Convolution(channels, size, weight.data_ptr(), None if bias is None else bias.data_ptr(), silu)
+        sequences = (_Convolved * len(inputs))(
+            *(
+                _Convolved(window.data_ptr(), rows.data_ptr(), seen.data_ptr(), count, out[i].data_ptr())
+                for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
+            )
+        )
+        where = (ctypes.addressof(kind), ctypes.addressof(sequences), len(inputs), torch.get_num_threads())
+        launch("convolve", [out], self._convolve, *where)
+        return out
+
+    def rows(self, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
         """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first`` on."""
         heads, keys, values = trees[0].state.shape
         rows = trees[0].rows
