@@ -129,6 +129,7 @@ class SparseLMDrafter(SelfDrafter):
         self._cut(slot, 0)
 
     def _cut(self, slot: int, length: int) -> None:
+        length = self.full.restorable(slot, length)
         self.full.truncate(slot, length)
         del self._fed[slot][length:]
 

@@ -31,6 +31,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
+from longdraft.errors import UnsupportedModelError
 from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -141,6 +142,11 @@ class NestedDrafter(Drafter):
         """
         self.level.judged = self.max_nodes + self.inner.max_nodes
         self.level.bind(runner, store)
+        if self.level.runner.recurrent:
+            raise UnsupportedModelError(
+                f"{type(self.level.runner.model).__name__} has recurrent layers, so it cannot verify on a part of its "
+                "KV as a level of nested drafting does. Choose another method."
+            )
         self.inner.bind(runner, store)
         self._walks = {}
 

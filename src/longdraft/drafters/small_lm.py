@@ -111,7 +111,7 @@ class SmallLMDrafter(RetrievingDrafter):
         # A text has no more tokens than the target's store has rows.
         shown = self.tree.max_expanded
         outgrown = store.capacity > self.draft.trained_length and rotary_module(bound.runner.model) is not None
-        if self.view is None and outgrown and self._streams is not None:
+        if self.view is None and outgrown and self._streams is not None and not bound.runner.recurrent:
             self.retrieval = self._streams()
         self.cache: TextCache
         if self.retrieval is None:
@@ -167,6 +167,7 @@ class SmallLMDrafter(RetrievingDrafter):
         self._fed[slot] += tokens
 
     def _cut(self, slot: int, length: int) -> None:
+        length = self.cache.restorable(slot, length)
         self.cache.forget(slot, length)
         del self._fed[slot][length:]
 

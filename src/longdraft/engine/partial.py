@@ -30,6 +30,7 @@ from longdraft.engine.event import Event, Mode
 from longdraft.engine.schedule import Schedule, Verified, verify_trees
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.trial import Trial
+from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import Taps, TargetRunner
 from longdraft.trees.tree import TokenTree
@@ -96,6 +97,11 @@ class SpecPV(Schedule):
 
     def open(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
         super().open(runner, store, max_nodes, query_layers)
+        if runner.recurrent:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} has recurrent layers, which SpecPV cannot verify in part. "
+                "Choose another method."
+            )
 
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(

@@ -5,14 +5,16 @@ A configuration does not always say it: layers may share keys, attend twice, run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+
+from longdraft.memory.recurrent import RecurrentShape
 
 RECORDING = "longdraft-recording"
 
@@ -39,7 +41,20 @@ class Call:
     source: int | None = None
 
 
-_recorded: WeakKeyDictionary[PreTrainedModel, tuple[Call, ...]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Recorded:
+    """What was recorded of a forward.
+
+    Attributes:
+        calls: of the attention function, in order.
+        recurrent: sizes of the states of recurrent layers, which are numbered in the order of their modules.
+    """
+
+    calls: tuple[Call, ...]
+    recurrent: Mapping[int, RecurrentShape] = field(default_factory=dict)
+
+
+_recorded: WeakKeyDictionary[PreTrainedModel, Recorded] = WeakKeyDictionary()
 # Calls so far, each with its keys.
 _recording: ContextVar[list[tuple[Call, torch.Tensor]]] = ContextVar("longdraft_recording")
 
@@ -79,11 +94,11 @@ def record(model: PreTrainedModel, run: Callable[[], object]) -> tuple[Call, ...
         _recording.reset(token)
 
 
-def remember(model: PreTrainedModel, calls: tuple[Call, ...]) -> None:
+def remember(model: PreTrainedModel, recorded: Recorded) -> None:
     """Keeps what was recorded of a model, for :func:`known`."""
-    _recorded[model] = calls
+    _recorded[model] = recorded
 
 
-def known(model: PreTrainedModel) -> tuple[Call, ...] | None:
-    """The recorded calls of a forward, in order; None if the configuration says all there is to say."""
+def known(model: PreTrainedModel) -> Recorded | None:
+    """What was recorded of a model's forward; None if the configuration says all there is to say."""
     return _recorded.get(model)

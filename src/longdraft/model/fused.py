@@ -55,7 +55,7 @@ class FusedLayers:
         own = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
         layout = layout_of(model)
         shape = layout.shape
-        if own is None or shape.head_dim % HEAD_UNIT or layout.windows:
+        if own is None or shape.head_dim % HEAD_UNIT or layout.windows or layout.recurrent:
             return
         self._kernels, self._model = own, model
         self._rotary = rotary_module(model)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
+from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.states import LayerStates
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import WindowStates
@@ -181,14 +182,20 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
     return layout_of(model).shape
 
 
-def window_states(
+def new_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
-) -> list[WindowStates]:
-    """The rows that windowed layers keep, for a store of this size."""
-    shapes = layout_of(model).windows
+) -> list[LayerStates]:
+    """What layers keep that do not keep rows of the whole text, for a store of this size.
+
+    Args:
+        transposed, dtype: of the rows of windows.
+    """
+    layout = layout_of(model)
+    shapes = layout.windows
     if dtype is not None:
         shapes = tuple(replace(shape, dtype=dtype) for shape in shapes)
-    return [WindowStates(shape, slots, capacity, model.device, transposed) for shape in shapes]
+    states: list[LayerStates] = [WindowStates(shape, slots, capacity, model.device, transposed) for shape in shapes]
+    return [*states, RecurrentStates(layout.recurrent, slots, model.device)] if layout.recurrent else states
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:

@@ -6,11 +6,13 @@ kinds of layers. Call i of a forward finds its rows at ``places[i]``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
+from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import Span, WindowShape
 from longdraft.model import calls
@@ -42,11 +44,13 @@ class Layout(NamedTuple):
     Attributes:
         shape: of the rows of the whole text; ``layers`` may be 0.
         windows: of the layers that keep the last rows only.
+        recurrent: of the layers that keep a state; they are numbered in the order of their modules.
     """
 
     places: tuple[Place, ...]
     shape: KVShape
     windows: tuple[WindowShape, ...] = ()
+    recurrent: Mapping[int, RecurrentShape] = {}
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
@@ -56,8 +60,8 @@ def layout_of(model: PreTrainedModel) -> Layout:
         UnsupportedModelError: it has no attention heads.
     """
     config = decoder_config(model)
-    recorded = calls.known(model)
-    if recorded is None:
+    found = calls.known(model)
+    if found is None:
         heads = getattr(config, "num_attention_heads", None)
         if heads is None:
             raise UnsupportedModelError(f"{type(model).__name__} has no attention heads, so longdraft cannot host it.")
@@ -65,6 +69,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, model.dtype)
         return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)
+    recorded = found.calls
     spans = [_span(config, call) for call in recorded]
     kinds = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.chunked))
     counts = dict.fromkeys([None, *kinds], 0)
@@ -84,7 +89,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
 
     heads, dim, padded = sizes(None)
     windows = tuple(WindowShape(span, counts[span], *sizes(span)[:2], model.dtype) for span in kinds)
-    return Layout(tuple(places), KVShape(counts[None], heads, dim, model.dtype, padded), windows)
+    return Layout(tuple(places), KVShape(counts[None], heads, dim, model.dtype, padded), windows, found.recurrent)
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
@@ -93,7 +98,7 @@ def decoder_config(model: PreTrainedModel) -> Any:
 
 
 def has_windows(model: PreTrainedModel) -> bool:
-    """True if the configuration names layers that are not full attention."""
+    """True if the configuration names layers that are not full attention: windows, recurrent ones."""
     config = decoder_config(model)
     kinds = getattr(config, "layer_types", None)
     if kinds:

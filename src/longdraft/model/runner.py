@@ -79,6 +79,7 @@ class TargetRunner:
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
+        recurrent: the model has recurrent layers, for which a tree's branches cost more than a chain.
         own_kv_dtype: dtype of keys and values in that arithmetic.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
         whole_layers: compute layers in one piece if possible. Set it to False to watch the parts of a layer.
@@ -117,8 +118,9 @@ class TargetRunner:
                 f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: leave it out."
             )
         # Graphs cannot record what processes exchange within a forward.
-        # A recording cannot move the rows of windows either.
-        recorded = self.share is None and not self.twin.layout.windows
+        # A recording cannot move the rows of windows either, nor compute rows one after another.
+        self.recurrent = bool(self.twin.layout.recurrent)
+        recorded = self.share is None and not (self.twin.layout.windows or self.recurrent)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         self._bound_to = _bound_to(model)
 
@@ -244,10 +246,10 @@ class TargetRunner:
                     feature_layers,
                     size,
                 )
-            if states and self.twin.layout.windows:
+            if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
                 packed = transposed or of_windows != self.kv_shape.dtype
-                store.keep_states(*hosting.window_states(self.twin.model, slots, rows, packed, of_windows))
+                store.keep_states(*hosting.new_states(self.twin.model, slots, rows, packed, of_windows))
             return store
 
     @torch.inference_mode()

@@ -7,6 +7,8 @@ counted by a cache, scores may have a bias. What is wrong with three rows is wro
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,8 +16,9 @@ from transformers import PreTrainedModel
 from longdraft.attention.reference import attend
 from longdraft.attention.transfer import on_device
 from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
+from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVStore
-from longdraft.model import calls, hosting, positions, stored
+from longdraft.model import calls, hosting, positions, recurrent, stored
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_of
 
@@ -25,12 +28,14 @@ _TREE = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
 # Largest relative difference of a row's logits in float32, and in 16 bits.
 _CLOSE, _ROUNDED = 1e-4, 0.1
+# What models call their cache, in the words of transformers 5.24 and 5.17.
+_CACHES = ("cache", "past_key_values", "cache_params")
 # Rounding can send a token to another expert, so other tokens are tried where one text fails.
 _TRIALS = 3
 
 
-def try_out(model: PreTrainedModel) -> tuple[calls.Call, ...]:
-    """Hosts a copy of a model without its hooks. Returns the calls of its attention in a forward.
+def try_out(model: PreTrainedModel) -> calls.Recorded:
+    """Hosts a copy of a model without its hooks. Returns what was recorded of a forward.
 
     Raises:
         UnsupportedModelError: the hosted copy fails, or computes something else than the model.
@@ -42,6 +47,7 @@ def try_out(model: PreTrainedModel) -> tuple[calls.Call, ...]:
         module._forward_pre_hooks.clear()
     stored.use_int8(copy, False)
     positions.install(copy)
+    recurrent.install(copy)
     own = hosting.decoder_config(model)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     vocabulary = stored.weight_shape(model.get_input_embeddings())[0]
@@ -62,7 +68,7 @@ def try_out(model: PreTrainedModel) -> tuple[calls.Call, ...]:
                 f"{name} computes attention with code of its own, so longdraft cannot host it ({reason_of(error)})."
             ) from error
         if _agree(got, expected):
-            return calls.known(copy) or ()
+            return calls.known(copy) or calls.Recorded(())
     raise UnsupportedModelError(
         f"{name} computes something else than attention to the text before each token (a bias, a mask of its own), so "
         "longdraft cannot host it exactly."
@@ -73,11 +79,24 @@ def try_out(model: PreTrainedModel) -> tuple[calls.Call, ...]:
 def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """Logits (3, vocabulary) of the tree's rows, by the model's own forward of each path."""
     rows, given = [], "position_ids" in inspect.signature(type(copy).forward).parameters
+
+    def forward(text: torch.Tensor, start: int, **more: Any) -> Any:
+        # As ``generate`` does: some models count positions otherwise where they are not given any.
+        place = {"position_ids": _positions(text) + start} if given else {}
+        return copy(input_ids=text, **place, **more)
+
+    stepwise = bool(recurrent.mixers_of(copy))
     for path in ([0], [1, 2]):
         text = on_device([tokens[:_TEXT] + [tokens[_TEXT + i] for i in path]], copy.device)
-        # As ``generate`` does: some models count positions otherwise where they are not given any.
-        place = {"position_ids": _positions(text)} if given else {}
-        rows.append(copy(input_ids=text, use_cache=False, **place).logits[0, -len(path) :])
+        if not stepwise:
+            rows.append(forward(text, 0, use_cache=False).logits[0, -len(path) :])
+            continue
+        # Some recurrent layers compute a single token otherwise than several, and ``generate`` computes single ones.
+        out = forward(text[:, :_TEXT], 0, use_cache=True)
+        for i in range(_TEXT, text.shape[1]):
+            name = next(name for name in _CACHES if out.get(name) is not None)
+            out = forward(text[:, i : i + 1], i, use_cache=True, **{name: out[name]})
+            rows.append(out.logits[0])
     return torch.cat(rows)
 
 
@@ -85,15 +104,17 @@ def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """The same rows from our attention and our store."""
     few = on_device([tokens[:2]], copy.device)
-    recorded = calls.record(copy, lambda: copy(input_ids=few, position_ids=_positions(few), use_cache=False))
-    if not recorded:
+    run = partial(copy, input_ids=few, position_ids=_positions(few), use_cache=False)
+    shapes: dict[int, RecurrentShape] = {}
+    recorded = calls.Recorded(calls.record(copy, lambda: shapes.update(recurrent.learn(run))), shapes)
+    if not (recorded.calls or shapes):
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
         )
     calls.remember(copy, recorded)
     layout, rows = layout_of(copy), _TEXT + len(_TREE)
     store = KVStore(layout.shape, 1, rows, copy.device)
-    store.keep_states(*hosting.window_states(copy, 1, rows))
+    store.keep_states(*hosting.new_states(copy, 1, rows))
     text = store.block([0], [tokens[:_TEXT]], prompt=True)
     hosting.run(copy.get_decoder(), hosting.Hosted(store, text, attend, layout))
     store.commit(0, range(_TEXT))

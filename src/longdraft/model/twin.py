@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import calls, hosting, packing, positions, row_activations, stored
+from longdraft.model import calls, hosting, packing, positions, recurrent, row_activations, row_functions, stored
 from longdraft.model.few_rows import MOST, FewRowsModule
 from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
@@ -38,6 +38,7 @@ class Twin:
         self.model = copy_of(model)
         hosting.switch_on(self.model)
         positions.install(self.model)
+        recurrent.install(self.model)
         # A model of full attention whose layers our kernels compute, which is compared too, needs no trial.
         shared, windows = share_of(model) is not None, has_windows(model)
         if shared and windows:
@@ -51,6 +52,8 @@ class Twin:
         self.layout = layout_of(self.model)
         self.few_rows = FewRowsModule(self.model)
         row_activations.install(self.model, lambda: self.few_rows.most is None)
+        if self.layout.recurrent:
+            row_functions.install(self.model, lambda: self.few_rows.most is None)
         self._tapped: set[int] = set()
         self._place = _place(model)
 

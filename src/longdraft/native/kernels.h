@@ -108,6 +108,50 @@ struct Choice {
 
 enum : std::int64_t { MEAN, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };
 
+// A kind of recurrent layer, of which a head's state is (keys, values).
+struct Recurrence {
+  std::int64_t heads, key_heads, keys, values;  // heads: of values; each head of keys and queries serves as many of them
+  std::int64_t corrected;                       // whether a value is corrected by what the state has for its key (delta rule)
+  std::int64_t normalised;                      // whether keys and queries are divided by their lengths first
+  std::int64_t by_key;                          // whether each key has a decay of its own
+  float scale, eps;                             // of queries; beside the squared lengths
+  const float *a, *bias, *skip;                 // (heads,) each, of Mamba-2, or null; skip: the part of a value in its output
+};
+
+// Inputs of rows, one behind the other.
+struct RecurrentRows {
+  std::int64_t count;
+  const float *q, *k;     // (count, key heads, keys)
+  const float *v;         // (count, heads, values)
+  const float *g, *beta;  // (count, heads) or with by_key (count, heads, keys): logarithms of decays; (count, heads). With `a`
+                          // g is the step size, and beta null.
+};
+
+// One sequence: committed rows that its state lacks, and a tree's rows behind them.
+struct RecurrentSequence {
+  float *state;  // (heads, keys, values); the pending rows are taken into it
+  RecurrentRows pending, rows;
+  const std::int64_t *parents;       // (rows,): -1 behind the committed rows
+  const std::int64_t *order, *inner;  // (needed,): rows to compute, parents first; whether others come behind them
+  std::int64_t needed, first;         // rows from `first` on have outputs
+  float *out;                         // (rows - first, heads, values)
+};
+
+// A short convolution of each channel by itself.
+struct Convolution {
+  std::int64_t channels, inputs;  // inputs: that a row sees, its own included
+  const float *weight, *bias;     // (channels, inputs); (channels,) or null
+  std::int64_t silu;              // whether SiLU follows
+};
+
+// One sequence: the last inputs before it and those of a tree's rows.
+struct ConvolutionSequence {
+  const float *window, *rows;  // (inputs - 1, channels), (any, channels)
+  const std::int64_t *places;  // (count, inputs): of the window and the rows behind it, those that each row sees
+  std::int64_t count;
+  float *out;  // (count, channels)
+};
+
 // Floats that a vector holds.
 int longdraft_lanes();
 
@@ -161,6 +205,12 @@ void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *k
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
 void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
                      std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);
+
+// Computes rows of recurrent layers. A row's bits do not depend on other rows but those before it on its path.
+void longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads);
+
+// Convolves rows with the inputs that they see.
+void longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads);
 
 // Summarises chunks [from, to) of a slot's keys, float32.
 void longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,

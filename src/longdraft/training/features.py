@@ -130,7 +130,7 @@ class FeatureReader:
         store = self._store
         # Logits are needed from the row before the first learned token on, so these rows are always computed.
         shared = common_prefix(self._last_tokens, tokens[: start - 1]) if offset == self._last_offset else 0
-        store.truncate(0, min(shared, store.lengths[0]))
+        store.truncate(0, store.restorable(0, shared))
         self._last_tokens, self._last_offset = tokens, offset
         positions = anchor_offset(len(tokens), offset).tolist()
         ids, log_probs = [], []

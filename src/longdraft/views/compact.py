@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
@@ -36,6 +37,9 @@ class TextCache(ViewCache, Protocol):
     """
 
     fresh: int
+
+    def restorable(self, slot: int, length: int) -> int:
+        """The largest number of a text's tokens, ``length`` at most, that :meth:`forget` can leave."""
 
     def reading(self, slot: int, wanted: int) -> int:
         """Makes room for the next piece of a text that is read; returns how many of ``wanted`` tokens it may have."""
@@ -73,6 +77,9 @@ class FullCache:
     def forget(self, slot: int, start: int = 0) -> None:
         self.store.truncate(slot, start)
 
+    def restorable(self, slot: int, length: int) -> int:
+        return self.store.restorable(slot, length)
+
 
 def fresh_room(depth: int) -> int:
     """Tokens that a working cache has room for behind the gathered rows: at least those of a round."""
@@ -106,6 +113,11 @@ class CompactCache:
     def __init__(
         self, runner: TargetRunner, slots: int, capacity: int, shown: int, retrieval: Retrieval, trained: int
     ) -> None:
+        if runner.recurrent:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} has recurrent layers, whose state is of the whole text: "
+                "let it draft on all of its KV (view=full)."
+            )
         self.retrieval, view = retrieval, retrieval.view
         self.fresh = view.room
         self.reach = min(trained, max(view.capacity, view.sink + view.window + PIECE))
@@ -136,6 +148,9 @@ class CompactCache:
         if not room or not (self.whole(slot) or self._versions[slot] == version):
             self._gather(slot, self.retrieval)
             self._versions[slot] = version
+
+    def restorable(self, slot: int, length: int) -> int:
+        return length
 
     def forget(self, slot: int, start: int = 0) -> None:
         kept = self.full.lengths[slot]

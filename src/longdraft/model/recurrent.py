@@ -1,0 +1,423 @@
+"""Recurrent layers: runs a model's own mixers on states of ours, without a fork of their code.
+
+A mixer projects its rows, convolves them with the last few inputs, and passes them through a recurrence. It calls the
+last two as functions of its module, and keeps its state in a cache. In our copy of the model those functions are ours,
+and so is the cache (:class:`_Cache`). Everything else is the mixer's own code, which computes all rows at once.
+
+While text is decoded, rows are computed one after another, each from the state behind its parent in the tree. A plain
+step is a tree of one row, so a row gets the same bits whatever is verified beside it. A piece of a prompt goes through
+the model's own rule for many tokens, which starts from the state and leaves a new one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from longdraft.attention.block import Block
+from longdraft.errors import UnsupportedModelError
+from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, RecurrentStates
+from longdraft.model.hosting import running
+from longdraft.model.model_code import own_forward, present_forward, replace_forward
+from longdraft.model.recurrences import RECURRENCES, Recurrence, Rows, bound
+from longdraft.model.row_functions import WholeVectors, undisturbed, whole_vectors
+from longdraft.model.tree_paths import last_inputs, needed, parents_of
+from longdraft.native import Kernels, kernels
+from longdraft.native.recurrent import RecurrentKernels, RecurrentTree
+
+_CONVOLUTION = "causal_conv1d_fn"
+# Names of a mixer's argument for the cache.
+_CACHES = ("cache", "cache_params", "past_key_values")
+# Words in the code of a mixer.
+_WORDS = frozenset({"update_conv_state", "update_recurrent_state"})
+
+
+# Recurrent layers of the forward that learns their sizes, with what they were called with.
+_learning: ContextVar[dict[int, tuple[_Mixer, _Turn]] | None] = ContextVar("longdraft_learning", default=None)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Makes the mixers of a copy of our own use our states. Outside of a hosted forward they compute as usual.
+
+    Raises:
+        UnsupportedModelError: a mixer computes in another way than those that we know.
+    """
+    for index, module in enumerate(mixers_of(model)):
+        _Mixer(module, index)
+
+
+def learn(run: Callable[[], object]) -> dict[int, RecurrentShape]:
+    """The sizes of all layers' states. ``run`` makes a forward of at least two tokens, which is not hosted.
+
+    Raises:
+        UnsupportedModelError: a mixer computes in another way than those that we know.
+    """
+    token = _learning.set({})
+    try:
+        run()
+        turns = _learning.get() or {}
+        return {index: turn.shape(mixer.unknown(), mixer.recurrence) for index, (mixer, turn) in turns.items()}
+    finally:
+        _learning.reset(token)
+
+
+def mixers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that keep a state from token to token."""
+    return [module for module in model.modules() if _WORDS & own_forward(module).words]
+
+
+class _Mixer:
+    """One mixer, with the functions that its forward calls in the place of its module's."""
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.index = index
+        code, self._kind = own_forward(module), type(module).__name__
+        names = [n for n in RECURRENCES if n in code.words]
+        caches = [name for name in _CACHES if name in code.parameters]
+        stateful = "update_recurrent_state" in code.words
+        own = code.function
+        if own is None or not caches or len(names) != stateful:
+            raise UnsupportedModelError(self.unknown())
+        if (
+            _CONVOLUTION not in code.words
+            or getattr(present_forward(module), "__func__", None) is not type(module).forward
+        ):
+            raise UnsupportedModelError(self.unknown())
+        self._cache_name = caches[0]
+        self._signature = inspect.signature(own)
+        functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: undisturbed(self._convolve)}
+        self.convolution = own.__globals__[_CONVOLUTION]
+        self.recurrence = RECURRENCES[names[0]] if names else None
+        if self.recurrence is not None:
+            functions[names[0]] = undisturbed(self._scan)
+            self.rule, self._step = own.__globals__[names[0]], own.__globals__[self.recurrence.step]
+        self._module, self._forward = module, code.calling(functions)
+        self._turn: _Turn = _Turn()
+        self._original = present_forward(module)
+        replace_forward(module, self.forward)
+
+    def unknown(self) -> str:
+        """The message for a mixer that cannot be hosted."""
+        return (
+            f"{self._kind} keeps a state in a way that longdraft does not know, so it cannot be hosted exactly. Known "
+            f"are mixers of transformers that call {_CONVOLUTION} and one of {', '.join(RECURRENCES)}."
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The mixer's forward on the present block."""
+        hosted, learning = running(), _learning.get()
+        if hosted is None and learning is None:
+            return self._original(*args, **kwargs)
+        given = self._signature.bind(self._module, *args, **kwargs)
+        named = dict(given.arguments)
+        variadic = [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+        for name in variadic:
+            named |= named.pop(name, {})
+        # Our blocks have no padding that a mask would have to silence.
+        named |= {"attention_mask": None} if "attention_mask" in self._signature.parameters else {}
+        if hosted is None:
+            assert learning is not None
+            if self.index in learning:
+                raise UnsupportedModelError(
+                    f"{self._kind} is one module in several layers, which longdraft cannot host."
+                )
+            turn = _Turn()
+            learning[self.index] = self, turn
+            return self._run(turn, named)
+        block = hosted.block
+        states = next(states for states in hosted.store.states if isinstance(states, RecurrentStates))
+        slots = [states.layer(slot, self.index) for slot in block.slots]
+        if not block.prompt or block.size == 1:
+            return self._run(_Rows(block, slots), named)
+        x = named["hidden_states"]
+        parts = [
+            self._run(_Piece(self, block, slot), {**named, "hidden_states": x[b : b + 1]})
+            for b, slot in enumerate(slots)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run(self, turn: _Turn, named: dict[str, Any]) -> Any:
+        self._turn = turn
+        return self._forward(**{**named, self._cache_name: _Cache(turn)})
+
+    def _convolve(self, *args: Any, **named: Any) -> torch.Tensor:
+        return self._turn.convolve(self, *args, **named)
+
+    def _scan(self, *args: Any, **named: Any) -> Any:
+        self._turn.scans += 1
+        return self._turn.scan(self, bound(self.rule, args, named))
+
+    def step(self, arguments: dict[str, Any], state: torch.Tensor, row: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes a row from its parent's state; returns its output and its state."""
+        assert self.recurrence is not None
+        return self.recurrence.advance(self._step, arguments, state, row)
+
+
+class _Turn:
+    """How the present forward treats a mixer's state. This one has none, and learns its sizes.
+
+    Attributes:
+        state: the recurrent state as transformers has it; None if the mixer shall pass all its rows to one function.
+        scans: number of calls of the recurrence.
+    """
+
+    def __init__(self) -> None:
+        self.state: torch.Tensor | None = None
+        self.scans = 0
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._windows: dict[int, int] = {}
+        self._last = 0
+        self._after: torch.Tensor | None = None
+
+    def window(self, number: int) -> torch.Tensor | None:
+        """A convolution's last inputs (1, channels, inputs) as transformers has them, or None."""
+        return None
+
+    def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Takes a convolution's inputs (B, channels, T), and returns what it is to be called with."""
+        self._inputs[number], self._last = x, number
+        return x
+
+    def take_state(self, state: torch.Tensor) -> None:
+        """Takes the state after the last row, as transformers has it."""
+        self._after = state
+
+    def convolve(self, mixer: _Mixer, x: torch.Tensor, weight: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        """x (B, channels, T), weight (channels, inputs), bias, activation -> (B, channels, T)."""
+        self._windows[self._last] = weight.shape[-1] - 1
+        out: torch.Tensor = mixer.convolution(x, weight, *more, **named)
+        return out
+
+    def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
+        """Passes the rows through the recurrence; returns what the function for many tokens would."""
+        return mixer.rule(**arguments)
+
+    def shape(self, unknown: str, recurrence: Recurrence | None) -> RecurrentShape:
+        """The sizes of the state; raises UnsupportedModelError, with this message, if not all calls were made."""
+        stateful = recurrence is not None
+        if self._windows.keys() != self._inputs.keys() or self.scans != stateful or (self._after is None) == stateful:
+            raise UnsupportedModelError(unknown)
+        windows = {n: (self._windows[n], x.shape[1]) for n, x in self._inputs.items()}
+        dtype = next(iter(self._inputs.values())).dtype
+        if self._after is None:
+            return RecurrentShape(windows, None, dtype)
+        _, *outer, a, b = self._after.shape
+        assert recurrence is not None
+        return RecurrentShape(windows, (*outer, b, a) if recurrence.turned else (*outer, a, b), dtype)
+
+
+class _Piece(_Turn):
+    """A piece of one sequence's prompt: the model's own functions, from the committed state to a new one."""
+
+    def __init__(self, mixer: _Mixer, block: Block, slot: LayerSlot) -> None:
+        super().__init__()
+        slot.begin(block.width, prompt=True)
+        self._slot, self._now = slot, slot.now
+        self._turned = mixer.recurrence is not None and mixer.recurrence.turned
+        self.state = self._theirs()  # it lacks the pending rows: see scan
+        self._next = slot.after = Checkpoint({}, None)
+
+    def window(self, number: int) -> torch.Tensor:
+        return self._now.windows[number].T[None]
+
+    def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        x = torch.cat([self.window(number), x], dim=-1)
+        kept = self._now.windows[number].shape[0]
+        self._next.windows[number] = x[0, :, x.shape[-1] - kept :].T.contiguous()
+        return x
+
+    def _theirs(self) -> torch.Tensor | None:
+        state = self._now.state
+        return None if state is None else (state.transpose(1, 2) if self._turned else state)[None]
+
+    def take_state(self, state: torch.Tensor) -> None:
+        self._next.state = (state.transpose(2, 3) if self._turned else state)[0].float().contiguous()
+
+    def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
+        assert mixer.recurrence is not None
+        replay(mixer, self._slot, arguments)
+        assert self._now.state is not None
+        if (name := mixer.recurrence.begins) is not None:
+            return mixer.rule(**{**arguments, name: self._theirs()})
+        result, self._next.state = mixer.recurrence.scan(arguments, self._now.state)
+        return result
+
+
+class _Rows(_Turn):
+    """Rows of trees, computed one after another. Without a state, a mixer passes any number of them to one function."""
+
+    def __init__(self, block: Block, slots: Sequence[LayerSlot]) -> None:
+        super().__init__()
+        self._block, self._slots, self._number = block, slots, 0
+        for slot in slots:
+            slot.begin(block.width, block.prompt)
+
+    def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        self._number = number
+        return x
+
+    def take_state(self, state: torch.Tensor) -> None:
+        """The state is computed anew from the accepted rows' inputs."""
+
+    def convolve(
+        self,
+        mixer: _Mixer,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Convolves each row with the last inputs on its path."""
+        block, size, number = self._block, weight.shape[-1], self._number
+        places = last_inputs(block, size)
+        inputs = []
+        for b, slot in enumerate(self._slots):
+            rows = slot.keep_inputs(number, block.offset, x[b].T.contiguous())
+            inputs.append((slot.now.windows[number], rows))
+        weights = [weight] if bias is None else [weight, bias]
+        served = all(y.dtype == torch.float32 and y.device.type == "cpu" for y in (x, *weights))
+        if served and activation in (None, "silu", "swish") and (own := recurrent_kernels()) is not None:
+            return own.convolve(weight, bias, activation is not None, inputs, places).transpose(1, 2)
+        seen = [torch.cat(both)[chosen] for both, chosen in zip(inputs, places, strict=True)]
+        each = torch.stack(seen).float()  # (B, T, inputs, channels)
+        # Products and sums one by one, which no vector unit rounds differently.
+        y = each[:, :, 0] * weight[:, 0].float()
+        for i in range(1, size):
+            y = y + each[:, :, i] * weight[:, i].float()
+        y = (y if bias is None else y + bias.float()).to(x.dtype).transpose(1, 2)
+        return y if activation is None else whole_vectors(ACT2FN[activation], y)
+
+    def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
+        assert mixer.recurrence is not None
+        block = self._block
+        new = mixer.recurrence.rows(arguments)
+        for b, slot in enumerate(self._slots):
+            slot.keep_rows(block.offset, tuple(x[b].contiguous() for x in new))
+        out = self._by_kernel(mixer.recurrence, arguments)
+        if out is None:
+            out = torch.stack([self._one_by_one(mixer, arguments, b) for b in range(block.batch)])
+        state = self._slots[0].now.state
+        assert state is not None
+        return mixer.recurrence.result(arguments, out, state)
+
+    def _by_kernel(self, recurrence: Recurrence, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Outputs (B, T, ...) of the last rows; None if our kernel does not compute them."""
+        kind, rows = recurrence.linear(arguments), self._slots[0].rows
+        served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in rows)
+        if kind is None or not served or (own := recurrent_kernels()) is None:
+            return None
+        trees = []
+        for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
+            assert slot.now.state is not None
+            waiting = (
+                slot.pending[0] if len(slot.pending) == 1 else tuple(map(torch.cat, zip(*slot.pending, strict=True)))
+            )
+            trees.append(
+                RecurrentTree(
+                    slot.now.state,
+                    recurrence.inputs(waiting) if slot.pending else None,
+                    recurrence.inputs(slot.rows),
+                    parents,
+                    needed(parents, self._block.offset),
+                    self._block.offset,
+                )
+            )
+        out = own.rows(kind, trees)
+        for slot in self._slots:
+            slot.pending = []
+        return out
+
+    def _one_by_one(self, mixer: _Mixer, arguments: dict[str, Any], b: int) -> torch.Tensor:
+        """Outputs (T, ...) of a sequence's last rows, by the model's own function for one token."""
+        slot, parents = self._slots[b], parents_of(self._block)[b]
+        with WholeVectors():
+            replay(mixer, slot, arguments)
+            assert slot.now.state is not None
+            outputs, states = [], {-1: slot.now.state}
+            for row in needed(parents, self._block.offset):
+                out, states[row] = mixer.step(arguments, states[parents[row]], tuple(x[row] for x in slot.rows))
+                if row >= self._block.offset:
+                    outputs.append(out)
+        return torch.stack(outputs)
+
+
+@cache
+def _kernel_of(own: Kernels) -> RecurrentKernels:
+    return RecurrentKernels(own)
+
+
+def recurrent_kernels() -> RecurrentKernels | None:
+    """Our kernels for rows of recurrent layers; None if there are none here."""
+    own = kernels()
+    return None if own is None else _kernel_of(own)
+
+
+class _Cache:
+    """A cache as mixers of transformers use it, old and new."""
+
+    def __init__(self, turn: _Turn) -> None:
+        self._turn = turn
+        self.layers = _Same(self)
+        self.record_past = not isinstance(turn, _Piece)
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return isinstance(self._turn, _Piece)
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._turn.window(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._turn.state
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        return self._turn.take_inputs(conv_states, state_idx)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self._turn.take_state(recurrent_states)
+        return recurrent_states
+
+    @property
+    def conv_states(self) -> _Same:
+        return _Same(self._turn.window(0))
+
+    @property
+    def recurrent_states(self) -> _Same:
+        return _Same(self._turn.state)
+
+
+class _Same:
+    """A list that has the same at any index."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getitem__(self, _: int) -> Any:
+        return self._value
+
+
+def replay(mixer: _Mixer, slot: LayerSlot, arguments: dict[str, Any]) -> None:
+    """Takes the committed rows' inputs into the recurrent state.
+
+    Args:
+        arguments: of the present call: those that are the same for all rows are taken from here.
+    """
+    state = slot.now.state
+    for rows in slot.pending:
+        for i in range(len(rows[0])):
+            assert state is not None
+            _, state = mixer.step(arguments, state, tuple(x[i] for x in rows))
+    slot.now.state, slot.pending = state, []

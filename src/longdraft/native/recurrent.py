@@ -1,0 +1,190 @@
+"""Rows of recurrent layers by our kernels. See recurrent.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.native.library import Kernels
+from longdraft.native.operators import declared, launch
+from longdraft.native.structures import Long, Pointer
+
+
+class _Recurrence(ctypes.Structure):
+    _fields_ = [
+        *((name, Long) for name in ("heads", "key_heads", "keys", "values", "corrected", "normalised", "by_key")),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        *((name, Pointer) for name in ("a", "bias", "skip")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("count", Long), *((name, Pointer) for name in ("q", "k", "v", "g", "beta"))]
+
+
+class _Sequence(ctypes.Structure):
+    _fields_ = [
+        ("state", Pointer),
+        *((name, _Rows) for name in ("pending", "rows")),
+        *((name, Pointer) for name in ("parents", "order", "inner")),
+        *((name, Long) for name in ("needed", "first")),
+        ("out", Pointer),
+    ]
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = [
+        *((name, Long) for name in ("channels", "inputs")),
+        *((name, Pointer) for name in ("weight", "bias")),
+        ("silu", Long),
+    ]
+
+
+class _Convolved(ctypes.Structure):
+    _fields_ = [
+        *((name, Pointer) for name in ("window", "rows", "places")),
+        ("count", Long),
+        ("out", Pointer),
+    ]
+
+
+@dataclass(frozen=True)
+class LinearRecurrence:
+    """A recurrence whose state (heads, keys, values) decays, and gains the product of a key and a value in each row.
+
+    Attributes:
+        corrected: a value is first corrected by what the state has for its key (the delta rule).
+        normalised: keys and queries are divided by their lengths.
+        scale: of queries.
+        a, bias, skip: (heads,) of Mamba-2: a step's decay, what is added to its size, and the part of a value that goes
+            into its output; None for others.
+    """
+
+    corrected: bool
+    normalised: bool = False
+    scale: float = 1.0
+    a: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RecurrentInputs:
+    """Inputs of some rows, contiguous.
+
+    Attributes:
+        q, k: (rows, key heads, keys).
+        v: (rows, heads, values).
+        g: logarithms of decays, (rows, heads) or (rows, heads, keys); of Mamba-2 a step's size (rows, heads).
+        beta: (rows, heads) weights of the values; None for Mamba-2.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor | None
+
+    @property
+    def struct(self) -> _Rows:
+        return _Rows(len(self.v), *(None if x is None else x.data_ptr() for x in self.tensors))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.q, self.k, self.v, self.g, self.beta
+
+
+@dataclass(frozen=True)
+class RecurrentTree:
+    """The rows of one sequence.
+
+    Attributes:
+        state: (heads, keys, values), float32; the pending rows are taken into it.
+        pending: committed rows that it lacks; None for no rows.
+        rows: the rows of a tree.
+        parents: the parent of each of them, -1 for the committed rows.
+        order: the rows to compute, parents first.
+        first: rows from here on have outputs.
+    """
+
+    state: torch.Tensor
+    pending: RecurrentInputs | None
+    rows: RecurrentInputs
+    parents: Sequence[int]
+    order: Sequence[int]
+    first: int
+
+
+class RecurrentKernels:
+    """Calls the kernels. Tensors are float32 on the CPU."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._recur = declared(kernels.library, "recur", Pointer, Pointer, Long, ctypes.c_int)
+        self._convolve = declared(kernels.library, "convolve", Pointer, Pointer, Long, ctypes.c_int)
+
+    def convolve(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        silu: bool,
+        inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        places: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Convolves the rows of some sequences -> (B, T, channels).
+
+        Args:
+            weight, bias: (channels, inputs), (channels,).
+            silu: apply SiLU to the results.
+            inputs: for each sequence the inputs before its rows (inputs - 1, channels), and those of rows.
+            places: for each sequence (T, inputs) int64: the inputs that a row sees, the oldest first, counted from the
+                first one before the rows.
+        """
+        channels, size = weight.shape
+        count = len(places[0])
+        out = torch.empty(len(inputs), count, channels)
+        weight = weight.contiguous()
+        kind = _Convolution(channels, size, weight.data_ptr(), None if bias is None else bias.data_ptr(), silu)
+        sequences = (_Convolved * len(inputs))(
+            *(
+                _Convolved(window.data_ptr(), rows.data_ptr(), seen.data_ptr(), count, out[i].data_ptr())
+                for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
+            )
+        )
+        where = (ctypes.addressof(kind), ctypes.addressof(sequences), len(inputs), torch.get_num_threads())
+        launch("convolve", [out], self._convolve, *where)
+        return out
+
+    def rows(self, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
+        """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first`` on."""
+        heads, keys, values = trees[0].state.shape
+        rows = trees[0].rows
+        constants = (recurrence.a, recurrence.bias, recurrence.skip)
+        kind = _Recurrence(
+            *(heads, rows.k.shape[1], keys, values, recurrence.corrected, recurrence.normalised, rows.g.dim() == 3),
+            *(recurrence.scale, 1e-6),
+            *(None if x is None else x.data_ptr() for x in constants),
+        )
+        out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values)
+        sequences, alive = (_Sequence * len(trees))(), []
+        for i, tree in enumerate(trees):
+            behind = {tree.parents[row] for row in tree.order}
+            inner = [row in behind for row in tree.order]
+            numbers = [(Long * len(x))(*x) for x in (tree.parents, tree.order, inner)]
+            alive.append(numbers)
+            pending = _Rows(0) if tree.pending is None else tree.pending.struct
+            places = (ctypes.addressof(x) for x in numbers)
+            sequences[i] = _Sequence(
+                tree.state.data_ptr(),
+                pending,
+                tree.rows.struct,
+                *places,
+                len(tree.order),
+                tree.first,
+                out[i].data_ptr(),
+            )
+        where = (ctypes.addressof(kind), ctypes.addressof(sequences), len(trees), torch.get_num_threads())
+        launch("recur", [out], self._recur, *where)
+        return out

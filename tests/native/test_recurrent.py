@@ -1,0 +1,115 @@
+"""Rows of recurrent layers by our kernel: what the formula says, and the same bits whatever is beside a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longdraft.native import kernels as own_kernels
+from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentKernels, RecurrentTree
+
+pytestmark = pytest.mark.skipif(own_kernels() is None, reason="no kernels here")
+
+# Heads, key heads, keys, values.
+SIZES = [(4, 2, 16, 16), (3, 3, 20, 40), (2, 1, 128, 128), (6, 2, 7, 5)]
+KINDS = ["gated", "by key", "mamba"]
+# A chain of three with two branches, and another tree behind the committed rows.
+PARENTS = [-1, 0, 1, 0, 3, -1]
+
+
+def rows_of(kind: str, sizes: tuple[int, int, int, int], count: int, seed: int) -> RecurrentInputs:
+    heads, key_heads, keys, values = sizes
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(count, key_heads, keys, generator=g) for _ in "qk")
+    v, beta = torch.randn(count, heads, values, generator=g), torch.rand(count, heads, generator=g)
+    decays = -torch.rand(count, heads, *([keys] if kind == "by key" else []), generator=g)
+    return RecurrentInputs(q, k, v, decays + 0.3 if kind == "mamba" else decays, None if kind == "mamba" else beta)
+
+
+def recurrence(kind: str, sizes: tuple[int, int, int, int]) -> LinearRecurrence:
+    if kind != "mamba":
+        return LinearRecurrence(True, normalised=True, scale=sizes[2] ** -0.5)
+    a, bias, skip = torch.randn(3, sizes[0], generator=torch.Generator().manual_seed(9)).unbind()
+    return LinearRecurrence(False, a=-a.exp(), bias=bias.contiguous(), skip=skip.contiguous())
+
+
+def by_formula(
+    r: LinearRecurrence, state: torch.Tensor, rows: RecurrentInputs, row: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and state of a row, in float64."""
+    each = state.shape[0] // rows.k.shape[1]
+    q, k = (x[row].double().repeat_interleave(each, 0) for x in (rows.q, rows.k))
+    if r.normalised:
+        q, k = (x * ((x * x).sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    v, g = rows.v[row].double(), rows.g[row].double()
+    if r.a is not None:
+        beta = F.softplus(g + r.bias)
+        decay = (beta * r.a).exp()[:, None]
+    else:
+        beta, decay = rows.beta[row].double(), g.exp() if g.dim() == 2 else g.exp()[:, None]
+    state = state * decay[..., None]
+    u = v - torch.einsum("hkv,hk->hv", state, k) if r.corrected else v
+    state = state + k[..., None] * (u * beta[:, None])[:, None]
+    out = torch.einsum("hkv,hk->hv", state, q) * r.scale
+    return out if r.skip is None else out + v * r.skip[:, None], state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_are_what_the_formula_says(kernels, kind, sizes):
+    r, start = recurrence(kind, sizes), torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
+    pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
+    state = start.clone()
+    out = RecurrentKernels(kernels).rows(r, [RecurrentTree(state, pending, rows, PARENTS, range(len(PARENTS)), 0)])
+    committed = start.double()
+    for row in range(2):
+        _, committed = by_formula(r, committed, pending, row)
+    torch.testing.assert_close(state.double(), committed, rtol=1e-4, atol=1e-4)
+    states = {-1: committed}
+    for row, parent in enumerate(PARENTS):
+        expected, states[row] = by_formula(r, states[parent], rows, row)
+        torch.testing.assert_close(out[0, row].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_row_has_its_bits_whatever_is_beside_it(kernels, kind, sizes):
+    kernel, r = RecurrentKernels(kernels).rows, recurrence(kind, sizes)
+    start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
+    rows = rows_of(kind, sizes, len(PARENTS), 3)
+    other = RecurrentTree(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), PARENTS, range(6), 0)
+    out = kernel(r, [other, RecurrentTree(start.clone(), None, rows, PARENTS, range(len(PARENTS)), 0)])[1]
+
+    def some(*chosen: int) -> RecurrentInputs:
+        tensors = (None if x is None else x[list(chosen)] for x in rows.tensors)
+        return RecurrentInputs(*tensors)
+
+    # Level by level, and by plain steps with the rows before them pending.
+    last = replace(other, state=start.clone(), pending=None, rows=rows, order=[0, 3, 4, 5], first=4)
+    assert torch.equal(kernel(r, [last])[0], out[4:])
+    assert torch.equal(kernel(r, [RecurrentTree(start.clone(), some(0, 3), some(4), [-1], [0], 0)])[0, 0], out[4])
+    state = start.clone()
+    for path, row in (((), 0), ((0,), 1), ((1,), 2)):
+        step = RecurrentTree(state, some(*path) if path else None, some(row), [-1], [0], 0)
+        assert torch.equal(kernel(r, [step])[0, 0], out[row])
+
+
+@pytest.mark.parametrize("channels", [5, 64, 300])
+@pytest.mark.parametrize("size", [2, 4, 10])
+@pytest.mark.parametrize("silu", [False, True])
+def test_rows_are_convolved_with_what_they_see(kernels, channels, size, silu):
+    g = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(channels, size, generator=g), torch.randn(channels, generator=g)
+    window, rows = torch.randn(size - 1, channels, generator=g), torch.randn(4, channels, generator=g)
+    places = torch.randint(0, size + 3, (6, size), generator=g)
+    convolve = RecurrentKernels(kernels).convolve
+    out = convolve(weight, bias, silu, [(window, rows)] * 2, [places, places.flip(0)])
+    expected = torch.einsum("tkc,ck->tc", torch.cat([window, rows])[places], weight) + bias
+    expected = F.silu(expected) if silu else expected
+    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[1], out[0].flip(0))
+    alone = convolve(weight, bias, silu, [(window, rows)], [places[2:3]])
+    assert torch.equal(alone[0, 0], out[0, 2])
