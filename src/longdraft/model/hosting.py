@@ -21,7 +21,7 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVShape
-from longdraft.model import stored
+from longdraft.model import adapters, stored
 from longdraft.native import Rows
 
 IMPLEMENTATION = "longdraft"
@@ -154,8 +154,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
     described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    for sample in sampled(model):
-        digest.update(sample.float().cpu().numpy().tobytes())
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        digest.update(str(quantised).encode())
+    for part in (*sampled(model), *adapters.described(model)):
+        digest.update(part.encode() if isinstance(part, str) else part.float().cpu().numpy().tobytes())
     return f"{config.model_type}-{digest.hexdigest()[:16]}"
 
 

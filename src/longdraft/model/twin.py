@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.model import hosting, packing, row_activations, stored
+from longdraft.model import hosting, packing, quantised, row_activations, stored, support
 from longdraft.model.few_rows import MOST, FewRowsModule
 from longdraft.model.fused import FusedLayers
 from longdraft.model.lock import lock_of
@@ -36,9 +36,14 @@ class Twin:
         # First, as it compares the kernels with the layers' own products.
         self.fused = FusedLayers(self.model)
         self.few_rows = FewRowsModule(self.model)
-        row_activations.install(self.model, lambda: self.few_rows.most is None)
+        row_activations.install(self.model, self._decoding)
+        quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         self._tapped: set[int] = set()
         self._place = _place(model)
+
+    def _decoding(self) -> bool:
+        """True in forwards in which a row's bits must not depend on the rows beside it."""
+        return self.few_rows.most is None
 
     @cached_property
     def parts(self) -> SharedParts:
@@ -82,11 +87,12 @@ class HostedModel:
         """Makes a new twin if the model has been changed.
 
         Raises:
-            UnsupportedModelError: the model can no longer be copied.
+            UnsupportedModelError: the model can no longer be hosted exactly, or copied.
         """
         with self.lock:
             now = self._current()
             if not unchanged(self._signature, now):
+                support.check_supported(self._model)
                 self.twin = Twin(self._model)
                 self._signature = now
 
@@ -106,6 +112,7 @@ def host(model: PreTrainedModel) -> HostedModel:
         UnsupportedModelError: the model cannot be copied.
     """
     with lock_of(model):
+        quantised.unpack(model)
         known = _hosted.get(model)
         hosted = None if known is None else known()
         if hosted is None:
