@@ -37,6 +37,7 @@ class PromptCache:
         self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
+        self._state: object = None
 
     def __repr__(self) -> str:
         if self._pending is not None:
@@ -51,6 +52,8 @@ class PromptCache:
         capacity: int,
         feature_layers: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
+        target: str = "",
+        state: object = None,
     ) -> KVStore:
         """The store for a run, with the rows that the cache holds.
 
@@ -60,10 +63,16 @@ class PromptCache:
             feature_layers: layers whose hidden states the run needs (``new_store`` makes room for them). A cache
                 without them is dropped.
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
+            target: the fingerprint of the target, with its adapters. A snapshot that is still to be read must be its.
+            state: the target as it is now. Rows that were computed in another state are dropped.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
+            CheckpointError: the snapshot cannot be read, or is another target's.
         """
+        if self._state != state:
+            self._state = state
+            self._forget()
         old = self.store
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
@@ -79,10 +88,17 @@ class PromptCache:
             self.store = store
         assert self.store is not None
         if self._pending is not None:
-            self.tokens[0] = packed(snapshot.load(self.store, 0, self._fingerprint, self._pending))
+            self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
             self._pending = None
         self.opened += 1
         return self.store
+
+    def _forget(self) -> None:
+        """Drops the rows of all slots."""
+        if self.store is not None:
+            for slot in range(self.store.slots):
+                self.store.truncate(slot, 0)
+        self.tokens = [packed(()) for _ in self.tokens]
 
     def choose(self, slots: Sequence[int], prompt: Sequence[int]) -> int:
         """The one of several free slots that shares the longest prefix with a prompt; of equals, the one with the

@@ -26,6 +26,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
+from longdraft.model.quantised import stays_quantised
 
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
@@ -67,6 +68,7 @@ def read_checkpoint(
     remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
     with_tokenizer: bool = True,
+    quantised_dtype: DType | None = None,
     **source: Any,
 ) -> LoadedModel:
     """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
@@ -75,12 +77,15 @@ def read_checkpoint(
         config: the configuration; None reads it too.
         failure, remedy: beginning and end of the CheckpointError's message.
         with_tokenizer: False leaves the tokenizer None.
+        quantised_dtype: in place of ``dtype`` for a checkpoint whose layers another package quantised and computes.
         source: further arguments of each ``from_pretrained``.
     """
     tokenizer: Any = None
     with reading(failure or f"The model in {name} cannot be read", remedy), quiet():
         if config is None:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+        if quantised_dtype is not None and stays_quantised(config):
+            dtype = quantised_dtype
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:

@@ -173,7 +173,8 @@ def weights_of(layer: nn.Module) -> Weights | None:
     weight: torch.Tensor | Stored
     if isinstance(kept := getattr(layer, "kernel_weights", None), Stored):
         weight = kept
-    elif type(layer) is not nn.Linear:  # a subclass (quantised, adapted) computes something else
+    # A subclass (quantised, adapted) computes something else, and so does a weight of a tensor's subclass.
+    elif type(layer) is not nn.Linear or not is_plain(getattr(layer, "weight", None)):
         return None
     elif _plain(layer.weight):
         weight = layer.weight.detach()  # detached: it may get another storage
@@ -185,10 +186,15 @@ def weights_of(layer: nn.Module) -> Weights | None:
     return weight, bias.detach().float() if isinstance(bias, torch.Tensor) else None
 
 
+def is_plain(weight: object) -> bool:
+    """True if a weight is a tensor of torch's own. Quantised ones and shares of several processes are subclasses."""
+    return type(weight) in (torch.Tensor, nn.Parameter)
+
+
 def in_halves(weight: torch.Tensor) -> bool:
     """True if our kernels can read this matrix in bfloat16 or float16."""
     half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-    return half and not is_shared_out(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
+    return half and is_plain(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
 
 
 def is_shared_out(weight: object) -> bool:
@@ -201,5 +207,4 @@ def _computes_in(layer: nn.Module) -> torch.dtype:
 
 
 def _plain(weight: torch.Tensor) -> bool:
-    local = weight.device.type == "cpu" and not is_shared_out(weight)
-    return local and weight.dtype == torch.float32 and weight.stride(-1) == 1
+    return weight.device.type == "cpu" and is_plain(weight) and weight.dtype == torch.float32 and weight.stride(-1) == 1

@@ -25,7 +25,7 @@ from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.states import LayerStates
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import WindowStates
-from longdraft.model import stored
+from longdraft.model import adapters, stored
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
 from longdraft.native import Rows
@@ -226,8 +226,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
     described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    for sample in sampled(model):
-        digest.update(sample.float().cpu().numpy().tobytes())
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        digest.update(str(quantised).encode())
+    for part in (*sampled(model), *adapters.described(model)):
+        digest.update(part.encode() if isinstance(part, str) else part.float().cpu().numpy().tobytes())
     return f"{config.model_type}-{digest.hexdigest()[:16]}"
 
 

@@ -118,7 +118,9 @@ class _Reader:
         if self.arithmetic == "int8":
             raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
         keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
-        loaded = read_checkpoint(name, "auto" if keep else self.dtype, self.rope_factor, **source)
+        loaded = read_checkpoint(
+            name, "auto" if keep else self.dtype, self.rope_factor, quantised_dtype=self.dtype, **source
+        )
         return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer) if keep else loaded
 
 

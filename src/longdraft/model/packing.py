@@ -70,4 +70,5 @@ def pays(rows: int) -> bool:
 
 def packable(weight: torch.Tensor) -> bool:
     """True if a weight can be packed here."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and available()
+    plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type == "cpu"
+    return plain and weight.dtype == torch.float32 and available()

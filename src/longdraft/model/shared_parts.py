@@ -13,6 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored
+from longdraft.model.few_rows import is_plain
+from longdraft.model.sharded import local
 from longdraft.native import Stored, kernels
 
 
@@ -74,6 +76,11 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
 def _head_weight(head: nn.Module) -> torch.Tensor | Stored:
     if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
         return head.matrix
+    if not is_plain(local(head.weight)):
+        raise UnsupportedModelError(
+            f"The head, {type(head).__name__}, is quantised by another package, and drafts do not read it so: leave "
+            "lm_head out of the quantisation."
+        )
     weight = head.weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach()

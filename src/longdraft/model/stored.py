@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.few_rows import MOST, in_halves
+from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.stored import rounded_to_int8
@@ -111,17 +111,29 @@ def has_weights(module: nn.Module) -> bool:
 
 def weight_place(module: nn.Module) -> torch.Tensor:
     """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
-    return local(module.data if isinstance(module, StoredWeights) else module.weight)
+    return numbers(local(module.data if isinstance(module, StoredWeights) else module.weight))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
     """(out, in) of a layer, (tokens, size) of an embedding."""
     if isinstance(module, StoredWeights):
         return module.matrix.shape
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    rows, size = weight.shape
-    return rows, size
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and is_plain(weight):
+        return weight.shape[0], weight.shape[1]
+    # Quantised by another package, perhaps in another shape.
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
+
+
+def numbers(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers of a weight in memory; of a quantised one that is a tensor's subclass, those that it packs."""
+    parts = getattr(weight, "__tensor_flatten__", None)
+    if parts is None or is_plain(weight):
+        return weight
+    inner: torch.Tensor = getattr(weight, parts()[0][0])
+    return numbers(inner)
 
 
 def parameters(model: nn.Module) -> int:
@@ -133,7 +145,8 @@ def parameters(model: nn.Module) -> int:
 def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
     """Some evenly spread weights of a module's first parameter, in any storage."""
     if not isinstance(module, StoredWeights):
-        flat = whole(next(module.parameters(recurse=False)).detach()).flatten()
+        # Those of a layer within come after its own.
+        flat = numbers(whole(next(module.parameters()).detach())).flatten()
         return flat[:: max(1, flat.numel() // most)]
     matrix = module.matrix
     rows, size = matrix.shape
@@ -142,7 +155,12 @@ def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a model compute in float32 while its matrices in bfloat16 or float16 stay as they are."""
+    """Makes a model compute in float32 while its matrices in bfloat16 or float16 stay as they are.
+
+    A model with layers that another package quantised is left alone.
+    """
+    if getattr(model, "is_quantized", False):
+        return model
     known: dict[int, Stored] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
+from longdraft.model import adapters, quantised
 from longdraft.model.hosting import context_length, decoder_config
 from longdraft.model.stored import weight_shape
 
@@ -41,39 +42,8 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has weights without values: {empty} is on the device 'meta' (made without weights, or put on disk "
             f"or in host memory by device_map). {_LOAD} Leave device_map out, or name one device."
         )
-    for path, module in model.named_modules():
-        if (why := _depends_on_rows(module)) is not None:
-            raise UnsupportedModelError(
-                f"{name} is quantised so that {path} ({type(module).__name__}) {why}. What it computes for a token "
-                "then depends on the tokens beside it, so drafted tokens would change the text. Use a quantisation of "
-                "weights alone, or one that scales each row by itself."
-            )
-
-
-def _depends_on_rows(module: torch.nn.Module) -> str | None:
-    """Describes how a quantised layer's result for a row depends on the other rows; None if it does not."""
-    kind = type(module)
-    scaled = "scales all rows of its input together"
-    if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
-        return scaled
-    if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
-        return "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
-    scheme = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
-    if getattr(scheme, "dynamic", False) is True and _word(getattr(scheme, "strategy", None)) == "tensor":
-        return scaled  # compressed-tensors
-    # torchao keeps its settings for activations in the weight.
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    settings = getattr(weight, "act_quant_kwargs", None) or getattr(weight, "quant_kwargs", None)
-    if type(getattr(settings, "granularity", None)).__name__ == "PerTensor":
-        return scaled
-    if isinstance(settings, Mapping) and type(settings.get("activation_granularity")).__name__ == "PerTensor":
-        return scaled
-    return None
-
-
-def _word(value: Any) -> str:
-    """A string or the value of an enum's member."""
-    return str(getattr(value, "value", value))
+    quantised.check(model)
+    adapters.check(model)
 
 
 def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -> None:

@@ -16,7 +16,18 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import calls, hosting, packing, positions, recurrent, row_activations, row_functions, stored
+from longdraft.model import (
+    calls,
+    hosting,
+    packing,
+    positions,
+    quantised,
+    recurrent,
+    row_activations,
+    row_functions,
+    stored,
+    support,
+)
 from longdraft.model.few_rows import MOST, FewRowsModule
 from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
@@ -51,11 +62,16 @@ class Twin:
             self._try(model)
         self.layout = layout_of(self.model)
         self.few_rows = FewRowsModule(self.model)
-        row_activations.install(self.model, lambda: self.few_rows.most is None)
+        row_activations.install(self.model, self._decoding)
+        quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         if self.layout.recurrent:
-            row_functions.install(self.model, lambda: self.few_rows.most is None)
+            row_functions.install(self.model, self._decoding)
         self._tapped: set[int] = set()
         self._place = _place(model)
+
+    def _decoding(self) -> bool:
+        """True in forwards in which a row's bits must not depend on the rows beside it."""
+        return self.few_rows.most is None
 
     def _try(self, model: PreTrainedModel) -> None:
         found = try_out(model)
@@ -104,11 +120,12 @@ class HostedModel:
         """Makes a new twin if the model has been changed.
 
         Raises:
-            UnsupportedModelError: the model can no longer be copied.
+            UnsupportedModelError: the model can no longer be hosted exactly, or copied.
         """
         with self.lock:
             now = self._current()
             if not unchanged(self._signature, now):
+                support.check_supported(self._model)
                 self.twin = Twin(self._model)
                 self._signature = now
 
@@ -128,6 +145,7 @@ def host(model: PreTrainedModel) -> HostedModel:
         UnsupportedModelError: the model cannot be copied.
     """
     with lock_of(model):
+        quantised.unpack(model)
         known = _hosted.get(model)
         hosted = None if known is None else known()
         if hosted is None:

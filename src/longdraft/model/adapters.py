@@ -1,0 +1,121 @@
+"""Adapters of PEFT on a target: which of them longdraft hosts, and how they are named in fingerprints.
+
+An adapter's layers stand around the model's own, so a twin has them as the model does, and a switch of adapters changes
+attributes of theirs, which the next run notices (:mod:`longdraft.model.model_copy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from longdraft.errors import UnsupportedModelError
+from longdraft.model.stored import numbers
+
+# Kinds of PEFT that compute more than a layer's rows one by one.
+_OTHER_KINDS = {
+    "ADAPTION_PROMPT": "changes what attention reads",
+    "POLY": "takes the number of a task with each forward",
+    "SHADOW": "carries a state from layer to layer",
+    "XLORA": "chooses its experts by the whole text",
+}
+# Arguments of ``generate`` that PEFT hands to its layers by hooks, a value for each row of a batch.
+_BY_ROW = ("adapter_names", "alora_offsets")
+# Numbers of each tensor that a fingerprint has.
+_SAMPLE = 16
+
+
+def check(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for an active adapter that longdraft would compute differently."""
+    in_layers = {name for module in model.modules() for name in _active(module)}
+    for owner in _owners(model):
+        # An adapter that changes no layer is the model's own: a PeftModel names it.
+        named = () if getattr(owner, "_adapters_disabled", False) else _names(getattr(owner, "active_adapter", ()))
+        for name in sorted({*in_layers, *named}):
+            settings = owner.peft_config.get(name)
+            if settings is not None and (why := _foreign(settings)) is not None:
+                raise UnsupportedModelError(
+                    f"The adapter {name!r} ({_word(settings.peft_type)}) {why}, which longdraft does not host. Use one "
+                    "that adds to layers, such as LoRA, merge it (merge_and_unload), or disable it."
+                )
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            given = [key for key in _BY_ROW if isinstance(hook, partial) and key in hook.keywords]
+            if given:
+                raise UnsupportedModelError(
+                    f"generate was given {given[0]} for {name}: longdraft decodes all rows with one adapter. Leave it "
+                    "out, choose with set_adapter, and make a call for each adapter."
+                )
+
+
+def described(model: nn.Module) -> Iterator[str | torch.Tensor]:
+    """The active adapters, layer by layer: their settings and some of their weights."""
+    for module in model.modules():
+        if not (active := _active(module)):
+            continue
+        yield f"{type(module).__name__} {len(_merged(module))}"
+        for kind in _kinds(module):
+            values = getattr(module, kind, None)
+            for adapter in active:
+                if isinstance(values, Mapping | nn.Module) and adapter in values:  # type: ignore[operator]
+                    yield from _sampled(kind, values[adapter])  # type: ignore[index]
+
+
+def _sampled(kind: str, value: Any) -> Iterator[str | torch.Tensor]:
+    tensors = [value] if isinstance(value, torch.Tensor) else []
+    if isinstance(value, nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+    elif not tensors:
+        yield f"{kind} {value}"
+    for tensor in tensors:
+        flat = numbers(tensor.detach()).flatten()
+        yield f"{kind} {tuple(tensor.shape)}"
+        yield flat[:: max(1, flat.numel() // _SAMPLE)]
+
+
+def _owners(model: nn.Module) -> Iterator[Any]:
+    """The modules with settings of adapters, among them a PeftModel whose ``generate`` has called that of its model."""
+    asking = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    for module in (model, asking):
+        if isinstance(getattr(module, "peft_config", None), Mapping):
+            yield module
+
+
+def _foreign(settings: Any) -> str | None:
+    if getattr(settings, "is_prompt_learning", False):
+        return "puts rows of its own before the text"
+    if getattr(settings, "alora_invocation_tokens", None) is not None:
+        return "begins in the middle of a text"
+    return _OTHER_KINDS.get(_word(getattr(settings, "peft_type", "")))
+
+
+def _kinds(module: nn.Module) -> tuple[str, ...]:
+    """Attributes of an adapter's layer that have a value for each adapter; empty for any other layer."""
+    return (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
+
+
+def _merged(module: nn.Module) -> list[str]:
+    return _names(getattr(module, "merged_adapters", ()))
+
+
+def _active(module: nn.Module) -> list[str]:
+    """Names of the adapters that a layer computes with; empty for a layer without adapters."""
+    if not _kinds(module):
+        return []
+    disabled = getattr(module, "disable_adapters", False)
+    chosen = [] if disabled else _names(getattr(module, "active_adapters", ()))
+    return list(dict.fromkeys([*_merged(module), *chosen]))
+
+
+def _names(given: Any) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    return list(given) if isinstance(given, list | tuple) else []
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))

@@ -1,0 +1,248 @@
+"""Linear layers that another package computes: quantised ones (torchao, bitsandbytes, GPTQ ...) and the like.
+
+Two questions are put to them before a model is hosted, on made-up rows. Does a row's result depend on the numbers in
+the rows beside it? Then the model is refused. Do its last bits depend on how many rows there are? Many kernels add up
+in another order for one row than for eight. On a CPU such a layer gets its rows in blocks of a fixed size while text
+is decoded, so that a drafted token gets the bits that it would get alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from longdraft.errors import UnsupportedModelError, reason_of
+from longdraft.model.few_rows import is_plain, is_shared_out
+from longdraft.native import kernels
+
+logger = logging.getLogger("longdraft")
+
+# Rows of a block, and of larger blocks that are used if they give the same bits.
+ROWS, LARGER = 8, (16, 32, 64)
+# Other numbers of rows that are tried.
+_FEWER = (1, 3, 5)
+# The rows beside a row are made larger by this factor. By how much its result may then differ, of its largest number:
+# rounding is less, and a scale that depends on them is more.
+_LARGER_ROWS = 100.0
+_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-3, 2e-2
+_SCALED = "scales all rows of its input together"
+# Methods whose weights transformers unpacks while it loads them where it has no kernels for them.
+_UNPACKED = ("fp8", "mxfp4", "mxfp8")
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Attributes:
+    sizes: sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found.
+    outside: the layer does not compute in torch's inference mode.
+    """
+
+    sizes: tuple[int, ...]
+    outside: bool
+
+
+
+def stays_quantised(config: Any) -> bool:
+    """True if the configuration is of a checkpoint that another package quantised and whose layers it computes."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return False
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return _word(method) not in _UNPACKED
+
+
+def unpack(model: nn.Module) -> None:
+    """Lets compressed-tensors unpack a model's weights, which it would do in the model's first forward.
+
+    In the first forward of a copy it would unpack the copy's, and never the model's.
+    """
+    hook = getattr(model, "ct_decompress_hook", None)
+    registered = model._forward_pre_hooks.get(getattr(hook, "id", -1))
+    if registered is not None:
+        registered(model, ())
+
+
+def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a model that are no plain ones of torch, by name."""
+    for name, module in model.named_modules():
+        sizes = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
+        # Adapters are layers around layers, of which each is looked at by itself.
+        if not sizes or any(True for _ in module.children()) or hasattr(module, "kernel_weights"):
+            continue
+        weight = getattr(module, "weight", None)
+        plain = type(module) is nn.Linear and is_plain(weight) and not hasattr(module, "quantization_scheme")
+        if not plain and not is_shared_out(weight):
+            yield name, module
+
+
+def check(model: nn.Module) -> None:
+    """Raises UnsupportedModelError, with the layer's name, if what a layer computes for a row depends on the others.
+
+    This looks at settings only; :func:`install` tries the layers.
+    """
+    for name, module in model.named_modules():
+        if (why := _depends_on_rows(module)) is not None:
+            raise _refusal(model, name, module, why)
+
+
+def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[], bool]) -> None:
+    """Tries the layers, and gives those that need it their rows in blocks. The model must be a copy of our own.
+
+    Args:
+        served: layers that our kernels compute.
+        wanted: called in each forward; while it returns False, layers get their rows as they come.
+
+    Raises:
+        UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
+    """
+    known: dict[tuple[object, ...], _Tried] = {}  # by kind and size of a layer
+    warned: set[str] = set()
+    for name, module in list(layers_of_others(model)):
+        if module in served:
+            continue
+        weight = getattr(module, "weight", None)
+        like = (type(module), type(weight), module.in_features, module.out_features)
+        tried = known[like] if like in known else known.setdefault(like, _try(model, name, module))
+        forward = module.forward
+        if tried.outside:
+            forward = vars(module)["forward"] = _outside(forward)
+        # Without kernels, other products do not give a row the same bits either.
+        if tried.sizes == (1,) or kernels() is None:
+            continue
+        if tried.sizes:
+            vars(module)["forward"] = _in_blocks(forward, tried.sizes, wanted)
+        elif (kind := _kind(module)) not in warned:
+            warned.add(kind)
+            logger.warning(
+                "%s rounds a row differently with the number of rows: where two tokens are all but equally likely, "
+                "text may differ from what is decoded without drafts.",
+                kind,
+            )
+
+
+def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
+    dtype = getattr(model, "dtype", torch.float32)
+    device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+    size = int(module.in_features)  # type: ignore[arg-type]
+    rows = torch.randn(LARGER[-1], size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        # module.forward, so that the user's hooks do not see made-up rows.
+        out: torch.Tensor = module.forward(x[None])[0]
+        return out
+
+    try:
+        with torch.no_grad():
+            depends = _depends(compute, rows[:ROWS])
+            sizes = _steady_sizes(compute, rows) if device.type == "cpu" and not depends else (1,)
+    except Exception as error:  # another package may raise anything
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {name} ({_kind(module)}), which cannot compute on {device} in {dtype}: "
+            f"{reason_of(error)}. Load the model on another device, in another dtype, or without quantisation."
+        ) from error
+    if depends:
+        raise _refusal(model, name, module, "computes another result for a row beside larger ones")
+    return _Tried(sizes, _only_outside(compute, rows[:1]))
+
+
+def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
+    """True if a row's result changes by more than rounding when the rows beside it become larger."""
+    larger = torch.cat([rows[:1], rows[1:] * _LARGER_ROWS])
+    alone, beside = (compute(x)[0].double() for x in (rows, larger))
+    tolerance = _TOLERANCE_OF_HALVES if rows.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
+    return not bool((alone - beside).abs().max() <= tolerance * alone.abs().max())
+
+
+def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
+    """Sizes of blocks, as :class:`_Tried` has them."""
+
+    def by(size: int, x: torch.Tensor = rows) -> torch.Tensor:
+        return torch.cat([compute(part) for part in x.split(size)])
+
+    expected = by(ROWS)
+    # Another place in the block, and other rows in it.
+    if not torch.equal(by(ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
+        return ()
+    larger = tuple(size for size in LARGER if torch.equal(by(size), expected))
+    fewer = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _FEWER)
+    return (1,) if fewer and larger == LARGER else (ROWS, *larger)
+
+
+def _only_outside(compute: Callable[[torch.Tensor], torch.Tensor], row: torch.Tensor) -> bool:
+    """True if a layer that computes does not do so in torch's inference mode, as quanto's in four bits."""
+    with torch.inference_mode():
+        try:
+            compute(row)
+        except RuntimeError:
+            return True
+    return False
+
+
+def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def outside(*inputs: Any, **named: Any) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return forward(*inputs, **named)
+
+    return outside
+
+
+def _in_blocks(
+    forward: Callable[..., torch.Tensor], sizes: tuple[int, ...], wanted: Callable[[], bool]
+) -> Callable[..., torch.Tensor]:
+    def in_blocks(x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        if not wanted():
+            return forward(x, *more, **named)
+        rows = x.reshape(-1, x.shape[-1])
+        count = len(rows)
+        size = next((n for n in sizes if n >= count), sizes[-1])
+        if missing := -count % size:
+            rows = torch.cat([rows, rows[-1:].expand(missing, -1)])
+        out = [forward(part[None], *more, **named)[0] for part in rows.split(size)]
+        return torch.cat(out)[:count].view(*x.shape[:-1], -1)
+
+    return in_blocks
+
+
+def _refusal(model: nn.Module, name: str, module: nn.Module, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} is quantised so that {name} ({_kind(module)}) {why}. What it computes for a token "
+        "then depends on the tokens beside it, so drafted tokens would change the text. Use a quantisation of "
+        "weights alone, or one that scales each row by itself."
+    )
+
+
+def _kind(module: nn.Module) -> str:
+    """A layer's class, with that of a weight that is no plain tensor."""
+    weight = getattr(module, "weight", None)
+    kind = type(module).__name__
+    return kind if weight is None or is_plain(weight) else f"{kind}, {type(weight).__name__}"
+
+
+def _depends_on_rows(module: nn.Module) -> str | None:
+    """Describes how a quantised layer's result for a row depends on the other rows; None if its settings do not."""
+    kind = type(module)
+    if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
+        return _SCALED
+    if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
+        return "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
+    scheme = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
+    if getattr(scheme, "dynamic", False) is True and _word(getattr(scheme, "strategy", None)) == "tensor":
+        return _SCALED  # compressed-tensors
+    # torchao keeps its settings for activations in the weight.
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    settings = getattr(weight, "act_quant_kwargs", None) or getattr(weight, "quant_kwargs", None)
+    if type(getattr(settings, "granularity", None)).__name__ == "PerTensor":
+        return _SCALED
+    if isinstance(settings, Mapping) and type(settings.get("activation_granularity")).__name__ == "PerTensor":
+        return _SCALED
+    return None
+
+
+def _word(value: Any) -> str:
+    """A string or the value of an enum's member."""
+    return str(getattr(value, "value", value))
