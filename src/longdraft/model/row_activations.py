@@ -27,7 +27,7 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
     for module in model.modules():
         home = type(module).__module__
         activation = home in ("torch.nn.modules.activation", "transformers.activations")
-        if activation and not any(module.parameters()) and "forward" not in vars(module):
+        if activation and next(module.parameters(), None) is None and "forward" not in vars(module):
             vars(module)["forward"] = _by_row(module.forward, wanted)
 
 
