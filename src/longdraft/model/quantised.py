@@ -75,7 +75,9 @@ def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not sizes or any(True for _ in module.children()) or hasattr(module, "kernel_weights"):
             continue
         weight = getattr(module, "weight", None)
-        plain = type(module) is nn.Linear and is_plain(weight) and not hasattr(module, "quantization_scheme")
+        # A model's own kinds of linear layers, such as routers, do more than a product.
+        known = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
+        plain = known and is_plain(weight) and not hasattr(module, "quantization_scheme")
         if not plain and not is_shared_out(weight):
             yield name, module
 
