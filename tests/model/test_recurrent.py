@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from longdraft import Sampling, Speculator
 from longdraft.errors import UnsupportedModelError
@@ -15,7 +17,9 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
+from tests.drafts import random_eagle3, random_heads, random_onepass
 from tests.recurrent_models import FAMILIES, KINDS, VOCABULARY, generated, recurrent_model, some_prompt
+from tests.tiny import tiny_tokenizer
 
 NEW = 24
 # Without our kernels, torch's products round a row by the number of rows.
@@ -231,6 +235,28 @@ def test_methods_write_the_plain_text(family, method):
         drafted = spec.generate(PROMPTS, max_new_tokens=NEW, sampling=sampling, seed=5)
         assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     assert sum(r.rounds for r in drafted) <= sum(r.rounds for r in plain)
+
+
+@in_bits
+@pytest.mark.parametrize("kind", ["eagle3", "onepass", "heads", "small-lm"])
+def test_trained_drafts_draft_for_it(kind, tmp_path):
+    model = recurrent_model()
+    drafts = {
+        "eagle3": lambda: random_eagle3(tmp_path, model, layers=(0, 1, 3)),
+        "onepass": lambda: random_onepass(tmp_path, model, layers=(0, 1, 3), head_dim=16),
+        "heads": lambda: random_heads(tmp_path, model),
+        "small-lm": lambda: as_draft(tmp_path, model),  # which has recurrent layers too
+    }
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=NEW)
+    drafted = Speculator(kind, target=model, draft=drafts[kind](), plan="fixed").generate(PROMPTS, max_new_tokens=NEW)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert kind != "small-lm" or sum(r.rounds for r in drafted) < sum(r.rounds for r in plain) / 2
+
+
+def as_draft(folder: Path, model: PreTrainedModel) -> Path:
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -71,8 +71,8 @@ def judge(model_type: str) -> Verdict:
     same(model, texts[0], own[0], first, "plain decoding")
 
     method = compose("planted", lambda: Planted({tuple(t): o for t, o in zip(texts, own, strict=True)}, VOCABULARY))
-    planted = Speculator(method, target=model)
-    lookup = Speculator("prompt-lookup", target=model, min_n=1, branches=3)
+    planted = Speculator(method, target=model, plan="fixed")
+    lookup = Speculator("prompt-lookup", target=model, plan="fixed", min_n=1, branches=3)
     for spec, how in ((planted, "trees"), (lookup, "lookups")):
         together = spec.generate(texts, max_new_tokens=NEW, eos_token_ids=[])
         for text, wanted, result in zip(texts, own, together, strict=True):

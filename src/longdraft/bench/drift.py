@@ -37,7 +37,7 @@ class Listener(TargetRunner):
 
     def __init__(self, runner: TargetRunner) -> None:
         vars(self).update(vars(runner))
-        depth = self.kv_shape.layers
+        depth = self.depth
         self.layers = tuple(sorted({x for x in (1, depth // 2 - 1, depth - 4, depth - 1) if 0 <= x < depth}))
         self._hidden: dict[int, torch.Tensor] = {}
 

@@ -236,7 +236,7 @@ def data(
             runner = TargetRunner(loaded.model)
             kept = None
             if features:
-                count = runner.kv_shape.layers
+                count = runner.depth
                 if chosen_layers and not {*range(count)}.issuperset(chosen_layers):
                     raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {layers!r}.")
                 # In a shallow target some of the usual layers are negative.

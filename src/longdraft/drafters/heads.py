@@ -200,7 +200,7 @@ class VerifiedStates(StateSource):
     """The states that the last verification left in the store."""
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return (runner.kv_shape.layers - 1,)
+        return (runner.depth - 1,)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self._store = store

@@ -64,7 +64,7 @@ class ViewStates(StateSource):
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Raises MemoryBudgetError when the views do not fit."""
-        self.level.host(runner, store, (runner.kv_shape.layers - 1,))
+        self.level.host(runner, store, (runner.depth - 1,))
 
     @torch.inference_mode()
     def states(self, sequences: SequenceOf[Sequence]) -> States:

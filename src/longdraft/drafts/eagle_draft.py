@@ -82,7 +82,7 @@ class EagleDraft(TrainedDraft[Bound]):
         Raises:
             CheckpointError: the target has no such layers.
         """
-        count = runner.kv_shape.layers
+        count = runner.depth
         layers = self.layers or self.usual_layers(count)
         if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
             raise CheckpointError(
@@ -133,7 +133,7 @@ class EagleDraft(TrainedDraft[Bound]):
             )
         if shape.head_dim != target["head_dim"]:
             found.append(f"its head size is {shape.head_dim}, the target's {target['head_dim']}: check head_dim")
-        usual, layers = self.usual_layers(runner.kv_shape.layers), self.feature_layers(runner)
+        usual, layers = self.usual_layers(runner.depth), self.feature_layers(runner)
         if layers != usual:
             found.append(
                 f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"

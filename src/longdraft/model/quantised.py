@@ -46,7 +46,6 @@ class _Tried:
     outside: bool
 
 
-
 def stays_quantised(config: Any) -> bool:
     """True if the configuration is of a checkpoint that another package quantised and whose layers it computes."""
     settings = getattr(config, "quantization_config", None)

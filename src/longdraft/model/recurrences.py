@@ -121,7 +121,7 @@ class _Mamba2:
         x, dt, b, c = row
         heads, width, size = state.shape
         bias, skip = (None if y is None else y[:, None].expand(-1, size) for y in map(arguments.get, ("dt_bias", "D")))
-        after = state.transpose(1, 2)[None].contiguous()
+        after = state.transpose(1, 2)[None].clone(memory_format=torch.contiguous_format)  # written to
         out = step(
             after,
             x[None],

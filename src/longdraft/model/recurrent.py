@@ -107,8 +107,8 @@ class _Mixer:
     def unknown(self) -> str:
         """The message for a mixer that cannot be hosted."""
         return (
-            f"{self._kind} keeps a state in a way that longdraft does not know, so it cannot be hosted exactly. Known "
-            f"are mixers of transformers that call {_CONVOLUTION} and one of {', '.join(RECURRENCES)}."
+            f"{self._kind} keeps a state in a way that longdraft does not know, so longdraft cannot host it exactly. "
+            f"Known are mixers of transformers that call {_CONVOLUTION} and one of {', '.join(RECURRENCES)}."
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -294,7 +294,7 @@ def fit(block: Eagle3Block, document: Features, layers: int) -> None:
 
 def _new(config: Eagle3Config, session: Session) -> Plan:
     runner = session.runner
-    parts, count = runner.parts, runner.kv_shape.layers
+    parts, count = runner.parts, runner.depth
     layers = config.feature_layers or usual_layers(count)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
         raise ConfigError(

@@ -80,7 +80,7 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable
     else:
         kept = init.ids
         init.check(runner)
-    if (source := session.source((runner.kv_shape.layers - 1,))) is None:
+    if (source := session.source((runner.depth - 1,))) is None:
         return
     if init is None:
         block = HeadsBlock(HeadsShape(runner.parts.hidden_size, heads, runner.parts.rms_norm_eps))
