@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longdraft import native
 from longdraft.attention import cpu, prefix
-from longdraft.attention.block import Block
+from longdraft.attention.block import Block, Scoring
 from longdraft.attention.reference import attend, partial_attention
 from longdraft.native.scaled import KeptRows, Scaled
 from tests.native.levels import LEVELS
@@ -63,6 +63,12 @@ def test_attention(kernels, dtype, before, size, group, d, threads, seed):
     chunk = kernels.attend_chunk(q, k, v, 0.2)
     causal = torch.ones(size, before + size, dtype=torch.bool).tril(before)
     torch.testing.assert_close(chunk, partial_attention(q, *floats, 0.2, causal)[0], rtol=2e-5, atol=2e-5)
+
+    begins = torch.arange(before, before + size).sub(20).clamp(min=0).int()
+    chunk = kernels.attend_chunk(q, k, v, 0.2, begins=begins, softcap=2.0)
+    causal &= torch.arange(before + size) >= begins[:, None]
+    scoring = Scoring(softcap=2.0)
+    torch.testing.assert_close(chunk, partial_attention(q, *floats, 0.2, causal, scoring)[0], rtol=2e-5, atol=2e-5)
 
     for node in {0, size // 2, size - 1}:
         rows = torch.cat([torch.arange(before), before + tree[node].nonzero()[:, 0]])

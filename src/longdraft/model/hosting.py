@@ -29,6 +29,7 @@ from longdraft.model import adapters, stored
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
 from longdraft.native import Rows
+from longdraft.native.scaled import KeptRows
 
 IMPLEMENTATION = "longdraft"
 # The context of models without a limit, in tokens.
@@ -61,7 +62,7 @@ class Hosted:
         query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
         fused: layers that our kernels can compute in one piece are computed so.
         layers_seen: number of layers that went through our attention.
-        rows: the block as fused layers read it, made by the first of them.
+        rows: the block, keys and values as fused layers read them, for each kind of layer, made by the first of it.
     """
 
     store: Store
@@ -74,7 +75,7 @@ class Hosted:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
-    rows: Rows | None = None
+    rows: dict[int, tuple[Rows, KeptRows, KeptRows]] = field(default_factory=dict)
 
 
 # A model may drop keyword arguments on the way to its attention, so the forward is found here too.

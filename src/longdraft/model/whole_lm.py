@@ -10,41 +10,41 @@ from typing import Literal
 
 import torch
 
+from longdraft.attention.block import Block
 from longdraft.memory.store import KVStore
 from longdraft.model.few_rows import MOST
 from longdraft.model.fused import in_place
+from longdraft.model.layer_rows import UNTURNED, CosSin
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
-from longdraft.native import DecoderStack, Rows, kernels
+from longdraft.native import DecoderStack, kernels
 
 # Number of positions that are computed ahead.
 AHEAD = 4096
 
 
 class WholeLM:
-    """Draft forwards of a hosted Llama over few rows, with the kernels' layers in ``stack``.
+    """Draft forwards of a hosted model over few rows, with the kernels' layers in ``stack``.
 
     Attributes:
         lighter: True if the stack has other weights than verifications use, in fewer bytes.
     """
 
     def __init__(self, runner: TargetRunner, stack: DecoderStack) -> None:
-        own = kernels()
-        assert own is not None
-        self._kernels, self._stack = own, stack
+        own, kinds = kernels(), runner.twin.fused.kinds
+        assert own is not None and kinds is not None
+        self._kernels, self._stack, self._kinds = own, stack, kinds
         self.lighter = stack is not runner.twin.fused.stack
         self._embedding = runner.model.get_input_embeddings()
-        rotary = rotary_module(runner.model)
-        assert rotary is not None
-        self._rotary = rotary
-        # cos and sin (2, positions, d), as far as they were needed.
-        self._cos_sin = torch.empty(2, 0, 0)
+        # cos and sin (2, positions, d) for each rotary embedding, as far as they were needed.
+        self._cos_sin: dict[str, torch.Tensor] = {}
 
     @classmethod
     def of(cls, runner: TargetRunner) -> WholeLM | None:
         """The forwards of a model; None if our kernels do not compute all of it, or if its rotary frequencies depend
         on the text's length."""
-        if getattr(rotary_module(runner.model), "rope_type", None) in ("dynamic", "longrope"):
+        found = getattr(rotary_module(runner.model), "rope_type", None)
+        if {"dynamic", "longrope"} & set(found.values() if isinstance(found, dict) else [found]):
             return None
         stack = runner.twin.fused.draft_stack
         return None if stack is None else cls(runner, stack)
@@ -63,9 +63,9 @@ class WholeLM:
             Log-probabilities and draft ids (B, 1, k) of the ``best`` likeliest tokens after each chain.
         """
         size = len(chains[0])
-        mask = torch.ones(size, size, dtype=torch.bool).tril().expand(len(slots), -1, -1) if size > 1 else None
-        positions = [[n + i for i in range(size)] for n in (store.lengths[slot] for slot in slots)]
-        return self._forward(store, slots, torch.tensor(chains), positions, mask, size, best, "last")
+        bases = [store.lengths[slot] for slot in slots]
+        positions = [[n + i for i in range(size)] for n in bases]
+        return self._forward(store, slots, bases, torch.tensor(chains), positions, None, size, best, "last")
 
     def nodes(
         self,
@@ -87,12 +87,15 @@ class WholeLM:
             Log-probabilities and draft ids (B, W, k) of the ``best`` likeliest tokens after each node.
         """
         each = [[p] * tokens.shape[1] for p in positions]
-        return self._forward(store, slots, tokens, each, ancestors, ancestors.shape[2], best, "all")
+        depth = int(ancestors[0, 0].sum()) - 1
+        bases = [p - depth for p in positions]
+        return self._forward(store, slots, bases, tokens, each, ancestors, ancestors.shape[2], best, "all")
 
     def _forward(
         self,
         store: KVStore,
         slots: Sequence[int],
+        bases: Sequence[int],
         tokens: torch.Tensor,
         positions: list[list[int]],
         mask: torch.Tensor | None,
@@ -102,16 +105,23 @@ class WholeLM:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """size: number of rows behind the committed ones, of which the last are these tokens'."""
         store.check_room(slots, size)
-        ends = [store.lengths[slot] + size for slot in slots]
-        rows = Rows(*self._rotations(positions), slots, [end - tokens.shape[1] for end in ends], ends, mask)
+        for states in store.states:
+            states.prepare(slots, bases, size)
+        lengths, count = [store.lengths[slot] for slot in slots], tokens.shape[1]
+        block = Block.make(slots, lengths, count, mask, offset=size - count, bases=bases)
+        rows, *more = self._kinds.rows(store, block, [self._rotations(rope, positions) for rope in self._kinds.ropes])
         x = self._embedding(tokens).float()
-        out = self._kernels.stack(self._stack, rows, store.keys, store.values, x, logits=logits, best=best)
+        out = self._kernels.stack(self._stack, *rows, x, logits=logits, best=best, more=more)
         assert out.log_probs is not None and out.places is not None
         return out.log_probs, out.places
 
-    def _rotations(self, positions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (B, T, d)."""
-        if (last := max(row[-1] for row in positions)) >= self._cos_sin.shape[1]:
-            self._cos_sin = torch.cat(self._rotary(torch.empty(0), torch.arange(last + AHEAD)[None]))
-        cos, sin = self._cos_sin[:, torch.tensor(positions)]
+    def _rotations(self, rope: str | None, positions: list[list[int]]) -> CosSin:
+        """cos and sin (B, T, d) of a kind of layer."""
+        if rope is None:
+            return UNTURNED
+        known, last = self._cos_sin.get(rope), max(row[-1] for row in positions)
+        if known is None or last >= known.shape[1]:
+            known = torch.cat(self._kinds.rotate(rope, torch.empty(0), torch.arange(last + AHEAD)[None]))
+            self._cos_sin[rope] = known
+        cos, sin = known[:, torch.tensor(positions)]
         return cos, sin

@@ -18,32 +18,47 @@ struct Matrix {
   std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats, halves and a draft's
 };
 
-// A decoder layer of the Llama kind.
+// How attention weighs keys: by exp(s), s = scale * (q . k), or cap * tanh(s / cap) of it.
+struct Scoring {
+  float scale;
+  float cap;           // 0: scores are not capped
+  const float *sinks;  // (query heads,) or null: a score that joins the sum of a row's weights and has no value
+};
+
+// A decoder layer of the Llama kind, or of the Gemma kind, whose attention and MLP have norms behind them too.
 struct Layer {
-  const float *norm, *second_norm;  // (hidden,)
-  const float *q_norm, *k_norm;     // (d,) of each head's queries and keys, or null
-  float eps, second_eps, q_eps, k_eps;
-  float scale;  // of the attention's scores
+  const float *norm, *mlp_norm;            // (hidden,): before the attention and the MLP
+  const float *attended_norm, *done_norm;  // (hidden,): of what the attention and the MLP add to x, or null
+  const float *q_norm, *k_norm;            // (d,) of each head's queries and keys, or null
+  float eps, mlp_eps, attended_eps, done_eps, q_eps, k_eps;
+  float plus;  // what is added to the norms' weights
+  Scoring scoring;
   Matrix q, k, v, o, gate, up, down;
   std::int64_t hidden, heads, kv_heads, d, inner;
+  std::int64_t gelu;  // 1: the MLP's gate goes through GELU by tanh; 0: through SiLU
 };
 
 // Consecutive layers, and the norm and head that turn the last output into logits.
 struct Stack {
   const Layer *const *layers;
+  const std::int64_t *kinds;   // (count,): which Batch and KeysValues a layer takes
+  const std::int64_t *places;  // (count,): which of the layers of these keys and values are its own
   std::int64_t count;
   const float *norm;  // (hidden,)
-  float eps;
+  float eps, plus;
+  float cap;  // logits s become cap * tanh(s / cap); 0: they are not capped
   Matrix head;
 };
 
 // T rows of each of B sequences, and where their keys and values lie.
 struct Batch {
   std::int64_t sequences, size;       // B, T
-  const float *cos, *sin;             // (B, T, d)
+  const float *cos, *sin;             // (B, T, turned)
+  std::int64_t turned;                // the first dimensions of a head, those that RoPE turns; 0 for none
   const std::int64_t *slots, *first;  // (B,): of the store; the row that a sequence's first new key is written to
   const std::int64_t *ends;           // (B,): keys of a sequence, the new ones included
   const std::uint8_t *masks;          // (B, T, width) or null: which of its last keys a row sees
+  const std::int32_t *begins;         // (B, T) or null: the first rank that a row sees, as longdraft_attend counts
   std::int64_t width;
   std::int64_t prompt;  // 1 for causal rows of a prompt, which are computed chunk by chunk
 };
@@ -55,13 +70,6 @@ struct KeysValues {
   std::int64_t format;       // 0: float32, 1: bfloat16, 2: int8, 3: float16; k_row is 1 with all but 0
   float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what the numbers of an int8 row are multiplied by; else null
   std::int64_t scale_layer, scale_slot, scale_head;
-};
-
-// How attention weighs keys: by exp(s), s = scale * (q . k), or cap * tanh(s / cap) of it.
-struct Scoring {
-  float scale;
-  float cap;           // 0: scores are not capped
-  const float *sinks;  // (query heads,) or null: a score that joins the sum of a row's weights and has no value
 };
 
 // A draft's block and its head: EAGLE-3's, which joins tokens with features of the target, or LongSpec's, which also attends to
@@ -193,11 +201,12 @@ void longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_
                          std::int64_t count, std::int64_t heads, std::int64_t group, std::int64_t d, float scale, float *out,
                          const float *high, const float *total, int threads);
 
-// x (B, T, hidden) becomes the layers' output; their keys and values are written where `batch` says. For each layer,
+// x (B, T, hidden) becomes the layers' output; their keys and values are written where the batches say. Each kind of layer has a
+// batch and keys and values of its own; all batches have the same rows. For each layer,
 // queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. Of each row, or of the last of
 // a sequence's T rows alone where `last`: logits (rows, vocabulary), or null; and the `best` largest log-probabilities, the
 // largest first, with the places of their tokens in the head, unless best is 0.
-void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
+void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, float *x, float *const *queries,
                      float *const *hidden, int last, float *logits, std::int64_t best, float *log_probs,
                      std::int64_t *tokens, int threads);
 // out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest

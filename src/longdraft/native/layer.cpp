@@ -1,5 +1,5 @@
-// Decoder layers of the Llama kind in one call (norm, attention with RoPE and KV, norm, gated MLP, both added to x), and the
-// head.
+// Decoder layers of the Llama kind in one call (norm, attention with RoPE and KV, norm, gated MLP, both added to x), or of the
+// Gemma kind (norms behind the attention and the MLP too), and the head.
 //
 // With few rows a layer's products take some tenths of a millisecond; the operations between them would take as long in Python.
 #include "packed.h"
@@ -12,8 +12,24 @@ namespace {
 constexpr int64_t MANY = 32;  // rows above which threads share the operations between products, and attention runs chunk by chunk
 
 // Normalises each head's vector, if the layer has norms for queries and keys.
-void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float eps) {
-  if (weight) rms_norm(x, vectors, d, weight, eps, x);
+void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float eps, float plus) {
+  if (weight) rms_norm(x, vectors, d, weight, eps, x, plus);
+}
+
+// Turns the first dimensions of a head's vector.
+void turn_first(const float *x, const float *cos, const float *sin, int64_t turned, int64_t d, float *y) {
+  turn(x, cos, sin, turned, y, 1);
+  std::copy_n(x + turned, d - turned, y + turned);
+}
+
+// x += the product of rows `in`, with a norm between if there is one; room: as large as x.
+void add_product(const Matrix &m, const float *in, int64_t size, const float *norm, float eps, float plus, float *x,
+                 int64_t rows, float *room, int threads) {
+  const Matrix product = into(m, norm ? room : x, !norm);
+  longdraft_linear(in, rows, size, &product, 1, threads);
+  if (!norm) return;
+  rms_norm(room, rows, m.outs, norm, eps, room, plus);
+  each_number(x, room, rows, m.outs, threads, [](vec a, vec b) { return a + b; });
 }
 
 // x becomes the layer's output.
@@ -30,37 +46,37 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
   const auto [normed, q, k, v, turned, folded, attended, gate, up] = parts;
   float *queries = kept_queries ? kept_queries : turned;
 
-  rms_norm(x, count, l.hidden, l.norm, l.eps, normed);
+  rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
   const Matrix inputs[] = {into(l.q, q, false), into(l.k, k, false), into(l.v, v, false)};
   longdraft_linear(normed, count, l.hidden, inputs, 3, threads);
-  norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps);
-  norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps);
+  norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps, l.plus);
+  norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps, l.plus);
 
   // One head at a time: rows of transposed keys share cache lines.
   share_out(count > MANY ? threads : 1, batch.sequences * (l.heads + l.kv_heads), [&](int64_t item) {
     const int64_t b = item / (l.heads + l.kv_heads), head = item % (l.heads + l.kv_heads), h = head - l.heads;
     for (int64_t t = 0; t < size; t++) {
       const int64_t row = b * size + t;
-      const float *cos = batch.cos + row * d, *sin = batch.sin + row * d;
+      const float *cos = batch.cos + row * batch.turned, *sin = batch.sin + row * batch.turned;
       if (h < 0) {
-        turn(q + row * q_size + head * d, cos, sin, d, queries + ((b * l.heads + head) * size + t) * d, 1);
+        turn_first(q + row * q_size + head * d, cos, sin, batch.turned, d, queries + ((b * l.heads + head) * size + t) * d);
         continue;
       }
       float *turned_key = folded + (row * l.kv_heads + h) * d;  // still free
-      turn(k + row * kv_size + h * d, cos, sin, d, turned_key, 1);
+      turn_first(k + row * kv_size + h * d, cos, sin, batch.turned, d, turned_key);
       write_row(kv, batch.slots[b], h, batch.first[b] + t, turned_key, v + row * kv_size + h * d, d);
     }
   });
 
-  const Scoring scoring{l.scale, 0, nullptr};
   for (int64_t b = 0; b < batch.sequences; b++) {
     const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
+    const std::int32_t *begins = batch.begins ? batch.begins + b * size : nullptr;
     if (batch.prompt && size > MANY) {
       longdraft_attend_chunk(queries + b * q_size * size, &kv, batch.slots[b], l.heads, l.heads / l.kv_heads, size, d,
-                             batch.ends[b], nullptr, &scoring, folded, threads);
+                             batch.ends[b], begins, &l.scoring, folded, threads);
     } else {
       longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
-                       batch.ends[b], mask, size, batch.width, nullptr, &scoring, folded, threads);
+                       batch.ends[b], mask, size, batch.width, begins, &l.scoring, folded, threads);
     }
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
@@ -68,37 +84,37 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
       }
     }
   }
-  const Matrix output = into(l.o, x, true);
-  longdraft_linear(attended, count, q_size, &output, 1, threads);
+  add_product(l.o, attended, q_size, l.attended_norm, l.attended_eps, l.plus, x, count, normed, threads);
 
-  rms_norm(x, count, l.hidden, l.second_norm, l.second_eps, normed);
+  rms_norm(x, count, l.hidden, l.mlp_norm, l.mlp_eps, normed, l.plus);
   const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
   longdraft_linear(normed, count, l.hidden, wide, 2, threads);
-  gated(gate, up, count, l.inner, threads);
-  const Matrix back = into(l.down, x, true);
-  longdraft_linear(gate, count, l.inner, &back, 1, threads);
+  gated(gate, up, count, l.inner, threads, l.gelu);
+  add_product(l.down, gate, l.inner, l.done_norm, l.done_eps, l.plus, x, count, normed, threads);
 }
 
 }  // namespace
 
-void longdraft_stack(const Stack *stack, const Batch *batch, const KeysValues *kv, float *x, float *const *queries,
+void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, float *x, float *const *queries,
                      float *const *hidden, int last, float *logits, int64_t best, float *log_probs, int64_t *tokens,
                      int threads) {
-  const int64_t size = stack->layers[0]->hidden, count = batch->sequences * batch->size;
+  const int64_t size = stack->layers[0]->hidden, count = batches->sequences * batches->size;
   Team::with(threads, [=] {
     for (int64_t i = 0; i < stack->count; i++) {
-      compute(*stack->layers[i], *batch, of_layer(*kv, i), x, queries[i], threads);
+      const int64_t kind = stack->kinds[i];
+      compute(*stack->layers[i], batches[kind], of_layer(kv[kind], stack->places[i]), x, queries[i], threads);
       if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
     }
     if (!logits && !best) return;
-    const int64_t step = last ? batch->size : 1, rows = count / step;
+    const int64_t step = last ? batches->size : 1, rows = count / step;
     static thread_local Scratch scratch;
     float *normed = scratch.of(Scratch::whole_lines(rows * size) + (logits ? 0 : rows * stack->head.outs));
     for (int64_t r = 0; r < rows; r++) {
-      rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size);
+      rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
     }
     const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
     longdraft_linear(normed, rows, size, &head, 1, threads);
+    if (stack->cap) capped(head.y, rows, head.outs, stack->cap, threads);
     if (best) likeliest(head.y, rows, head.outs, best, log_probs, tokens, threads);
   });
 }

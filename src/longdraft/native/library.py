@@ -210,15 +210,17 @@ class Kernels:
         hidden: Collection[int] = (),
         logits: Literal["all", "last", "none"] = "none",
         best: int = 0,
+        more: Sequence[tuple[Rows, KeptRows, KeptRows]] = (),
     ) -> StackOutput:
         """Runs decoder layers, and writes the rows' keys and values.
 
         Args:
-            keys, values: (layers, slots, kv_heads, capacity, d).
+            rows, keys, values: for layers of the first kind; keys and values (layers, slots, kv_heads, capacity, d).
             x: (B, T, hidden), overwritten by the last layer's output.
             queries, hidden: indices of layers whose queries and outputs are returned.
             logits: the rows whose logits are computed.
             best: return only so many of the likeliest tokens of these rows; 0 for all logits.
+            more: the same rows, keys and values for each further kind of layer.
         """
         batch, size, _ = x.shape
         out, best = StackOutput(), min(best, stack.vocabulary)
@@ -233,8 +235,10 @@ class Kernels:
         for places, tensors in zip(kept, (out.queries, out.hidden), strict=True):
             for i, tensor in tensors.items():
                 places[i] = tensor.data_ptr()
-        kv = KeysValues.of(keys, values)
-        structures = (ctypes.addressof(s) for s in (stack.struct, rows.struct, kv))
+        kinds = [(rows, keys, values), *more]
+        batches = (type(rows.struct) * len(kinds))(*(each.struct for each, _, _ in kinds))
+        kv = (KeysValues * len(kinds))(*(KeysValues.of(k, v) for _, k, v in kinds))
+        structures = (ctypes.addressof(s) for s in (stack.struct, batches, kv))
         arrays = (ctypes.addressof(places) for places in kept)
         found, *chosen = (None if t is None else t.data_ptr() for t in (out.logits, out.log_probs, out.places))
         arguments = (*structures, x.data_ptr(), *arrays, int(logits == "last"), found, best, *chosen)

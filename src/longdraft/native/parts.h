@@ -14,8 +14,8 @@ namespace {
 
 using std::int64_t;
 
-// y = x / rms(x) * weight, row by row.
-inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *weight, float eps, float *y) {
+// y = x / rms(x) * (weight + plus), row by row.
+inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *weight, float eps, float *y, float plus = 0) {
   for (int64_t r = 0; r < rows; r++, x += size, y += size) {
     Sixteen squares;
     int64_t i = 0;
@@ -29,8 +29,8 @@ inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *we
     float total = sums<1>(&folded)[0];
     for (; i < size; i++) total = fused(x[i], x[i], total);
     const float factor = 1.0f / std::sqrt(total / size + eps);
-    for (i = 0; i + LANES <= size; i += LANES) store(y + i, load(weight + i) * (load(x + i) * factor));
-    for (; i < size; i++) y[i] = weight[i] * (x[i] * factor);
+    for (i = 0; i + LANES <= size; i += LANES) store(y + i, (load(weight + i) + plus) * (load(x + i) * factor));
+    for (; i < size; i++) y[i] = (weight[i] + plus) * (x[i] * factor);
   }
 }
 
@@ -48,16 +48,33 @@ inline vec silu(vec x) {
   return x * (x < 0 ? e : every(1.0f)) / (1.0f + e);
 }
 
-// gate = silu(gate) * up, row by row, so that the end of a row is computed in the same way with any number of rows.
-inline void gated(float *gate, const float *up, int64_t rows, int64_t size, int threads) {
+// By tanh, as Gemma's: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+inline vec gelu(vec x) {
+  return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * fused(0.044715f * x * x, x, x)));
+}
+
+// x = what(x, y), row by row, so that the end of a row is computed in the same way with any number of rows.
+template <typename What>
+inline void each_number(float *x, const float *y, int64_t rows, int64_t size, int threads, const What &what) {
   constexpr int64_t SHARE = 4096;
   const int64_t shares = (size + SHARE - 1) / SHARE;
   share_out(rows * size > 4 * SHARE ? threads : 1, rows * shares, [=](int64_t item) {
     const int64_t row = item / shares * size, from = item % shares * SHARE, end = row + std::min(size, from + SHARE);
     int64_t i = row + from;
-    for (; i + LANES <= end; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
-    if (i < end) store_some(gate + i, silu(load_some(gate + i, end - i)) * load_some(up + i, end - i), end - i);
+    for (; i + LANES <= end; i += LANES) store(x + i, what(load(x + i), load(y + i)));
+    if (i < end) store_some(x + i, what(load_some(x + i, end - i), load_some(y + i, end - i)), end - i);
   });
+}
+
+// gate = silu(gate) * up, or gelu(gate) * up.
+inline void gated(float *gate, const float *up, int64_t rows, int64_t size, int threads, bool by_gelu = false) {
+  if (by_gelu) return each_number(gate, up, rows, size, threads, [](vec x, vec y) { return gelu(x) * y; });
+  each_number(gate, up, rows, size, threads, [](vec x, vec y) { return silu(x) * y; });
+}
+
+// x = cap * tanh(x / cap).
+inline void capped(float *x, int64_t rows, int64_t size, float cap, int threads) {
+  each_number(x, x, rows, size, threads, [=](vec a, vec) { return cap * hyperbolic_tangent(a * (1.0f / cap)); });
 }
 
 // The `best` largest of a row's logits, the largest first: log-probabilities and indices. NaN is never chosen; if there is one,

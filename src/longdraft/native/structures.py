@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -39,29 +39,43 @@ class Matrix(ctypes.Structure):
 CHUNK = 32
 
 _PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+NORMS = ("norm", "mlp_norm", "attended_norm", "done_norm", "q_norm", "k_norm")
+
+
+class Scoring(ctypes.Structure):
+    """See kernels.h."""
+
+    _fields_ = [("scale", ctypes.c_float), ("cap", ctypes.c_float), ("sinks", Pointer)]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, Pointer) for name in ("norm", "second_norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_float) for name in ("eps", "second_eps", "q_eps", "k_eps", "scale")),
+        *((name, Pointer) for name in NORMS),
+        *((name.replace("norm", "eps"), ctypes.c_float) for name in NORMS),
+        ("plus", ctypes.c_float),
+        ("scoring", Scoring),
         *((name, Matrix) for name in _PRODUCTS),
-        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner")),
+        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "gelu")),
     ]
 
 
 class _Batch(ctypes.Structure):
     _fields_ = [
         *((name, Long) for name in ("sequences", "size")),
-        *((name, Pointer) for name in ("cos", "sin", "slots", "first", "ends", "masks")),
+        *((name, Pointer) for name in ("cos", "sin")),
+        ("turned", Long),
+        *((name, Pointer) for name in ("slots", "first", "ends", "masks", "begins")),
         *((name, Long) for name in ("width", "prompt")),
     ]
 
 
 class _Stack(ctypes.Structure):
     _fields_ = [
-        *(("layers", ctypes.POINTER(Pointer)), ("count", Long)),
-        *(("norm", Pointer), ("eps", ctypes.c_float), ("head", Matrix)),
+        *((name, Pointer) for name in ("layers", "kinds", "places")),
+        ("count", Long),
+        ("norm", Pointer),
+        *((name, ctypes.c_float) for name in ("eps", "plus", "cap")),
+        ("head", Matrix),
     ]
 
 
@@ -90,79 +104,122 @@ class KeysValues(ctypes.Structure):
         return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
 
 
-class Scoring(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [("scale", ctypes.c_float), ("cap", ctypes.c_float), ("sinks", Pointer)]
-
-
 # The weight of a norm and its epsilon.
 Norm = tuple[torch.Tensor, float]
 
 
 class DecoderLayer:
-    """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP with SiLU.
+    """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP. Or of the Gemma kind, with
+    norms behind the attention and the MLP too.
 
     Args:
-        norms: for the layer's input and the MLP's (hidden,); for each head's queries and keys (d,), or None.
+        norms: name -> norm, for some of :data:`NORMS`: for the inputs of the attention ("norm") and the MLP, for their
+            outputs ("attended_norm", "done_norm"), each (hidden,), and for each head's queries and keys (d,).
         products: q, k, v, o, gate, up and down projection.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
         scale: the softmax scale.
+        softcap: of the attention's scores; None for no cap.
+        sinks: (heads,) scores that join the softmax's denominator; None for none.
+        gelu: True if the MLP's gate goes through GELU by tanh, False for SiLU.
+        plus: added to the norms' weights: 1 in Gemma's.
     """
 
     def __init__(
         self,
-        norms: tuple[Norm, Norm, Norm | None, Norm | None],
+        norms: Mapping[str, Norm],
         products: Sequence[Weights],
         heads: int,
         kv_heads: int,
         d: int,
         scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        gelu: bool = False,
+        plus: float = 0.0,
     ) -> None:
         self.heads, self.d = heads, d
-        self._norms, self.products = norms, products  # the structure points into them
+        self.products = products
+        sinks = None if sinks is None else sinks.detach().float().contiguous()
+        self._norms, self._sinks = norms, sinks  # the structure points into them, and into the products
         self._sizes = heads, kv_heads, d, scale
+        self._more = {"softcap": softcap, "sinks": sinks, "gelu": gelu, "plus": plus}
+        own = [norms.get(name) for name in NORMS]
         self.struct = _Layer(
-            *(None if n is None else n[0].data_ptr() for n in norms), *(0.0 if n is None else n[1] for n in norms),
-            scale, *map(Matrix.of, products), norms[0][0].shape[0], heads, kv_heads, d, products[4][0].shape[0],
+            *(None if n is None else n[0].data_ptr() for n in own), *(0.0 if n is None else n[1] for n in own),
+            plus, Scoring(scale, softcap or 0.0, None if sinks is None else sinks.data_ptr()),
+            *map(Matrix.of, products), norms["norm"][0].shape[0], heads, kv_heads, d, products[4][0].shape[0], gelu,
         )  # fmt: skip
 
     def changed(self, change: Callable[[Weights], Weights]) -> DecoderLayer:
         """The layer with other weights."""
-        return DecoderLayer(self._norms, [change(product) for product in self.products], *self._sizes)
+        products = [change(product) for product in self.products]
+        return DecoderLayer(self._norms, products, *self._sizes, **self._more)  # type: ignore[arg-type]
 
 
 class DecoderStack:
     """Consecutive decoder layers, optionally with the final norm and the head.
 
+    Args:
+        kinds: for each layer the number of its kind: of the rows, keys and values that a call gives for it. None if
+            all layers are of one kind.
+        places: for each layer its place among the layers of these keys and values; None if it is the layer's number.
+        softcap: of the logits; None for no cap.
+        plus: added to the norm's weight.
+
     Attributes:
         vocabulary: rows of the head, or 0.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None = None, head: Weights | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None = None,
+        head: Weights | None = None,
+        *,
+        kinds: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
+        softcap: float | None = None,
+        plus: float = 0.0,
+    ) -> None:
         self.layers = layers
+        self.kinds, self.places = kinds or [0] * len(layers), places or range(len(layers))
         self.vocabulary = 0 if head is None else head[0].shape[0]
-        places = (Pointer * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
-        self._norm, self._head, self._places = norm, head, places
+        pointers = (Pointer * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+        numbers = [(Long * len(layers))(*x) for x in (self.kinds, self.places)]
+        self._norm, self._head, self._softcap, self._plus = norm, head, softcap, plus
+        self._alive = pointers, numbers
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-        self.struct = _Stack(places, len(layers), weight, eps, Matrix() if head is None else Matrix.of(head))
+        self.struct = _Stack(
+            *(ctypes.addressof(pointers), *(ctypes.addressof(x) for x in numbers)),
+            *(len(layers), weight, eps, plus, softcap or 0.0, Matrix() if head is None else Matrix.of(head)),
+        )
 
     def changed(
         self, change: Callable[[Weights], Weights], of_head: Callable[[Weights], Weights] | None = None
     ) -> DecoderStack:
         """The layers and the head with other weights. ``of_head`` changes the head's; None to use ``change``."""
         head = None if self._head is None else (of_head or change)(self._head)
-        return DecoderStack([layer.changed(change) for layer in self.layers], self._norm, head)
+        layers = [layer.changed(change) for layer in self.layers]
+        return DecoderStack(
+            *(layers, self._norm, head),
+            kinds=self.kinds,
+            places=self.places,
+            softcap=self._softcap,
+            plus=self._plus,
+        )
 
 
 class Rows:
     """The rows of one forward: T rows for each of B sequences, and the places of their keys and values.
 
     Args:
-        cos, sin: (B, T, d).
+        cos, sin: (B, T, turned), RoPE of the first dimensions of a head; turned may be 0.
         slots, first, ends: B numbers each: slot in the store, row of the first new key, keys with the new ones.
         mask: (B, T, width) bool, True where a row sees one of the last keys; None if it sees all.
         prompt: True for causal rows of a prompt, without a mask.
+        begins: (B, T) int32, the first rank that a row sees, as :meth:`Kernels.attend` counts; None if rows see their
+            path from its start.
     """
 
     def __init__(
@@ -174,12 +231,15 @@ class Rows:
         ends: Sequence[int],
         mask: torch.Tensor | None,
         prompt: bool = False,
+        begins: torch.Tensor | None = None,
     ) -> None:
         self.sequences, self.size = cos.shape[:2]
         numbers = [(Long * self.sequences)(*x) for x in (slots, first, ends)]
         mask = None if mask is None else mask.contiguous()
-        self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask)
+        begins = None if begins is None else begins.int().contiguous()
+        self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask, begins)
         self.struct = _Batch(
-            self.sequences, self.size, cos.data_ptr(), sin.data_ptr(), *(ctypes.addressof(x) for x in numbers),
-            None if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[-1], prompt,
+            self.sequences, self.size, cos.data_ptr(), sin.data_ptr(), cos.shape[2],
+            *(ctypes.addressof(x) for x in numbers), *(None if x is None else x.data_ptr() for x in (mask, begins)),
+            0 if mask is None else mask.shape[-1], prompt,
         )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Reads the parts of decoder layers for our kernels: norms, products, activation, scale, soft cap and sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from longdraft.model.few_rows import weights_of
+from longdraft.model.layout import decoder_config
+from longdraft.native import DecoderLayer
+from longdraft.native.library import HEAD_UNIT
+from longdraft.native.structures import Norm, Weights
+
+_PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The kernels' name of a norm -> transformers' name. In a layer of the Gemma kind the norm after the attention is one of
+# its output; in one of the Llama kind it is one of the MLP's input.
+_LLAMA = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_GEMMA = {
+    "norm": "input_layernorm",
+    "attended_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "done_norm": "post_feedforward_layernorm",
+}
+
+
+class Ends(NamedTuple):
+    """What turns the last layer's output into logits.
+
+    Attributes:
+        norm: of the last output.
+        plus: added to the norm's weight.
+        head: (vocabulary, hidden).
+        softcap: of the logits; None for no cap.
+    """
+
+    norm: Norm
+    plus: float
+    head: Weights
+    softcap: float | None
+
+
+def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
+    """A layer for our kernels; None if it is of another kind, or if the user has hooks inside it.
+
+    Args:
+        head_dim: where the attention does not say it.
+    """
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    inside = [m for m in layer.modules() if m is not layer]
+    # Hooks of the layer itself do no harm: they run around any forward.
+    if attention is None or any(map(_touched, inside)) or "forward" in vars(layer):
+        return None
+    modules = [getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS]
+    products = [None if p is None else weights_of(p) for p in modules]
+    names = _GEMMA if hasattr(layer, _GEMMA["mlp_norm"]) else _LLAMA
+    of_layer = {name: getattr(layer, theirs, None) for name, theirs in names.items()}
+    of_heads = {name: own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None}
+    norms = {name: _norm(module) for name, module in (of_layer | of_heads).items()}
+    gelu = _gelu(getattr(mlp, "act_fn", None))
+    if None in products or None in norms.values() or gelu is None:
+        return None
+    tensors = [t for m in inside for t in m.parameters(recurse=False)]
+    if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
+        return None
+    plus = _plus((of_layer | of_heads).values())
+    d = int(getattr(attention, "head_dim", head_dim))
+    if plus is None or d % HEAD_UNIT:
+        return None
+    q, k = (w[0].shape[0] // d for w in products[:2] if w is not None)
+    return DecoderLayer(
+        {name: norm for name, norm in norms.items() if norm is not None},
+        [w for w in products if w is not None],
+        *(q, k, d, float(getattr(attention, "scaling", d**-0.5))),
+        softcap=getattr(attention, "attn_logit_softcapping", None),
+        sinks=getattr(attention, "sinks", None),
+        gelu=gelu,
+        plus=plus,
+    )
+
+
+def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
+    """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    final = getattr(decoder, "norm", None)
+    norm, weights = _norm(final), weights_of(head)
+    modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
+    if norm is None or weights is None or any(map(_touched, modules)):
+        return None
+    plus = _plus([final])
+    cap = getattr(decoder_config(model), "final_logit_softcapping", None)
+    return None if plus is None else Ends(norm, plus, weights, cap)
+
+
+def _norm(module: nn.Module | None) -> Norm | None:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+        return None
+    return weight.detach(), eps
+
+
+@torch.inference_mode()
+def _plus(norms: Iterable[nn.Module | None]) -> float | None:
+    """What norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
+    found = set()
+    for norm in norms:
+        assert norm is not None
+        weight = norm.weight
+        assert isinstance(weight, torch.Tensor)
+        # An RMS norm of ones is its weight.
+        ones = norm(torch.ones(1, weight.numel()))[0]
+        found.add(float((ones - weight - 1).abs().sum() < (ones - weight).abs().sum()))
+    return found.pop() if len(found) == 1 else None
+
+
+@torch.inference_mode()
+def _gelu(activation: nn.Module | None) -> bool | None:
+    """True for GELU by tanh, False for SiLU, None for another function: by its values, as names differ."""
+    if not isinstance(activation, nn.Module):
+        return None
+    x = torch.linspace(-6, 6, 101)
+    for gelu, own in ((False, F.silu(x)), (True, F.gelu(x, approximate="tanh"))):
+        if torch.allclose(activation(x), own, rtol=1e-5, atol=1e-6):
+            return gelu
+    return None
+
+
+def _touched(module: nn.Module) -> bool:
+    """True if a module has hooks, or a forward that replaces its class's."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
