@@ -30,6 +30,8 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "post_attention_layernorm": "ffn_norm",
     "input_layernorm": "attn_norm",
     "model.layers": "blk",
@@ -72,7 +74,7 @@ def write_gguf(
     sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab": 64, "tie": tie} | over
     sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
     model = tiny_model(family, rms_norm_eps=1e-5, **sizes)
-    config = model.config
+    config, gemma = model.config, family.startswith("gemma")
     usual = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
     vocabulary = [*tokens, *usual[len(tokens) :]]
     vocabulary += [f"<spare{i}>" for i in range(config.vocab_size - len(vocabulary))]
@@ -87,6 +89,9 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(1e4)
+    if gemma:
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -103,10 +108,10 @@ def write_gguf(
     for name, value in ({"dimension_count": config.head_dim} | dict(rope)).items():
         writer.add_key_value(f"{architecture}.rope.{name}", value, kinds[type(value)])
     for name, weight in model.named_parameters():
-        for ours, theirs in NAMES.items():
+        for ours, theirs in (NAMES | ({"post_attention_layernorm": "post_attention_norm"} if gemma else {})).items():
             name = name.replace(ours, theirs)
         if weight.dim() == 1:
-            writer.add_tensor(name, weight.detach().numpy())
+            writer.add_tensor(name, weight.detach().numpy() + int(gemma))
             continue
         chosen = gguf.GGMLQuantizationType[kind if "blk" in name else words]
         data = blocks_of(weight.detach().numpy(), chosen)

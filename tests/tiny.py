@@ -8,6 +8,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -16,9 +18,16 @@ from transformers import (
     Qwen3Config,
 )
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"]
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+}
 
 SPECIAL = ("<pad>", "<unk>", "<eos>", "<user>", "<assistant>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,;:!?'\"()-_/=+*<>"
@@ -68,6 +77,12 @@ def tiny_model(
     }
     if family == "mistral":
         options["sliding_window"] = None
+    if family.startswith("gemma"):
+        # As its files say: a window of 24, a scale from the head size.
+        options |= {"sliding_window": 24, "query_pre_attn_scalar": head_dim, "rms_norm_eps": 1e-5}
+    if family == "gemma3":
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        options["rope_parameters"] = {"sliding_attention": rope, "full_attention": rope}
     config = _CONFIGS[family](**(options | over))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -21,6 +21,7 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredLinear
 from longdraft.native.dequantise import FORMATS
+from longdraft.speculator import Speculator
 from tests.gguf_files import ids, write_gguf
 from tests.tiny import FAMILIES
 
@@ -50,6 +51,24 @@ def test_the_weights_are_those_that_the_file_stands_for(family, tie, tmp_path):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         torch.testing.assert_close(model(ids()).logits, logits, rtol=1e-4, atol=1e-4)
         assert TargetRunner(model).twin.fused.stack is not None
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@torch.no_grad()
+def test_models_with_windows_stay_as_they_are_stored(family, tmp_path):
+    written = write_gguf(tmp_path / "a.gguf", family, "Q8_0", layers=6)
+    prompt = torch.randint(1, 40, (1, 60), generator=torch.Generator().manual_seed(0))
+    own = written.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for weights in ("stored", "float32"):
+        model, _ = load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32")
+        assert isinstance(model.model.layers[0].self_attn.q_proj, StoredLinear) == (weights == "stored")
+        # The file has 1 + the weight of a norm, whose last bits are lost.
+        logits, expected = model(prompt).logits, written(prompt).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        spec = Speculator("prompt-lookup", target=model)
+        (result,) = spec.generate([prompt[0].tolist()], max_new_tokens=30, eos_token_ids=[])
+        assert result.token_ids == own[0, 60:].tolist()
+        assert len(spec.runner().twin.layout.windows) == 1
 
 
 def test_they_are_those_that_transformers_reads(small):

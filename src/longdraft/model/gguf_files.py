@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 # Names in GGUF files. Llama's have rows of queries and keys in pairs, as the first Llama rotated them.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 _PAIRED = ("llama",)
+# Gemma multiplies by 1 + the weight of a norm, and its files have the sum.
+_ONE_MORE = ("gemma2", "gemma3")
+# Layers of the largest models, whose scores are scaled by the hidden size; the files do not say so.
+_LARGEST = {"gemma2": 46, "gemma3": 62}
 # "stored" keeps matrices as they are stored, "float32" unpacks them.
 Weights = Literal["stored", "float32"]
 Arithmetic = Literal["int8", "float32"]
@@ -91,8 +95,17 @@ class File:
             config.head_dim = config.hidden_size // config.num_attention_heads if size is None else int(size)
             if self._value(f"{self.architecture}.attention.sliding_window") is None:
                 config.sliding_window = None  # transformers sets one for every Mistral
+        if self.architecture in _LARGEST:
+            largest = config.num_hidden_layers == _LARGEST[self.architecture]
+            config.query_pre_attn_scalar = (
+                config.hidden_size // config.num_attention_heads if largest else config.head_dim
+            )
         if scaled := self._rope(config if known else None):
-            config.rope_parameters = {**config.rope_parameters, **scaled}
+            # With parameters by kind of layer, windowed layers have their own base and are never scaled.
+            full = config.rope_parameters.get("full_attention")
+            own = config.rope_parameters if full is None else full
+            changed = {**own, **scaled}
+            config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -173,11 +186,11 @@ class File:
             data = data[pairs.transpose(1, 2).reshape(-1)]
         if kind in FORMATS and len(tensor.shape) == 2 and tensor.shape[0] % FORMATS[kind][0] == 0:
             return Stored(data.view(torch.uint8), kind)
-        if kind == "F32":
-            return data
-        import gguf
+        if kind != "F32":
+            import gguf
 
-        return torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
+            data = torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
+        return data - 1 if self.architecture in _ONE_MORE and tensor.name.endswith("norm.weight") else data
 
 
 def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path) -> None:
@@ -199,7 +212,11 @@ def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], f
         module, weight = model.get_submodule(path), leaves.get("weight")
         if isinstance(weight, Stored):
             embeds = isinstance(module, nn.Embedding)
-            made = stored.StoredEmbedding(weight) if embeds else stored.StoredLinear(weight, leaves.get("bias"))
+            made = (
+                stored.StoredEmbedding(weight, getattr(module, "scalar_embed_scale", 1.0))
+                if embeds
+                else stored.StoredLinear(weight, leaves.get("bias"))
+            )
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, made)
         else:

@@ -85,7 +85,8 @@ def _named(value: Callable[[str], Any], context: int) -> dict[str, Any]:
 def _divided(factors: torch.Tensor, config: Any) -> dict[str, Any]:
     """The parameters that divide the frequencies by these factors."""
     size = config.head_dim
-    base = config.rope_parameters["rope_theta"]
+    by_kind = config.rope_parameters.get("full_attention")
+    base = (by_kind or config.rope_parameters)["rope_theta"]
     turns = base ** -(torch.arange(0, size, 2, dtype=torch.double) / size) / (2 * math.pi)  # in one token
     factor, low, high, length = float(factors.max()), *map(float, _LLAMA3.values())
     share = ((turns * length - low) / (high - low)).clamp(0, 1)  # of the frequency that stays as it is

@@ -82,12 +82,13 @@ class StoredLinear(StoredWeights):
 
 
 class StoredEmbedding(StoredWeights):
-    """``nn.Embedding`` with a stored matrix."""
+    """``nn.Embedding`` with a stored matrix, whose rows are multiplied by ``scale`` (Gemma 3)."""
 
     like: torch.Tensor
 
-    def __init__(self, matrix: Stored) -> None:
+    def __init__(self, matrix: Stored, scale: float = 1.0) -> None:
         super().__init__(matrix)
+        self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
         # Has the dtype that the model is cast to, which is that of the results.
         self.register_buffer("like", torch.empty(0), persistent=False)
@@ -95,7 +96,8 @@ class StoredEmbedding(StoredWeights):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., size)."""
         rows = unpacked(self.matrix.rows(ids.flatten()))
-        return rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
+        rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
 
 
 def unpacked(stored: Stored) -> torch.Tensor:
