@@ -233,7 +233,7 @@ def _touched(module: nn.Module) -> bool:
 
 def _ends(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[Norm, Any] | None:
     """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
-    decoder = model.get_decoder()
+    decoder = hosting.decoder_of(model)
     head, norm = model.get_output_embeddings(), _norm(getattr(decoder, "norm", None))
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
     weights = weights_of(head)

@@ -191,6 +191,13 @@ def window_states(
     return [WindowStates(shape, slots, capacity, model.device, transposed) for shape in shapes]
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that computes hidden states: the decoder that holds the token embedding."""
+    embedding = model.get_input_embeddings()
+    parts: list[nn.Module] = [model.get_decoder(), model.base_model]
+    return next((part for part in parts if any(m is embedding for m in part.modules())), parts[0])
+
+
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers: the module list that is as long as the model is deep.
 
