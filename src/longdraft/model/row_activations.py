@@ -31,11 +31,12 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
             vars(module)["forward"] = _by_row(module.forward, wanted)
 
 
-def _by_row(forward: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[], bool]) -> Callable[..., torch.Tensor]:
-    def by_row(x: torch.Tensor) -> torch.Tensor:
+def _by_row(forward: Callable[..., torch.Tensor], wanted: Callable[[], bool]) -> Callable[..., torch.Tensor]:
+    def by_row(*given: torch.Tensor) -> torch.Tensor:
+        x, *more = given
         size = x.shape[-1]
-        if x.numel() <= size or x.dtype != torch.float32 or x.device.type != "cpu" or not wanted():
-            return forward(x)
+        if more or x.numel() <= size or x.dtype != torch.float32 or x.device.type != "cpu" or not wanted():
+            return forward(*given)
         return torch.cat([forward(row) for row in x.reshape(-1, size).split(1)]).view_as(x)
 
     return by_row
