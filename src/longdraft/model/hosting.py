@@ -211,7 +211,7 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 
     Layers that a forward runs several times are in it once: it is then the longest list of modules of one class.
     """
-    count = decoder_config(model).num_hidden_layers
+    count = getattr(decoder_config(model), "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     for each in lists:
         if len(each) == count:
