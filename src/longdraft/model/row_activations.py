@@ -2,18 +2,22 @@
 
 torch computes an activation in vectors, and the numbers left over at the end of the tensor, or of a thread's share, one
 by one, which rounds differently. Which numbers those are depends on the number of rows. So where layers run their own
-code, activations are computed row by row while text is decoded, at a cost of some microseconds a row. Our own layers
-(native/layer.cpp) do not need this.
+code, activations are computed in whole vectors while text is decoded. Our own layers (native/layer.cpp) do not need this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from longdraft.model.row_functions import whole_vectors
 from longdraft.native import kernels
+
+# Activations of a row's numbers together: they are computed row by row.
+_NOT_ELEMENTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.GLU)
 
 
 def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
@@ -28,7 +32,17 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
         home = type(module).__module__
         activation = home in ("torch.nn.modules.activation", "transformers.activations")
         if activation and next(module.parameters(), None) is None and "forward" not in vars(module):
-            vars(module)["forward"] = _by_row(module.forward, wanted)
+            exact = _by_row if type(module) in _NOT_ELEMENTWISE else _by_number
+            vars(module)["forward"] = exact(module.forward, wanted)
+
+
+def _by_number(forward: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[], bool]) -> Callable[..., Any]:
+    def by_number(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32 or x.device.type != "cpu" or not wanted():
+            return forward(x)
+        return whole_vectors(forward, x)
+
+    return by_number
 
 
 def _by_row(forward: Callable[..., torch.Tensor], wanted: Callable[[], bool]) -> Callable[..., torch.Tensor]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
     calls,
+    experts,
     hosting,
     packing,
     positions,
@@ -66,6 +67,7 @@ class Twin:
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         if self.layout.recurrent:
             row_functions.install(self.model, self._decoding)
+        experts.install(self.model, self._decoding)
         self._tapped: set[int] = set()
         self._place = _place(model)
 

@@ -320,16 +320,16 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
 
 }  // namespace
 
-Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
+int64_t int8_room(int64_t rows) {
+  const Int8Rows made{nullptr, nullptr, rows, 0};
+  return (rows - 1) / Int8Rows::TOGETHER * Int8Rows::TOGETHER + made.width(rows - 1);
+}
+
+void int8_rows_in(const float *x, const Int8Rows &made, int threads) {
   constexpr int64_t SHARE = 16;  // vectors of blocks that a thread takes at a time
-  static thread_local Scratch of_numbers, of_blocks;
-  const int64_t each = size / PIECE, blocks = rows * each;
-  Int8Rows made{nullptr, nullptr, rows, size};
-  const int64_t last = rows - 1, room = last / Int8Rows::TOGETHER * Int8Rows::TOGETHER + made.width(last);
-  auto *numbers = reinterpret_cast<std::int8_t *>(of_numbers.of(room * size / 4));
-  auto *ends = reinterpret_cast<Int8Rows::Block *>(of_blocks.of(room * each * sizeof(Int8Rows::Block) / 4));
-  made.numbers = numbers;
-  made.blocks = ends;
+  const int64_t each = made.size / PIECE, blocks = made.rows * each, last = made.rows - 1;
+  auto *numbers = const_cast<std::int8_t *>(made.numbers);
+  auto *ends = const_cast<Int8Rows::Block *>(made.blocks);
   const int64_t vectors = (blocks + LANES - 1) / LANES;
   share_out(vectors > 4 * SHARE ? threads : 1, (vectors + SHARE - 1) / SHARE, [=](int64_t share) {
     for (int64_t v = share * SHARE; v < std::min(vectors, (share + 1) * SHARE); v++) {
@@ -338,11 +338,20 @@ Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
       round_blocks(x + block * PIECE, blocks - block, place, numbers, ends);
     }
   });
-  for (int64_t i = 0; room > rows && i < each; i++) {
+  for (int64_t i = 0; int8_room(made.rows) > made.rows && i < each; i++) {
     const int64_t place = made.place(last, i) + 1;
     std::memset(numbers + place * PIECE, 0, PIECE);
     ends[place] = {};
   }
+}
+
+Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
+  static thread_local Scratch of_numbers, of_blocks;
+  const int64_t room = int8_room(rows);
+  const Int8Rows made{reinterpret_cast<std::int8_t *>(of_numbers.of(room * size / 4)),
+                      reinterpret_cast<Int8Rows::Block *>(of_blocks.of(room * (size / PIECE) * sizeof(Int8Rows::Block) / 4)),
+                      rows, size};
+  int8_rows_in(x, made, threads);
   return made;
 }
 

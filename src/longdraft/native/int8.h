@@ -37,6 +37,10 @@ struct Int8Rows {
 // block is none, or infinite, the block's scale is NaN.
 Int8Rows int8_rows(const float *x, std::int64_t rows, std::int64_t size, int threads);
 
+// The same in memory of the caller's, which holds int8_room(rows) rows.
+void int8_rows_in(const float *x, const Int8Rows &rows, int threads);
+std::int64_t int8_room(std::int64_t rows);
+
 // Outputs [from, to) of a stored matrix for all rows of x. `from` is a multiple of INT8_UNIT.
 // y = sum over blocks, in their order, of x's scale * (scale * sum of products + least * sum of x's numbers): the sums are
 // whole numbers, and the floats are added one block after the other with one rounding, so a row's result depends neither on

@@ -14,7 +14,8 @@ struct Matrix {
   std::int64_t outs;
   std::int64_t adds;    // 1 to add to y, 0 to overwrite it
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
-                        // ROUNDED or NIBBLED for a draft's (rounded.h)
+                        // ROUNDED or NIBBLED for a draft's (rounded.h),
+                        // BY_INPUT for floats of experts (outputs.h)
   std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats, halves and a draft's
 };
 
@@ -172,6 +173,11 @@ void longdraft_nibble(const float *weights, std::int64_t outs, std::int64_t size
 // Multiplies x with several matrices, sharing the outputs among the threads.
 void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                       int threads);
+
+// Rows [starts[g], starts[g + 1]) of x (starts[count], size) times the matrices of expert experts[g], for each of `count` groups.
+// matrices: `each` of every expert, all i-th ones of the same size. y: for each of them (starts[count], outs). Groups are not empty.
+void longdraft_experts(const float *x, std::int64_t size, const Matrix *matrices, std::int64_t each,
+                       const std::int64_t *experts, const std::int64_t *starts, std::int64_t count, float *y, int threads);
 
 // Unpacks rows of a stored matrix to floats (rows, size).
 void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,

@@ -4,6 +4,7 @@
 // once for all rows, a tile of sums stays in registers, and while one tile is computed the weights of a later tile are fetched.
 #include "int8.h"
 #include "kernels.h"
+#include "outputs.h"
 #include "rounded.h"
 #include "stored_k.h"
 #include "tiles.h"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int64_t SHARE = 24;    // outputs that a thread takes at a time: whole tiles of every shape
 constexpr int64_t AHEAD = 4096;  // bytes by which stored weights are fetched ahead
+constexpr int64_t INPUTS_AHEAD = 16;  // inputs whose weights are fetched ahead where they lie side by side
 constexpr int64_t FEW = 8;       // rows up to which stored weights are unpacked in registers, again for each group of rows
 
 struct Rows {
@@ -139,6 +141,52 @@ void share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
+// A matrix (size, outs), of which an input's weights lie side by side: V vectors of outputs, of the last one `count` lanes.
+template <int R, int V>
+void by_input_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, int64_t count) {
+  const float *x = in.x + row * in.size, *w = static_cast<const float *>(m.w) + out;
+  const int64_t w_row = m.w_row / 4;
+  vec acc[R * V] = {};
+  for (int64_t i = 0; i < in.size; i++, w += w_row) {
+    vec b[V];
+    UNROLLED for (int v = 0; v < V; v++) {
+      b[v] = v < V - 1 || count == LANES ? load(w + v * LANES) : load_some(w + v * LANES, count);
+      __builtin_prefetch(w + INPUTS_AHEAD * w_row + v * LANES);
+    }
+    UNROLLED for (int r = 0; r < R; r++) {
+      const vec a = every(x[r * in.size + i]);
+      UNROLLED for (int v = 0; v < V; v++) acc[r * V + v] = fused(a, b[v], acc[r * V + v]);
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++) {
+    UNROLLED for (int v = 0; v < V; v++) {
+      float *y = m.y + (row + r) * m.outs + out + v * LANES;
+      const int64_t lanes = v < V - 1 ? LANES : count;
+      vec found = acc[r * V + v];
+      if (m.bias) found += load_some(m.bias + out + v * LANES, lanes);
+      store_some(y, m.adds ? load_some(y, lanes) + found : found, lanes);
+    }
+  }
+}
+
+template <int R, int V>
+void by_input_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out, int64_t count) {
+  if (rows == R) return by_input_tile<R, V>(in, m, row, out, count);
+  if constexpr (R > 1) by_input_tile_of<R - 1, V>(rows, in, m, row, out, count);
+}
+
+void by_input_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
+  constexpr int MOST = 4;
+  for (int64_t row = 0; row < in.rows; row += MOST) {
+    const int64_t rows = std::min<int64_t>(MOST, in.rows - row);
+    int64_t out = from;
+    for (; out + 2 * LANES <= to; out += 2 * LANES) by_input_tile_of<MOST, 2>(rows, in, m, row, out, LANES);
+    for (; out < to; out += LANES) {
+      by_input_tile_of<MOST, 1>(rows, in, m, row, out, std::min<int64_t>(LANES, to - out));
+    }
+  }
+}
+
 // Stored weights: for few rows they are unpacked in registers; for more rows a share is unpacked once into the cache. So are
 // outputs that do not fill a tile.
 template <typename F>
@@ -191,16 +239,21 @@ void longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size,
   });
 }
 
+void float_outputs(const float *x, int64_t rows, int64_t size, const Matrix &m, int64_t from, int64_t to) {
+  const Rows in{x, rows, size};
+  if (m.format == BY_INPUT) return by_input_share(in, m, from, to);
+  if (!m.format) return share(in, m, from, to);
+  with_format(m.format, [&](auto f) { stored_share<decltype(f)>(in, m, from, to); });
+}
+
 void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
   if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads);
   if (matrices->format == NIBBLED) return nibbled_linear(x, rows, size, matrices, count, threads);
-  const Rows in{x, rows, size};
   const bool rounds = std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
   const Int8Rows rounded = rounds ? int8_rows(x, rows, size, threads) : Int8Rows{};
   const auto compute = [&](const Matrix &m, int64_t from, int64_t to) {
     if (m.int8) return int8_outputs(rounded, m, from, to);
-    if (!m.format) return share(in, m, from, to);
-    with_format(m.format, [&](auto f) { stored_share<decltype(f)>(in, m, from, to); });
+    float_outputs(x, rows, size, m, from, to);
   };
   if (!rounds) return share_outputs<SHARE>(matrices, count, threads, compute);
   if (rows <= FEW) return share_outputs<2 * INT8_UNIT>(matrices, count, threads, compute);

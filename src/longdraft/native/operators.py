@@ -15,7 +15,7 @@ import torch
 
 NAMES = (
     *("linear", "unpack", "attend", "attend_chunk", "attend_on", "stack", "draft"),
-    *("summarise", "choose", "copy_view", "copy_rows", "recur", "convolve"),
+    *("summarise", "choose", "copy_view", "copy_rows", "recur", "convolve", "experts"),
 )
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")

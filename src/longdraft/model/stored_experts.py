@@ -1,0 +1,107 @@
+"""Mixtures of experts whose matrices stay as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from longdraft.model.expert_parts import Experts, after_of, between_of
+from longdraft.model.stored import StoredWeights, unpacked
+from longdraft.native import Stored, kernels
+from longdraft.native.experts import ExpertWeights
+
+# Kinds of matrices of an expert: a gate and what it is for, in one matrix or in two, or the latter alone.
+_FIRST = ("gate_up", "gate", "up")
+_LAST = "down"
+
+
+class StoredMatrices(StoredWeights):
+    """The matrices (out, in) of all experts, one behind the other."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The mixture saves its matrices."""
+
+
+class StoredExperts(nn.Module):
+    """A mixture of experts with stored matrices, in the place of a module of transformers.
+
+    Args:
+        module: the module that it replaces. Its weights are dropped, and its function between the products is kept.
+        matrices: kind of matrix -> (experts * out, in): ``gate_up``, or ``gate`` and ``up``, or ``up``; and ``down``.
+        biases: the same kinds -> (experts, out).
+    """
+
+    def __init__(
+        self, module: nn.Module, matrices: Mapping[str, Stored], biases: Mapping[str, torch.Tensor], count: int
+    ) -> None:
+        super().__init__()
+        for name in dict(module.named_parameters(recurse=False)):
+            module.register_parameter(name, None)
+        self.count = count
+        self.replaced = module
+        for kind, matrix in matrices.items():
+            setattr(self, kind, StoredMatrices(matrix))
+            self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
+        self._parts: tuple[object, Experts] | None = None
+
+    @property
+    def parts(self) -> Experts:
+        """The parts for our kernels."""
+        key = [(m.data.data_ptr(), m.int8) for m in self.children() if isinstance(m, StoredMatrices)]
+        if self._parts is None or self._parts[0] != key:
+            between = between_of(self.replaced)
+            assert between is not None
+            first = [self._weights(kind) for kind in _FIRST if hasattr(self, kind)]
+            self._parts = key, Experts(first, self._weights(_LAST), between, after_of(self.replaced))
+        return self._parts[1]
+
+    def _weights(self, kind: str) -> ExpertWeights:
+        return ExpertWeights(getattr(self, kind).matrix, getattr(self, f"{kind}_bias"), count=self.count)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows (rows, hidden), each for its experts (rows, k) -> the weighted sums of their results."""
+        if kernels() is not None and hidden_states.device.type == "cpu" and hidden_states.dtype == torch.float32:
+            return self.parts.routed(hidden_states, top_k_index, top_k_weights)
+        parts, x = self.parts, hidden_states
+        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        for expert in top_k_index.unique().tolist():
+            rows, places = (top_k_index == expert).nonzero(as_tuple=True)
+            first = torch.stack([_product(x[rows], each, expert) for each in parts.first])
+            found = _product(parts.between(first), parts.last, expert)
+            found = found if parts.after is None else parts.after(found)
+            out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(x.dtype))
+        return out
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        side_by_side = bool(getattr(self.replaced, "is_concatenated", True))
+        turned = bool(getattr(self.replaced, "is_transposed", False))
+        first = [kind for kind in _FIRST if hasattr(self, kind)]
+        name = "up_proj" if first == ["up"] else "gate_up_proj"
+        for saved, kinds in ((name, first), ("down_proj", [_LAST])):
+            matrices = [getattr(self, kind).weight.unflatten(0, (self.count, -1)) for kind in kinds]
+            whole = _joined(matrices, side_by_side)
+            destination[prefix + saved] = whole.transpose(1, 2).contiguous() if turned else whole
+            biases = [bias for kind in kinds if (bias := getattr(self, f"{kind}_bias")) is not None]
+            if biases:
+                destination[f"{prefix}{saved}_bias"] = _joined(biases, side_by_side)
+
+
+def _joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:
+    """One tensor (E, out, ...) of several, one behind the other or in turns."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, 1) if side_by_side else torch.stack(parts, 2).flatten(1, 2)
+
+
+def _product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
+    matrices, outs = weights.matrices, weights.shape[0]
+    assert isinstance(matrices, Stored)
+    own = Stored(matrices.data[expert * outs : (expert + 1) * outs], matrices.format, matrices.int8)
+    return F.linear(x, unpacked(own).to(x.dtype), None if weights.bias is None else weights.bias[expert].to(x.dtype))
