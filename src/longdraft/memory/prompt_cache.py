@@ -37,7 +37,7 @@ class PromptCache:
         self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
-        self._state: object = None
+        self._state: tuple[str, object] = "", None
 
     def __repr__(self) -> str:
         if self._pending is not None:
@@ -64,14 +64,14 @@ class PromptCache:
                 without them is dropped.
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
             target: the fingerprint of the target, with its adapters. A snapshot that is still to be read must be its.
-            state: the target as it is now. Rows that were computed in another state are dropped.
+            state: changes with the target. Rows of another target or state are dropped.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
             CheckpointError: the snapshot cannot be read, or is another target's.
         """
-        if self._state != state:
-            self._state = state
+        if self._state != (target, state):
+            self._state = target, state
             self._forget()
         old = self.store
         unusable = old is not None and (

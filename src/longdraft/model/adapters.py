@@ -42,14 +42,11 @@ def check(model: nn.Module) -> None:
                     f"The adapter {name!r} ({_word(settings.peft_type)}) {why}, which longdraft does not host. Use one "
                     "that adds to layers, such as LoRA, merge it (merge_and_unload), or disable it."
                 )
-    for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            given = [key for key in _BY_ROW if isinstance(hook, partial) and key in hook.keywords]
-            if given:
-                raise UnsupportedModelError(
-                    f"generate was given {given[0]} for {name}: longdraft decodes all rows with one adapter. Leave it "
-                    "out, choose with set_adapter, and make a call for each adapter."
-                )
+    if given := _take_by_row(model):
+        raise UnsupportedModelError(
+            f"generate was given {given}: longdraft decodes all rows with one adapter. Leave it out, choose with "
+            "set_adapter, and make a call for each adapter."
+        )
 
 
 def described(model: nn.Module) -> Iterator[str | torch.Tensor]:
@@ -75,6 +72,23 @@ def _sampled(kind: str, value: Any) -> Iterator[str | torch.Tensor]:
         flat = numbers(tensor.detach()).flatten()
         yield f"{kind} {tuple(tensor.shape)}"
         yield flat[:: max(1, flat.numel() // _SAMPLE)]
+
+
+def _take_by_row(model: nn.Module) -> str:
+    """Removes the hooks of a call with an adapter for each row, as PEFT leaves them behind when the call fails.
+
+    Returns:
+        The name of the argument of that call; empty if there was none.
+    """
+    found = ""
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            given = [key for key in _BY_ROW if isinstance(hook, partial) and key in hook.keywords]
+            if given:
+                found = given[0]
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+    return found
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -66,6 +67,33 @@ def unpack(model: nn.Module) -> None:
         registered(model, ())
 
 
+def simplify(model: nn.Module) -> None:
+    """Makes layers that compressed-tensors has unpacked plain ones again, if they do no more than those.
+
+    It leaves wrappers around every module, which would move tensors between devices, and a rounding of activations that
+    may be of none. The model must be a copy of our own.
+    """
+    for module in model.modules():
+        own = vars(module)
+        tables = [own["_parameters"], own["_buffers"]]
+        if "_original_forward_func" in own and all(_in_place(table) for table in tables):
+            own["_parameters"], own["_buffers"] = (dict(table.offloaded_values) for table in tables)
+            own["forward"] = MethodType(own.pop("_original_forward_func"), module)
+        scheme = own.get("quantization_scheme")
+        rounded = scheme is None or scheme.input_activations or scheme.output_activations
+        if not rounded and _word(own.get("quantization_status")) == "decompressed":
+            own.pop("forward", None)
+            del own["quantization_scheme"]
+        if getattr(own.get("forward"), "__func__", None) is type(module).forward:
+            del own["forward"]
+
+
+def _in_place(table: Any) -> bool:
+    """True if a table of tensors is one of compressed-tensors' that moves none."""
+    place = getattr(table, "onload_device", None)
+    return place is not None and place == getattr(table, "offload_device", None)
+
+
 def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linear layers of a model that are no plain ones of torch, by name."""
     for name, module in model.named_modules():
@@ -108,6 +136,8 @@ def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[]
             continue
         weight = getattr(module, "weight", None)
         like = (type(module), type(weight), module.in_features, module.out_features)
+        if like in known:
+            _first_call(model, module)
         tried = known[like] if like in known else known.setdefault(like, _try(model, name, module))
         forward = module.forward
         if tried.outside:
@@ -126,11 +156,22 @@ def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[]
             )
 
 
-def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
-    dtype = getattr(model, "dtype", torch.float32)
+@torch.no_grad()
+def _first_call(model: nn.Module, module: nn.Module) -> None:
+    """Lets a layer do what it does once, such as packing its weights in another way, before somebody looks at it."""
+    module.forward(_made_up(model, module, 1)[None])
+
+
+def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
+    """Rows (count, in) for a layer, in the model's dtype."""
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     size = int(module.in_features)  # type: ignore[arg-type]
-    rows = torch.randn(LARGER[-1], size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(0))
+    return rows.to(device, getattr(model, "dtype", torch.float32))
+
+
+def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
+    rows = _made_up(model, module, LARGER[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         # module.forward, so that the user's hooks do not see made-up rows.
@@ -140,11 +181,11 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
     try:
         with torch.no_grad():
             depends = _depends(compute, rows[:ROWS])
-            sizes = _steady_sizes(compute, rows) if device.type == "cpu" and not depends else (1,)
+            sizes = _steady_sizes(compute, rows) if rows.device.type == "cpu" and not depends else (1,)
     except Exception as error:  # another package may raise anything
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {name} ({_kind(module)}), which cannot compute on {device} in {dtype}: "
-            f"{reason_of(error)}. Load the model on another device, in another dtype, or without quantisation."
+            f"{type(model).__name__} has {name} ({_kind(module)}), which cannot compute on {rows.device} in "
+            f"{rows.dtype}: {reason_of(error)}. Load the model on another device, in another dtype, or not quantised."
         ) from error
     if depends:
         raise _refusal(model, name, module, "computes another result for a row beside larger ones")

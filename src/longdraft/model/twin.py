@@ -48,6 +48,7 @@ class Twin:
     def __init__(self, model: PreTrainedModel) -> None:
         self.number = next(self._numbers)
         self.model = copy_of(model)
+        quantised.simplify(self.model)
         hosting.switch_on(self.model)
         positions.install(self.model)
         recurrent.install(self.model)

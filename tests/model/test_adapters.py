@@ -1,0 +1,220 @@
+"""Adapters of PEFT on the target: tokens are those of the adapted model, and rows of another adapter are not reused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from longdraft import PromptCache, Request, Speculator
+from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.model.runner import TargetRunner
+from tests.tiny import tiny_model
+
+peft = pytest.importorskip("peft")
+
+TEXT = [3, 9, 4, 7, 2, 5, 8, 1, 6, 10]
+PROMPTS = [TEXT[:7] * 2, TEXT * 3, TEXT[:3] * 2]
+NEW = 24
+IDS = torch.tensor([PROMPTS[1]])
+
+
+def adapted(kind: str = "LoraConfig", **settings: Any) -> Any:
+    """A PeftModel whose adapter changes the text."""
+    options = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj", "up_proj"]} | settings
+    model = peft.get_peft_model(tiny_model(), getattr(peft, kind)(**options)).eval()
+    shake(model)
+    return model
+
+
+def shake(model: PreTrainedModel) -> None:
+    """Changes the weights of an active adapter."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.3)
+
+
+def two_adapters() -> Any:
+    model = adapted(r=4)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("other")
+    shake(model)
+    model.set_adapter("default")
+    return model
+
+
+def own_tokens(model: Any) -> list[list[int]]:
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def decoded(spec: Speculator, cache: PromptCache | None = None) -> list[list[int]]:
+    results = spec.generate(PROMPTS, max_new_tokens=NEW, batch=3, cache=cache, eos_token_ids=[])
+    return [r.token_ids for r in results]
+
+
+def speculator(model: Any) -> Speculator:
+    return Speculator("prompt-lookup", target=model, min_n=1, branches=2)
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("LoraConfig", {"r": 4}),
+    ("LoraConfig", {"r": 4, "use_dora": True}),
+    ("LoraConfig", {"r": 4, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    ("LoraConfig", {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    ("LoHaConfig", {"r": 4}),
+    ("LoKrConfig", {"r": 4}),
+    ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+    ("TrainableTokensConfig", {"token_indices": [3, 4, 5], "target_modules": ["embed_tokens"]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS)
+def test_tokens_are_those_of_the_adapted_model(kind, settings):
+    model = adapted(kind, **settings)
+    expected = own_tokens(model)
+    with model.disable_adapter():
+        assert own_tokens(model) != expected
+    spec = speculator(model)
+    assert decoded(spec) == expected == decoded(Speculator("ar", target=model))
+    # PEFT hands the call on to the model inside.
+    out = model.generate(input_ids=IDS, max_new_tokens=NEW, do_sample=False, custom_generate=spec)
+    assert out[0, IDS.shape[1] :].tolist() == expected[1]
+
+
+def test_a_switch_of_adapters_is_noticed_and_no_cache_is_read_with_another():
+    model = two_adapters()
+    spec, cache = speculator(model), PromptCache()
+    first = own_tokens(model)
+    assert decoded(spec, cache) == first
+    names = [spec.runner().fingerprint]
+    model.set_adapter("other")
+    second = own_tokens(model)
+    assert second != first and decoded(spec, cache) == second
+    names.append(spec.runner().fingerprint)
+    with model.disable_adapter():
+        base = own_tokens(model)
+        assert base not in (first, second) and decoded(spec, cache) == base
+        names.append(spec.runner().fingerprint)
+    model.set_adapter("default")
+    assert decoded(spec, cache) == first
+    assert spec.runner().fingerprint == names[0] and len(set(names)) == 3
+    # The same adapter again: now the rows are there.
+    assert spec.generate(PROMPTS[1], max_new_tokens=2, cache=cache)[0].cached_tokens > 0
+
+
+def test_merged_adapters_give_the_same_text_and_a_cache_of_their_own():
+    model = two_adapters()
+    spec, cache = speculator(model), PromptCache()
+    expected = own_tokens(model)
+    assert decoded(spec, cache) == expected
+    model.merge_adapter()
+    result = spec.generate(PROMPTS[1], max_new_tokens=NEW, cache=cache, eos_token_ids=[])[0]
+    assert result.token_ids == expected[1] and result.cached_tokens == 0
+    model.unmerge_adapter()
+    assert decoded(spec, cache) == expected
+    plain = copy.deepcopy(model).merge_and_unload()
+    assert decoded(speculator(plain)) == expected
+
+
+def test_a_snapshot_of_one_adapter_is_refused_with_another(tmp_path: Path):
+    model = two_adapters()
+    spec, cache = speculator(model), PromptCache()
+    spec.generate(PROMPTS[1], max_new_tokens=4, cache=cache)
+    file, name = tmp_path / "kv.safetensors", spec.runner().fingerprint
+    cache.save(file, name)
+    restored = PromptCache.restored(file, name)
+    model.set_adapter("other")  # after it was restored, and before it is read
+    with pytest.raises(CheckpointError, match="made with another target"):
+        spec.generate(PROMPTS[1], max_new_tokens=4, cache=restored)
+    model.set_adapter("default")
+    result = spec.generate(PROMPTS[1], max_new_tokens=4, cache=PromptCache.restored(file, name))[0]
+    assert result.cached_tokens == len(PROMPTS[1]) - 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_requests_of_one_session_follow_a_switch_between_them(kept):
+    model = two_adapters()
+    session = speculator(model).session(2, cache=PromptCache() if kept else None)
+    expected = {name: (model.set_adapter(name), own_tokens(model)[1])[1] for name in ("default", "other")}
+    for name in ("default", "other", "default"):
+        model.set_adapter(name)
+        request = session.add(Request(PROMPTS[1], max_new_tokens=NEW, eos_token_ids=[]))
+        while session.busy:
+            session.step()
+        assert session.take(request).token_ids == expected[name]
+
+
+def test_adapters_that_transformers_loads_itself(tmp_path: Path):
+    saved = two_adapters()
+    saved.save_pretrained(tmp_path)
+    model = tiny_model()
+    model.load_adapter(tmp_path, adapter_name="one")
+    model.load_adapter(tmp_path / "other", adapter_name="two")
+    try:
+        model.set_adapter("one")
+    except ValueError as error:  # an older PEFT than this transformers wants
+        pytest.skip(str(error))
+    spec, cache, texts = speculator(model), PromptCache(), []
+    for name in ("one", "two", "one"):
+        model.set_adapter(name)
+        texts.append(own_tokens(model))
+        assert decoded(spec, cache) == texts[-1]
+    assert texts[0] == texts[2] != texts[1]
+    model.disable_adapters()
+    assert decoded(spec, cache) == own_tokens(model) == own_tokens(tiny_model())
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("PromptTuningConfig", {"num_virtual_tokens": 3}, r"'default' \(PROMPT_TUNING\) puts rows of its own"),
+    ("PrefixTuningConfig", {"num_virtual_tokens": 3}, r"PREFIX_TUNING\) puts rows"),
+    ("LoraConfig", {"target_modules": ["q_proj"], "alora_invocation_tokens": [3]}, "begins in the middle"),
+    ("PolyConfig", {"target_modules": ["q_proj"]}, r"POLY\) takes the number of a task"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
+def test_adapters_that_compute_more_than_rows_are_refused(kind, settings, message):
+    model = peft.get_peft_model(tiny_model(), getattr(peft, kind)(task_type="CAUSAL_LM", **settings)).eval()
+    with pytest.raises(UnsupportedModelError, match=message):
+        TargetRunner(model)
+    # The model inside, which is what generate calls us with, does not know its prefix.
+    spec = Speculator("prompt-lookup")
+    with pytest.raises(UnsupportedModelError, match=message):
+        model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False, custom_generate=spec)
+
+
+def test_an_adapter_for_each_row_of_a_batch_is_refused():
+    model = two_adapters()
+    spec = speculator(model)
+    model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False, custom_generate=spec)
+    with pytest.raises(UnsupportedModelError, match="given adapter_names"):
+        model.generate(
+            input_ids=IDS.expand(2, -1), adapter_names=["default", "other"], max_new_tokens=2, do_sample=False,
+            custom_generate=spec,
+        )  # fmt: skip
+    model.set_adapter("other")
+    assert decoded(spec) == own_tokens(model)
+
+
+def test_an_adapter_on_a_quantised_model():
+    """As QLoRA trains them."""
+    quantization = pytest.importorskip("torchao.quantization")
+    base = tiny_model(heads=4, head_dim=32, hidden=128)
+    quantization.quantize_(base.model, quantization.Int8WeightOnlyConfig())
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config).eval()
+    shake(model)
+    assert decoded(speculator(model)) == own_tokens(model) == decoded(Speculator("ar", target=model))
