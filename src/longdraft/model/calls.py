@@ -29,7 +29,7 @@ class Call:
         head_dim, value_dim: sizes of a key and of a value.
         layer: the module's number of its layer; None if it has none.
         window: the ``sliding_window`` argument.
-        source: index of the earlier call whose keys it takes; None if it has keys of its own.
+        source: index of the earlier call whose keys and values it takes; None if it has some of its own.
     """
 
     module: str
@@ -55,8 +55,8 @@ class Recorded:
 
 
 _recorded: WeakKeyDictionary[PreTrainedModel, Recorded] = WeakKeyDictionary()
-# Calls so far, each with its keys.
-_recording: ContextVar[list[tuple[Call, torch.Tensor]]] = ContextVar("longdraft_recording")
+# Calls so far, each with its keys and values.
+_recording: ContextVar[list[tuple[Call, torch.Tensor, torch.Tensor]]] = ContextVar("longdraft_recording")
 
 
 def _record(
@@ -72,9 +72,9 @@ def _record(
         value.shape[-1],
         number if isinstance(number, int) else None,
         window if isinstance(window, int) else None,
-        next((i for i, (_, keys) in enumerate(recorded) if keys is key), None),
+        next((i for i, (_, *own) in enumerate(recorded) if own[0] is key and own[1] is value), None),
     )
-    recorded.append((call, key))
+    recorded.append((call, key, value))
     return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
@@ -88,7 +88,7 @@ def record(model: PreTrainedModel, run: Callable[[], object]) -> tuple[Call, ...
     try:
         config._attn_implementation = RECORDING
         run()
-        return tuple(call for call, _ in _recording.get())
+        return tuple(call for call, *_ in _recording.get())
     finally:
         config._attn_implementation = before
         _recording.reset(token)

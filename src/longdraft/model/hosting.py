@@ -199,12 +199,19 @@ def new_states(
     return [*states, RecurrentStates(layout.recurrent, slots, model.device)] if layout.recurrent else states
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that computes hidden states: the decoder that holds the token embedding."""
+    embedding = model.get_input_embeddings()
+    parts: list[nn.Module] = [model.get_decoder(), model.base_model]
+    return next((part for part in parts if any(m is embedding for m in part.modules())), parts[0])
+
+
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers: the module list that is as long as the model is deep.
 
     Layers that a forward runs several times are in it once: it is then the longest list of modules of one class.
     """
-    count = decoder_config(model).num_hidden_layers
+    count = getattr(decoder_config(model), "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     for each in lists:
         if len(each) == count:

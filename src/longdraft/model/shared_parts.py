@@ -93,7 +93,7 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
 
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     """The norm between the last layer and the head; None if there is none."""
-    return next((m for name, m in reversed(list(model.get_decoder().named_children())) if "norm" in name), None)
+    return next((m for name, m in reversed(list(hosting.decoder_of(model).named_children())) if "norm" in name), None)
 
 
 def final_norm(model: PreTrainedModel) -> torch.Tensor:

@@ -127,7 +127,7 @@ def take_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[in
     if not all(0 <= i < len(theirs) for i in layers):
         raise ConfigError(f"start_from {list(layers)}: the target has layers 0 to {len(theirs) - 1}.")
     pairs = [(mine, theirs[i]) for mine, i in zip(decoder.layers, layers, strict=True)]
-    pairs.append((decoder.norm, getattr(runner.model.get_decoder(), "norm", None) or nn.Module()))
+    pairs.append((decoder.norm, getattr(hosting.decoder_of(runner.model), "norm", None) or nn.Module()))
     try:
         for mine, its in pairs:
             mine.load_state_dict({name: t.float().cpu() for name, t in its.state_dict().items()})

@@ -7,6 +7,8 @@ counted by a cache, scores may have a bias. What is wrong with three rows is wro
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,9 @@ from longdraft.model.model_copy import copy_of
 _TEXT = 5
 _TREE = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
+# Windows and chunks are cut to so many tokens, so that they slide.
+_WINDOW = 4
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 # Largest relative difference of a row's logits in float32, and in 16 bits.
 _CLOSE, _ROUNDED = 1e-4, 0.1
 # What models call their cache, in the words of transformers 5.24 and 5.17.
@@ -51,28 +56,49 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
     own = hosting.decoder_config(model)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     vocabulary = stored.weight_shape(model.get_input_embeddings())[0]
-    for _ in range(_TRIALS):
-        tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
-        hosting.decoder_config(copy)._attn_implementation = own
-        try:
-            expected = _own(copy, tokens)
-        except Exception as error:  # the model's own code, with inputs that it may not take
-            raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-        hosting.switch_on(copy)
-        try:
-            got = _hosted(copy, tokens)
-        except LongdraftError:
-            raise
-        except Exception as error:
+    with _short_windows(copy):
+        for _ in range(_TRIALS):
+            tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
+            hosting.decoder_config(copy)._attn_implementation = own
+            try:
+                expected = _own(copy, tokens)
+            except Exception as error:  # the model's own code, with inputs that it may not take
+                raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
+            hosting.switch_on(copy)
+            try:
+                agree = _agree(_hosted(copy, tokens), expected)
+            except LongdraftError:
+                raise
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{name} computes attention with code of its own, so longdraft cannot host it ({reason_of(error)})."
+                ) from error
+            if agree:
+                break
+        else:
             raise UnsupportedModelError(
-                f"{name} computes attention with code of its own, so longdraft cannot host it ({reason_of(error)})."
-            ) from error
-        if _agree(got, expected):
-            return calls.known(copy) or calls.Recorded(())
-    raise UnsupportedModelError(
-        f"{name} computes something else than attention to the text before each token (a bias, a mask of its own), so "
-        "longdraft cannot host it exactly."
-    )
+                f"{name} computes something else than attention to the text before each token (a bias, a mask of its "
+                "own), so longdraft cannot host it exactly."
+            )
+    return _recorded(copy, tokens)
+
+
+@contextmanager
+def _short_windows(copy: PreTrainedModel) -> Iterator[None]:
+    """Inside, windows and chunks are so short that they slide in the trial's text."""
+    own = [part for part in copy.modules() if not isinstance(part, PreTrainedModel)]
+    cut: list[tuple[Any, str, int]] = []
+    for part in (hosting.decoder_config(copy), *own):
+        for name in _WINDOWS:
+            size = vars(part).get(name)
+            if isinstance(size, int) and size > _WINDOW:
+                setattr(part, name, _WINDOW)
+                cut.append((part, name, size))
+    try:
+        yield
+    finally:
+        for part, name, size in cut:
+            setattr(part, name, size)
 
 
 @torch.inference_mode()
@@ -103,6 +129,22 @@ def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """The same rows from our attention and our store."""
+    calls.remember(copy, _recorded(copy, tokens))
+    layout, rows = layout_of(copy), _TEXT + len(_TREE)
+    store = KVStore(layout.shape, 1, rows, copy.device)
+    store.keep_states(*hosting.new_states(copy, 1, rows))
+    text = store.block([0], [tokens[:_TEXT]], prompt=True)
+    hosting.run(hosting.decoder_of(copy), hosting.Hosted(store, text, attend, layout))
+    store.commit(0, range(_TEXT))
+    mask = torch.tensor([_TREE])
+    block = store.block([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
+    logits: torch.Tensor = hosting.run(copy, hosting.Hosted(store, block, attend, layout)).logits
+    return logits[0]
+
+
+@torch.inference_mode()
+def _recorded(copy: PreTrainedModel, tokens: list[int]) -> calls.Recorded:
+    """What is recorded of a forward of two tokens."""
     few = on_device([tokens[:2]], copy.device)
     run = partial(copy, input_ids=few, position_ids=_positions(few), use_cache=False)
     shapes: dict[int, RecurrentShape] = {}
@@ -111,17 +153,7 @@ def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
         )
-    calls.remember(copy, recorded)
-    layout, rows = layout_of(copy), _TEXT + len(_TREE)
-    store = KVStore(layout.shape, 1, rows, copy.device)
-    store.keep_states(*hosting.new_states(copy, 1, rows))
-    text = store.block([0], [tokens[:_TEXT]], prompt=True)
-    hosting.run(copy.get_decoder(), hosting.Hosted(store, text, attend, layout))
-    store.commit(0, range(_TEXT))
-    mask = torch.tensor([_TREE])
-    block = store.block([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
-    logits: torch.Tensor = hosting.run(copy, hosting.Hosted(store, block, attend, layout)).logits
-    return logits[0]
+    return recorded
 
 
 def _positions(tokens: torch.Tensor) -> torch.Tensor:

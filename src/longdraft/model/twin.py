@@ -99,7 +99,7 @@ class Twin:
             self._tapped.add(layer)
         # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
         self.few_rows.most = MOST if hosted.block.prompt else None
-        run = self.model if head else self.model.get_decoder()
+        run = self.model if head else hosting.decoder_of(self.model)
         try:
             return hosting.run(run, hosted, **more)
         finally:
