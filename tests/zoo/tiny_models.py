@@ -158,7 +158,7 @@ _PARTS = {"musicgen": "MusicgenDecoderConfig", "musicgen_melody": "MusicgenMelod
 # Where the first seed's text repeats one token, or a router of experts is undecided.
 SEEDS = {
     "bert": 7, "cpmant": 3, "data2vec-text": 2, "ernie": 7, "exaone4": 1, "openai-gpt": 6, "qwen2_moe": 1, "roberta": 2,
-    "bloom": 1, "mpt": 1, "rembert": 1, "roc_bert": 1, "xmod": 5, "zaya": 1,
+    "bloom": 1, "mpt": 1, "rembert": 1, "roc_bert": 1, "xmod": 5, "zamba2": 1, "zaya": 1,
 }  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from longdraft.model import hosting
 from longdraft.model.few_rows import weights_of
-from longdraft.model.hosting import decoder_of
 from longdraft.model.layout import decoder_config
 from longdraft.native import DecoderLayer
 from longdraft.native.library import HEAD_UNIT
@@ -86,7 +86,7 @@ def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
 
 def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
     """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
-    decoder, head = decoder_of(model), model.get_output_embeddings()
+    decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final = getattr(decoder, "norm", None)
     norm, weights = _norm(final), weights_of(head)
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]

@@ -77,8 +77,6 @@ def _served(x: Any, weight: Any) -> bool:
 
 _PRODUCTS: dict[Any, Callable[..., torch.Tensor | None]] = {
     F.linear: _linear,
-    **dict.fromkeys(
-        (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), _matmul
-    ),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), _matmul),
     **dict.fromkeys((torch.bmm, torch.Tensor.bmm), _bmm),
 }

@@ -28,7 +28,7 @@ from longdraft.model.model_copy import copy_of
 _TEXT = 5
 _TREE = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
-# Windows and chunks are cut to fewer tokens than these, so that they slide.
+# Windows and chunks are cut to so many tokens, so that they slide.
 _WINDOW = 4
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # Largest relative difference of a row's logits in float32, and in 16 bits.
@@ -80,7 +80,7 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
                 f"{name} computes something else than attention to the text before each token (a bias, a mask of its "
                 "own), so longdraft cannot host it exactly."
             )
-    return _calls(copy, tokens)
+    return _recorded(copy, tokens)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """The same rows from our attention and our store."""
-    calls.remember(copy, _calls(copy, tokens))
+    calls.remember(copy, _recorded(copy, tokens))
     layout, rows = layout_of(copy), _TEXT + len(_TREE)
     store = KVStore(layout.shape, 1, rows, copy.device)
     store.keep_states(*hosting.new_states(copy, 1, rows))
@@ -143,7 +143,8 @@ def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _calls(copy: PreTrainedModel, tokens: list[int]) -> calls.Recorded:
+def _recorded(copy: PreTrainedModel, tokens: list[int]) -> calls.Recorded:
+    """What is recorded of a forward of two tokens."""
     few = on_device([tokens[:2]], copy.device)
     run = partial(copy, input_ids=few, position_ids=_positions(few), use_cache=False)
     shapes: dict[int, RecurrentShape] = {}
