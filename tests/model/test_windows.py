@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import (
@@ -13,11 +15,13 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.windows import Span, WindowShape, WindowStates
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
+from tests.drafts import random_draft, random_eagle3
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -73,6 +77,37 @@ def test_a_model_with_windows_writes_its_own_text(made, method):
     prompts = [text(90), text(20, 1), text(3, 2)]
     results = Speculator(method, target=model).generate(prompts, max_new_tokens=40)
     assert [r.token_ids for r in results] == [own(model, prompt, 40) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("self", {"budget": 256}),
+        ("self", {"budget": 256, "view": "snapkv"}),
+        ("quantspec", {}),
+        ("magicdec", {}),
+        ("specpv-exact", {"budget": 256}),
+        ("longspec", {"draft": random_draft}),
+        ("eagle3", {"draft": partial(random_eagle3, layers=(0, 1, 2))}),
+    ],
+)
+def test_drafts_on_parts_of_the_kv_write_the_models_own_text(method, options, tmp_path):
+    model, prompts = gemma(), [text(1500), text(300, 2)]
+    if "draft" in options:
+        options = {"draft": options["draft"](tmp_path / "draft", model)}
+    spec = Speculator(method, target=model, plan="fixed", **options)
+    results = spec.generate(prompts, max_new_tokens=24)
+    assert [r.token_ids for r in results] == [own(model, prompt, 24) for prompt in prompts]
+    assert all(r.mean_accepted_length > 1 for r in results)
+
+
+@pytest.mark.parametrize(("method", "options"), [("specpv", {}), ("longspec", {"draft": random_draft})])
+def test_methods_that_need_a_full_layer_say_so(method, options, tmp_path):
+    model = mistral()
+    if "draft" in options:
+        options = {"draft": options["draft"](tmp_path / "draft", model)}
+    with pytest.raises(UnsupportedModelError):
+        Speculator(method, target=model, **options).generate([text(9)], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("made", [gemma, mistral, llama4])

@@ -253,7 +253,12 @@ def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) ->
 
 
 def check_rotary(runner: TargetRunner) -> None:
-    """Raises UnsupportedModelError for a target whose rotary embedding a draft cannot share."""
+    """Raises UnsupportedModelError for a target whose last full layer or rotary embedding a draft cannot share."""
+    if not runner.kv_shape.layers:
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} has no layer with full attention, whose keys LongSpec drafts read. Use "
+            "another method: prompt-lookup."
+        )
     cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
     if cos.shape[-1] != (size := runner.kv_shape.head_dim):
         raise UnsupportedModelError(

@@ -102,6 +102,11 @@ class SpecPV(Schedule):
                 f"{type(runner.model).__name__} has recurrent layers, which SpecPV cannot verify in part. "
                 "Choose another method."
             )
+        if not store.shape.layers:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} has windows in every layer, so SpecPV has nothing to verify in part. "
+                "Choose another method."
+            )
 
         def new_store(slots: int, capacity: int) -> KVStore:
             return runner.new_store(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,12 @@ class SharedParts:
     _like: torch.Tensor
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,)."""
-        cos, sin = self._rotary(self._like, positions[None])
+        """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,).
+
+        Where layers differ, as in Gemma 3, it is that of the layers with full attention, whose keys drafts read.
+        """
+        typed = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        cos, sin = self._rotary(self._like, positions[None], *(["full_attention"] if typed else []))
         return cos[0], sin[0]
 
 
