@@ -1,4 +1,4 @@
-"""Reads GGUF files of Llama, Mistral, Qwen2 and Qwen3, whose weights our kernels use as they are stored.
+"""Reads GGUF files of Llama, Mistral, Qwen, Gemma and gpt-oss, whose weights our kernels use as they are stored.
 
 The package gguf reads the file, and transformers makes the configuration and the tokenizer from it. The weights are
 mapped, not read, so a model of any size loads in about a second.
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model import gguf_cache, stored
+from longdraft.model import gguf_cache, gguf_experts, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
 from longdraft.model.collector import paused
 from longdraft.model.gguf_cache import Metadata
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 # Names in GGUF files. Llama's have rows of queries and keys in pairs, as the first Llama rotated them.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", *gguf_experts.ARCHITECTURES)
 _PAIRED = ("llama",)
 # Gemma multiplies by 1 + the weight of a norm, and its files have the sum.
 _ONE_MORE = ("gemma2", "gemma3")
@@ -86,6 +86,9 @@ class File:
         if f"{self.architecture}.vocab_size" in reader.fields:  # otherwise transformers counts the tokens
             hidden = {f"tokenizer.ggml.{name}" for name in _WORDS}
             reader.fields = type(reader.fields)((n, f) for n, f in reader.fields.items() if n not in hidden)
+        reader.fields = type(reader.fields)(
+            (n, f) for n, f in reader.fields.items() if not n.startswith(gguf_experts.MISREAD)
+        )
         with _instead(reader):
             config = AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
         known = self.architecture in ARCHITECTURES
@@ -95,6 +98,8 @@ class File:
             config.head_dim = config.hidden_size // config.num_attention_heads if size is None else int(size)
             if self._value(f"{self.architecture}.attention.sliding_window") is None:
                 config.sliding_window = None  # transformers sets one for every Mistral
+        if self.architecture in gguf_experts.ARCHITECTURES:
+            gguf_experts.complete(config, self.architecture, lambda name: self._value(f"{self.architecture}.{name}"))
         if self.architecture in _LARGEST:
             largest = config.num_hidden_layers == _LARGEST[self.architecture]
             config.query_pre_attn_scalar = (
@@ -147,7 +152,7 @@ class File:
         """The reason why the weights cannot stay as they are stored; None if they can."""
         if self.architecture not in ARCHITECTURES:
             return f"models of the kind {self.architecture} are not read as they are stored"
-        kinds = {t.tensor_type.name: t.name for t in self._tensors if len(t.shape) == 2}
+        kinds = {t.tensor_type.name: t.name for t in self._tensors if len(t.shape) in (2, 3)}
         odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
         return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
 
@@ -159,8 +164,15 @@ class File:
         """
         with stored.without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        mixtures = {t.name: self._weights(t, config) for t in self._tensors if "_exps." in t.name}
+        wrong = [
+            each
+            for path, module in list(gguf_experts.mixtures(model))
+            for each in gguf_experts.put_in(model, path, module, mixtures)
+        ]
         names = self._names(model)
-        _put_in(model, {names[t.name]: self._weights(t, config) for t in self._tensors if t.name in names}, self.path)
+        weights = {names[t.name]: self._weights(t, config) for t in self._tensors if t.name in names}
+        _put_in(model, weights, self.path, wrong)
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, self.path)
@@ -174,7 +186,8 @@ class File:
         names = {}
         for name, _ in model.named_parameters():
             path, _, leaf = name.rpartition(".")
-            names[f"{known.get_name(path)}.{leaf}"] = name
+            whole = known.get_name(name)  # of what is no layer's weight or bias
+            names[f"{known.get_name(path)}.{leaf}" if whole is None else f"{whole}.weight"] = name
         return names
 
     def _weights(self, tensor: ReaderTensor, config: Any) -> torch.Tensor | Stored:
@@ -184,19 +197,23 @@ class File:
             size = data.shape[0] // heads
             pairs = torch.arange(data.shape[0]).view(heads, size // 2, 2)
             data = data[pairs.transpose(1, 2).reshape(-1)]
-        if kind in FORMATS and len(tensor.shape) == 2 and tensor.shape[0] % FORMATS[kind][0] == 0:
-            return Stored(data.view(torch.uint8), kind)
+        if kind in FORMATS and len(tensor.shape) > 1 and tensor.shape[0] % FORMATS[kind][0] == 0:
+            return Stored(data.view(torch.uint8).flatten(0, -2), kind)
         if kind != "F32":
             import gguf
 
             data = torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
+        if ".ffn_gate_inp_shexp." in tensor.name:
+            data = data.view(1, -1)
         return data - 1 if self.architecture in _ONE_MORE and tensor.name.endswith("norm.weight") else data
 
 
-def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path) -> None:
-    """Gives the modules of a model without memory their weights."""
+def _put_in(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path, wrong: list[str]
+) -> None:
+    """Gives the modules of a model without memory their weights, and raises an error if some are ``wrong``."""
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    wrong = [f"{n} (not there)" for n in wanted if n not in weights]
+    wrong += [f"{n} (not there)" for n in wanted if n not in weights]
     wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in weights.items() if wanted[n] != tuple(t.shape)]
     if wrong:
         raise CheckpointError(
@@ -210,6 +227,8 @@ def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], f
         modules.setdefault(path, {})[leaf] = tensor
     for path, leaves in modules.items():
         module, weight = model.get_submodule(path), leaves.get("weight")
+        if isinstance(weight, Stored) and not isinstance(module, nn.Linear | nn.Embedding):
+            leaves["weight"] = weight = stored.unpacked(weight)  # a router's
         if isinstance(weight, Stored):
             embeds = isinstance(module, nn.Embedding)
             made = (

@@ -204,7 +204,7 @@ def is_stored(model: nn.Module) -> bool:
 
 def arithmetic_of(model: nn.Module) -> str:
     """The arithmetic of a model's products: ``"int8"``, or the name of its dtype, such as ``"float32"``."""
-    if any(isinstance(m, StoredLinear) and m.int8 for m in model.modules()):
+    if any(isinstance(m, StoredWeights) and m.int8 for m in model.modules()):
         return "int8"
     dtype = getattr(model, "dtype", None)
     return str(dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype).removeprefix("torch.")
@@ -213,7 +213,7 @@ def arithmetic_of(model: nn.Module) -> str:
 def use_int8(model: nn.Module, on: bool = True) -> None:
     """Switches the layers stored in blocks of 8 bits or fewer to int8 arithmetic, or back to float32."""
     for module in model.modules():
-        if isinstance(module, StoredLinear) and module.matrix.in_blocks:
+        if isinstance(module, StoredWeights) and not isinstance(module, StoredEmbedding) and module.matrix.in_blocks:
             module.int8 = on
 
 

@@ -16,7 +16,7 @@ from longdraft.native.experts import ExpertWeights
 
 # Kinds of matrices of an expert: a gate and what it is for, in one matrix or in two, or the latter alone.
 _FIRST = ("gate_up", "gate", "up")
-_LAST = "down"
+LAST = "down"
 
 
 class StoredMatrices(StoredWeights):
@@ -56,7 +56,7 @@ class StoredExperts(nn.Module):
             between = between_of(self.replaced)
             assert between is not None
             first = [self._weights(kind) for kind in _FIRST if hasattr(self, kind)]
-            self._parts = key, Experts(first, self._weights(_LAST), between, after_of(self.replaced))
+            self._parts = key, Experts(first, self._weights(LAST), between, after_of(self.replaced))
         return self._parts[1]
 
     def _weights(self, kind: str) -> ExpertWeights:
@@ -84,16 +84,16 @@ class StoredExperts(nn.Module):
         turned = bool(getattr(self.replaced, "is_transposed", False))
         first = [kind for kind in _FIRST if hasattr(self, kind)]
         name = "up_proj" if first == ["up"] else "gate_up_proj"
-        for saved, kinds in ((name, first), ("down_proj", [_LAST])):
+        for saved, kinds in ((name, first), ("down_proj", [LAST])):
             matrices = [getattr(self, kind).weight.unflatten(0, (self.count, -1)) for kind in kinds]
-            whole = _joined(matrices, side_by_side)
+            whole = joined(matrices, side_by_side)
             destination[prefix + saved] = whole.transpose(1, 2).contiguous() if turned else whole
             biases = [bias for kind in kinds if (bias := getattr(self, f"{kind}_bias")) is not None]
             if biases:
-                destination[f"{prefix}{saved}_bias"] = _joined(biases, side_by_side)
+                destination[f"{prefix}{saved}_bias"] = joined(biases, side_by_side)
 
 
-def _joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:
+def joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:
     """One tensor (E, out, ...) of several, one behind the other or in turns."""
     if len(parts) == 1:
         return parts[0]

@@ -1,0 +1,99 @@
+"""Mixtures of experts in GGUF files, where a tensor has one matrix (gate, up or down) of every expert of a layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from longdraft.model.stored_experts import LAST, StoredExperts, joined
+from longdraft.native import Stored
+
+# Architectures as files name them, and whether a router's weights are divided by their sum (the files do not say so).
+ARCHITECTURES = {"qwen2moe": False, "qwen3moe": True, "gpt-oss": None}
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+# Fields that transformers 5.24 misreads.
+MISREAD = ("gpt-oss.rope.scaling.",)
+
+
+def complete(config: Any, architecture: str, value: Callable[[str], Any]) -> None:
+    """Sets what transformers does not read of a mixture.
+
+    Args:
+        value: gives the file's value of a name behind the architecture's, or None.
+    """
+    size = value("expert_feed_forward_length")
+    if architecture == "gpt-oss":
+        config.intermediate_size = int(size or config.intermediate_size)
+        config.sliding_window = int(value("attention.sliding_window") or config.sliding_window)
+        # transformers takes the scaling of the published models for any file.
+        config.rope_parameters = {"rope_type": "default", "rope_theta": float(value("rope.freq_base"))}
+        if value("rope.scaling.type") == "yarn":
+            config.rope_parameters["truncate"] = False
+        return
+    if architecture == "qwen2moe":
+        config.sliding_window = 0  # its code makes a mask of it even where no layer uses one
+    config.norm_topk_prob = ARCHITECTURES[architecture]
+    config.decoder_sparse_step, config.mlp_only_layers = 1, []
+    if size is not None:
+        config.moe_intermediate_size = int(size)
+    if (shared := value("expert_shared_feed_forward_length")) is not None:
+        config.shared_expert_intermediate_size = int(shared)
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A model's modules of experts, by name."""
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if {"gate_up_proj", "down_proj"} <= own.keys() and own["down_proj"].dim() == 3:
+            yield path, module
+
+
+def put_in(
+    model: nn.Module, path: str, module: nn.Module, tensors: Mapping[str, torch.Tensor | Stored]
+) -> Iterator[str]:
+    """Gives a module without memory its weights. Yields what is wrong with them.
+
+    Args:
+        tensors: the file's, by name: matrices as they are stored, (experts * out, in), or floats (experts, out, in).
+    """
+    turned = bool(getattr(module, "is_transposed", False))
+    count, *sizes = module.down_proj.shape  # type: ignore[union-attr]
+    hidden, inner = sizes[::-1] if turned else sizes
+    layer = _LAYER.search(f".{path}.")
+    name = f"blk.{layer[1] if layer else ''}.ffn_{{}}_exps."
+    first = ["gate_up"] if name.format("gate_up") + "weight" in tensors else ["gate", "up"]
+    found: dict[str, torch.Tensor | Stored] = {}
+    biases: dict[str, torch.Tensor] = {}
+    for kind in (*first, LAST):
+        wanted = (hidden, inner) if kind == LAST else (2 * inner if kind == "gate_up" else inner, hidden)
+        weight, bias = (tensors.get(name.format(kind) + leaf) for leaf in ("weight", "bias"))
+        if weight is None:
+            yield f"{path}.{kind} (not there)"
+            return
+        shape = tuple(weight.shape)
+        if shape != ((count * wanted[0], wanted[1]) if isinstance(weight, Stored) else (count, *wanted)):
+            yield f"{path}.{kind} ({shape}, not {(count, *wanted)})"
+            return
+        found[kind] = weight
+        if isinstance(bias, torch.Tensor):
+            biases[kind] = bias
+    stored = {kind: weight for kind, weight in found.items() if isinstance(weight, Stored)}
+    if len(stored) == len(found):
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, StoredExperts(module, stored, biases, count))
+        return
+    side_by_side = bool(getattr(module, "is_concatenated", True))
+    for saved, kinds in (("gate_up_proj", first), ("down_proj", [LAST])):
+        floats = [w.floats().unflatten(0, (count, -1)) if isinstance(w := found[kind], Stored) else w for kind in kinds]
+        whole = joined(floats, side_by_side)
+        setattr(module, saved, _frozen(whole.transpose(1, 2).contiguous() if turned else whole))
+        if biases:
+            setattr(module, f"{saved}_bias", _frozen(joined([biases[kind] for kind in kinds], side_by_side)))
+
+
+def _frozen(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
