@@ -167,6 +167,22 @@ def test_a_model_with_windows_drafts_for_itself_in_one_call():
             torch.testing.assert_close(found[0, row], log_probs[places[0, row]], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_rows_of_other_dtypes(dtype, monkeypatch):
+    """Windows of 16 bits, or of 32 beside rows of eight: close to plain rows, and to what torch computes."""
+    model, found = model_of("gemma3"), []
+    for fused, own in ((True, dtype), (False, dtype), (True, None)):
+        monkeypatch.setenv("LONGDRAFT_NATIVE", "1" if fused else "0")
+        runner = TargetRunner(model)
+        store = runner.new_store(1, 60, dtype=own)
+        forward(runner, [list(range(20))], store, [0], logits="none")
+        store.commit(0, range(20))
+        found.append(forward(runner, [[5, 6, 7, 8]], store, [0], mask=TREE[None], depths=[DEPTHS]).logits)
+    ours, torchs, plain = found
+    for other in (torchs, plain):
+        assert (ours - other).abs().max() < 0.05 * other.abs().max()
+
+
 @pytest.mark.parametrize("turned", [0, 8, 16])
 def test_positions_turn_the_first_dimensions_of_a_head(turned):
     """Queries of one layer, with rotary tables for a part of each head."""
