@@ -41,9 +41,9 @@ def without_weights():
         return AutoModelForCausalLM.from_config(tiny_model().config)
 
 
-def with_linear_attention():
+def with_sparse_attention():
     model = tiny_model("qwen3")
-    model.config.layer_types = ["linear_attention", "full_attention", "mamba"]
+    model.config.layer_types = ["full_attention", "full_attention", "indexed_attention"]
     return model
 
 
@@ -61,7 +61,7 @@ SMALL = {
     [
         (without_head, r"LlamaModel has no language modelling head.*AutoModelForCausalLM"),
         (without_weights, r"model\.embed_tokens\.weight is on the device 'meta'"),
-        (with_linear_attention, "linear_attention"),
+        (with_sparse_attention, "indexed_attention"),
         (encoder_decoder, "T5ForConditionalGeneration is an encoder-decoder"),
     ],
 )

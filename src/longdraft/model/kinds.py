@@ -42,6 +42,11 @@ def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     return (*(kind for kind in _ORDER if counts[kind]), *(kind for kind, has in more.items() if has))
 
 
+def sparse_kinds(model: PreTrainedModel) -> list[str]:
+    """The names of the kinds of layers that see a part of the text by a choice of their own."""
+    return sorted({*(getattr(decoder_config(model), "layer_types", None) or ())} - _WORDS.keys())
+
+
 def described(model: PreTrainedModel) -> str:
     """The layers in a sentence's part: "26 layers: 4 full attention, 22 with a window of 512 tokens; experts"."""
     config, counts = decoder_config(model), _counts(model)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.model import adapters, quantised
 from longdraft.model.hosting import context_length, decoder_config
+from longdraft.model.kinds import sparse_kinds
 from longdraft.model.stored import weight_shape
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
@@ -28,6 +29,11 @@ def check_supported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
+    if sparse := sparse_kinds(model):
+        raise UnsupportedModelError(
+            f"{name} has layers of the kind {', '.join(sparse)}, which longdraft does not host: they choose by "
+            "themselves which rows of the text they see."
+        )
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
