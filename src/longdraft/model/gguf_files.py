@@ -208,9 +208,7 @@ class File:
         return data - 1 if self.architecture in _ONE_MORE and tensor.name.endswith("norm.weight") else data
 
 
-def _put_in(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path, wrong: list[str]
-) -> None:
+def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path, wrong: list[str]) -> None:
     """Gives the modules of a model without memory their weights, and raises an error if some are ``wrong``."""
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     wrong += [f"{n} (not there)" for n in wanted if n not in weights]

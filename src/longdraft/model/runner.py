@@ -67,8 +67,8 @@ class TargetRunner:
     """Hosts a transformers decoder.
 
     Args:
-        model: a decoder-only model of transformers that uses its attention interface and full attention in every
-            layer. It is never changed: its twin computes (:mod:`longdraft.model.twin`).
+        model: a decoder-only model of transformers that uses its attention interface. It
+            is never changed: its twin computes (:mod:`longdraft.model.twin`).
         offload: place of the keys and values; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype that keys and values are rounded to; None for the arithmetic's own.
 
