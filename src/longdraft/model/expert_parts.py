@@ -1,4 +1,4 @@
-"""The products of a mixture of experts: rows times the matrices of the experts that they are routed to, each read once."""
+"""The products of a mixture of experts: rows times the matrices of the experts that they chose, each read once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Experts:
         return ExpertProducts(own, self.first), ExpertProducts(own, [self.last])
 
     def routed(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Rows x (rows, hidden), each for its experts ``index`` (rows, k) -> the sums of their results by ``weights``."""
+        """x (rows, hidden), each row for its experts ``index`` (rows, k) -> sums of their results by ``weights``."""
         rows, k = index.shape
         with torch._C.DisableTorchFunction():
             experts, starts, order = _grouped(index.reshape(-1))
@@ -86,7 +86,8 @@ def between_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
 
     The first products are those with a matrix that holds gate and up, with two matrices, or with ``up`` alone.
     """
-    own, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
+    own: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "_apply_gate", None)
+    act: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "act_fn", None)
     gated = bool(getattr(module, "has_gate", True))
     side_by_side = bool(getattr(module, "is_concatenated", True))
     if own is None and act is None:
@@ -94,18 +95,20 @@ def between_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
 
     def between(found: torch.Tensor) -> torch.Tensor:
         with RowProducts():
-            if not gated:
-                return act(found[0])  # type: ignore[misc, no-any-return]
-            if own is not None:
+            if gated and own is not None:
                 if len(found) == 1:
-                    return own(found[0])  # type: ignore[no-any-return]
-                return own(torch.cat([*found], -1) if side_by_side else torch.stack([*found], -1).flatten(-2))  # type: ignore[no-any-return]
+                    return own(found[0])
+                return own(torch.cat([*found], -1) if side_by_side else torch.stack([*found], -1).flatten(-2))
+            assert act is not None
+            if not gated:
+                return act(found[0])
             gate, up = found if len(found) == 2 else found[0].chunk(2, dim=-1)
-            return act(gate) * up  # type: ignore[misc, no-any-return]
+            return act(gate) * up
 
     return between
 
 
 def after_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What follows the last product of a module of experts; None if nothing does."""
-    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "post_expert_norm", None)
+    return norm if getattr(module, "has_post_expert_norm", False) else None

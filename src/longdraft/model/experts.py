@@ -2,8 +2,8 @@
 
 transformers multiplies a token's row with its experts' matrices in grouped products, which round by the number of rows.
 Here our kernels multiply the rows with the matrices of the experts that they are routed to, each matrix read once. What
-such a module computes between its two products is its own function. A module that our code does not know computes by its
-own code with our products in it (row_products.py), and if that is not exact by row, row by row.
+such a module computes between its two products is its own function. A module that our code does not know computes by
+its own code with our products in it (row_products.py), and if that is not exact by row, row by row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from longdraft.native.experts import ExpertWeights
 
 logger = logging.getLogger("longdraft")
 
-# Rows of the made-up inputs of a check, and the largest relative difference to the module's own result in float32 and in
-# 16 bits.
+# Rows of the made-up inputs of a check, and the largest relative difference to the module's own result, in float32 and
+# in 16 bits.
 _ROWS, _CLOSE, _ROUNDED = 7, 1e-3, 0.1
 
 

@@ -61,7 +61,9 @@ def put_in(
         tensors: the file's, by name: matrices as they are stored, (experts * out, in), or floats (experts, out, in).
     """
     turned = bool(getattr(module, "is_transposed", False))
-    count, *sizes = module.down_proj.shape  # type: ignore[union-attr]
+    last = module.down_proj
+    assert isinstance(last, torch.Tensor)
+    count, *sizes = last.shape
     hidden, inner = sizes[::-1] if turned else sizes
     layer = _LAYER.search(f".{path}.")
     name = f"blk.{layer[1] if layer else ''}.ffn_{{}}_exps."

@@ -2,7 +2,8 @@
 
 torch computes an activation in vectors, and the numbers left over at the end of the tensor, or of a thread's share, one
 by one, which rounds differently. Which numbers those are depends on the number of rows. So where layers run their own
-code, activations are computed in whole vectors while text is decoded. Our own layers (native/layer.cpp) do not need this.
+code, activations are computed in whole vectors while text is decoded. Our own layers (native/layer.cpp) need no such
+care.
 """
 
 from __future__ import annotations

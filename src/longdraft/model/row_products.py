@@ -1,7 +1,7 @@
 """Products in a layer's own code that give a row the same bits whatever rows are beside it.
 
-A router or a mixture of experts multiplies with weights that are no linear layers. torch's products round by the number of
-rows; here such calls go to our kernels.
+A router or a mixture of experts multiplies with weights that are no linear layers. torch's products round by the number
+of rows; here such calls go to our kernels.
 """
 
 from __future__ import annotations

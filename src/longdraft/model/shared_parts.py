@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored
-from longdraft.model.layout import configured_shape
 from longdraft.model.few_rows import is_plain
+from longdraft.model.layout import configured_shape
 from longdraft.model.sharded import local
 from longdraft.native import Stored, kernels
 
