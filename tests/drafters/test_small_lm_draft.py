@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from longdraft.drafters.shared.levels import feed_level
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
@@ -186,7 +187,7 @@ def test_damaged_weights_of_a_published_model(tmp_path):
 
 
 def test_a_model_that_cannot_be_hosted(tmp_path):
-    windowed = tiny_model("mistral", layers=1, sliding_window=8)
-    published(tmp_path / "small", windowed)
+    config = BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)
+    published(tmp_path / "small", AutoModelForCausalLM.from_config(config))
     with pytest.raises(UnsupportedModelError):
         SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))

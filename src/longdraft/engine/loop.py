@@ -80,7 +80,7 @@ class Engine:
         self._drafting_ended = 0.0  # a time on the clock
         self._opened = -1  # the cache's count of runs when this one opened it
         self._read_last = False
-        self._target = ("", -1)  # the target as it was when the cache was opened
+        self._target = ""  # fingerprint of the target when the cache was opened
         if planner is not None:
             self.drafter.use_planner()
             self.schedule.use_planner()
@@ -224,7 +224,7 @@ class Engine:
             s = self._waiting[0]
             # A model that was changed between two requests, such as by another adapter, has other rows.
             if not self._active and (
-                self._opened < 0 or s.longest > self._capacity or self._target != self.runner.state()
+                self._opened < 0 or s.longest > self._capacity or self._target != self.runner.refreshed_fingerprint()
             ):
                 self._open()
             if not self._free or s.longest > self._capacity:
@@ -255,7 +255,7 @@ class Engine:
             MemoryBudgetError: it does not hold a single one.
         """
         runner, nodes = self.runner, self.drafter.max_nodes
-        self._target = runner.state()
+        self._target = runner.refreshed_fingerprint()
         # A store that was too small is made larger by half, or every longer text would need another.
         larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
         capacity = max(larger, *(s.longest for s in self._waiting))
@@ -264,7 +264,7 @@ class Engine:
         rows, slots = capacity + nodes + self.schedule.extra_rows(nodes), self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, *self._target)
+                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target)
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)

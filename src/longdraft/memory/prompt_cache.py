@@ -37,7 +37,7 @@ class PromptCache:
         self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
-        self._state: tuple[str, object] = "", None
+        self._computed_by: str | None = None
 
     def __repr__(self) -> str:
         if self._pending is not None:
@@ -52,8 +52,7 @@ class PromptCache:
         capacity: int,
         feature_layers: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
-        target: str = "",
-        state: object = None,
+        target: str | None = None,
     ) -> KVStore:
         """The store for a run, with the rows that the cache holds.
 
@@ -63,15 +62,15 @@ class PromptCache:
             feature_layers: layers whose hidden states the run needs (``new_store`` makes room for them). A cache
                 without them is dropped.
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
-            target: the fingerprint of the target, with its adapters. A snapshot that is still to be read must be its.
-            state: changes with the target. Rows of another target or state are dropped.
+            target: the fingerprint of the target, with its adapters. Rows of another target are dropped, and a snapshot
+                that is still to be read must be this target's. None if it is the same target as before.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
             CheckpointError: the snapshot cannot be read, or is another target's.
         """
-        if self._state != (target, state):
-            self._state = target, state
+        if target not in (None, self._computed_by):
+            self._computed_by = target
             self._forget()
         old = self.store
         unusable = old is not None and (

@@ -178,14 +178,11 @@ class TargetRunner:
             name += ", int8 arithmetic"
         return f"{name}, KV in {self.kv_dtype}" if self.kv_dtype != self.kv_shape.dtype else name
 
-    def state(self) -> tuple[str, int]:
-        """The target as it is now: its fingerprint, and a number that a change of its structure changes.
-
-        Raises: as :meth:`refresh`.
-        """
+    def refreshed_fingerprint(self) -> str:
+        """:attr:`fingerprint` of the target as it is now, its adapters included. Raises as :meth:`refresh`."""
         with self.lock:
             self.refresh()
-            return self.fingerprint, self.twin.number
+            return self.fingerprint
 
     @property
     def kv_is_rounded(self) -> bool:

@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored
-from longdraft.model.few_rows import is_plain
 from longdraft.model.layout import configured_shape
 from longdraft.model.sharded import local
 from longdraft.native import Stored, kernels
@@ -82,13 +81,13 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
 def _head_weight(head: nn.Module) -> torch.Tensor | Stored:
     if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
         return head.matrix
-    if not is_plain(local(head.weight)):
+    weight = head.weight
+    assert isinstance(weight, torch.Tensor)
+    if hasattr(type(local(weight)), "__tensor_flatten__") or not weight.is_floating_point():
         raise UnsupportedModelError(
             f"The head, {type(head).__name__}, is quantised by another package, and drafts do not read it so: leave "
             "lm_head out of the quantisation."
         )
-    weight = head.weight
-    assert isinstance(weight, torch.Tensor)
     return weight.detach()
 
 

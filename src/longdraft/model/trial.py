@@ -20,7 +20,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVStore
-from longdraft.model import calls, hosting, positions, recurrent, stored
+from longdraft.model import calls, hosting, positions, quantised, recurrent, stored
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_of
 
@@ -51,6 +51,8 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     stored.use_int8(copy, False)
+    # Layers of other packages are tried first: a refusal then names them.
+    quantised.install(copy, (), lambda: False)
     positions.install(copy)
     recurrent.install(copy)
     own = hosting.decoder_config(model)._attn_implementation
