@@ -119,12 +119,13 @@ def check(model: nn.Module) -> None:
             raise _refusal(model, name, module, why)
 
 
-def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[], bool]) -> None:
+def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[], bool], warn: bool = True) -> None:
     """Tries the layers, and gives those that need it their rows in blocks. The model must be a copy of our own.
 
     Args:
         served: layers that our kernels compute.
         wanted: called in each forward; while it returns False, layers get their rows as they come.
+        warn: log a warning for each kind that rounds a row differently with the number of rows.
 
     Raises:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
@@ -147,7 +148,7 @@ def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[]
             continue
         if tried.sizes:
             vars(module)["forward"] = _in_blocks(forward, tried.sizes, wanted)
-        elif (kind := _kind(module)) not in warned:
+        elif warn and (kind := _kind(module)) not in warned:
             warned.add(kind)
             logger.warning(
                 "%s rounds a row differently with the number of rows: where two tokens are all but equally likely, "
