@@ -114,8 +114,9 @@ class _Sequence:
         """Computes a chain of rows that comes after the rows ``above`` of the tree."""
         cache = DynamicCache()
         for layer, before in enumerate(self._before):
-            rows = (torch.cat([x, kept[layer][:, above]], 1)[None] for x, kept in zip(before, self.kept, strict=True))
-            cache.update(*rows, layer)
+            both = zip(before, self.kept, strict=True)
+            keys, values = (torch.cat([x, kept[layer][:, above]], 1)[None] for x, kept in both)
+            cache.update(keys, values, layer)
         past = self._before[0][0].shape[1] + len(above)
         hosted = replace(self._hosted, block=part, hidden={})
         with hosting.computing(hosted):
