@@ -59,13 +59,12 @@ def judge(model_type: str) -> Verdict:
         AssertionError: it is hosted, and writes something else.
     """
     model = tiny_model(model_type)
-    kinds = layer_kinds(model)
     texts = prompts()
     try:
         plain = Speculator("ar", target=model)
         first = plain.generate(texts[:1], max_new_tokens=NEW, eos_token_ids=[])[0].token_ids
     except UnsupportedModelError as error:
-        return Verdict(kinds, in_few_words(error))
+        return Verdict(layer_kinds(model), in_few_words(error))
     own = [own_text(model, text) for text in texts]
     assert len(set(own[0])) > 3, "a text that hardly changes tests little: take another seed"
     same(model, texts[0], own[0], first, "plain decoding")
@@ -83,7 +82,7 @@ def judge(model_type: str) -> Verdict:
         assert alone.token_ids != wanted or 0 < alone.accepted < alone.drafted, (
             "nothing was accepted, or nothing rejected"
         )
-    return Verdict(kinds)
+    return Verdict(layer_kinds(model))
 
 
 def same(model: PreTrainedModel, prompt: list[int], wanted: list[int], got: list[int], how: str) -> None:

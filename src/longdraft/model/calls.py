@@ -48,10 +48,12 @@ class Recorded:
     Attributes:
         calls: of the attention function, in order.
         recurrent: sizes of the states of recurrent layers, which are numbered in the order of their modules.
+        own: the model attends with code of its own, and these calls are the layers of its cache.
     """
 
     calls: tuple[Call, ...]
     recurrent: Mapping[int, RecurrentShape] = field(default_factory=dict)
+    own: bool = False
 
 
 _recorded: WeakKeyDictionary[PreTrainedModel, Recorded] = WeakKeyDictionary()

@@ -162,11 +162,11 @@ def _exact(block: Callable[..., Any], size: int) -> bool:
     def rows(given: torch.Tensor) -> torch.Tensor:
         found = block(given)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return out
+        return out.reshape(-1, size)
 
     try:
         with torch.no_grad():
-            whole, alone = rows(x), torch.cat([rows(x[:, i : i + 1]) for i in range(_ROWS)], dim=1)
+            whole, alone = rows(x), torch.cat([rows(x[:, i : i + 1]) for i in range(_ROWS)])
     except Exception as error:
         logger.info("A mixture of experts cannot be tried out by itself: %s", error)
         return True

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -87,6 +89,16 @@ def running() -> Hosted | None:
     return _running.get()
 
 
+@contextmanager
+def computing(hosted: Hosted) -> Iterator[None]:
+    """Inside, :func:`running` is this forward."""
+    before = _running.set(hosted)
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
 def run(module: nn.Module, hosted: Hosted, **more: Any) -> Any:
     """Runs a hosted model, or its decoder, on a block.
 
@@ -94,13 +106,11 @@ def run(module: nn.Module, hosted: Hosted, **more: Any) -> Any:
         hosted: the state of the forward; hidden states and queries are left in it.
         more: further arguments of the model.
     """
-    block, before = hosted.block, _running.set(hosted)
-    try:
+    block = hosted.block
+    with computing(hosted):
         return module(
             input_ids=block.tokens, position_ids=block.positions, use_cache=False, longdraft_hosted=hosted, **more
         )
-    finally:
-        _running.reset(before)
 
 
 def _attention(
@@ -251,8 +261,8 @@ def tap(model: PreTrainedModel, layer: int) -> None:
     """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
 
     def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
-        hosted = named.get("longdraft_hosted")
-        if isinstance(hosted, Hosted) and layer in hosted.hidden_layers:
+        hosted = named.get("longdraft_hosted") or running()
+        if hosted is not None and layer in hosted.hidden_layers:
             hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
 
     decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from longdraft.model.hosting import decoder_config
+from longdraft.model import calls
+from longdraft.model.layout import decoder_config
 
 # What transformers calls a layer -> what it does with the text before a token.
 _WORDS = {
@@ -31,13 +32,17 @@ _ORDER = ("full", "window", "chunk", "recurrent", "sparse")
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
-    """What the layers are: of "full", "window", "chunk", "recurrent", "sparse", "latent", "experts", "shared KV"."""
+    """What the layers are: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts", "shared KV".
+
+    A hosted model may also have "own code" (:mod:`.own_code`).
+    """
     config = decoder_config(model)
     counts = _counts(model)
     more = {
         "latent": bool(getattr(config, "kv_lora_rank", None)),
         "experts": any(_number(config, name) > 1 for name in _EXPERTS),
         "shared KV": _number(config, "num_kv_shared_layers") > 0,
+        "own code": (recorded := calls.known(model)) is not None and recorded.own,
     }
     return (*(kind for kind in _ORDER if counts[kind]), *(kind for kind, has in more.items() if has))
 

@@ -45,12 +45,14 @@ class Layout(NamedTuple):
         shape: of the rows of the whole text; ``layers`` may be 0.
         windows: of the layers that keep the last rows only.
         recurrent: of the layers that keep a state; they are numbered in the order of their modules.
+        own: the layers of the model's own cache if it attends with code of its own (:mod:`.own_code`).
     """
 
     places: tuple[Place, ...]
     shape: KVShape
     windows: tuple[WindowShape, ...] = ()
     recurrent: Mapping[int, RecurrentShape] = {}
+    own: tuple[Call, ...] = ()
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
@@ -65,7 +67,8 @@ def layout_of(model: PreTrainedModel) -> Layout:
         shape = configured_shape(model)
         return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)
     recorded = found.calls
-    spans = [_span(config, call) for call in recorded]
+    # A model's own code knows how far back its layers see.
+    spans = [None if found.own else _span(config, call) for call in recorded]
     kinds = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.chunked))
     counts = dict.fromkeys([None, *kinds], 0)
     places: list[Place] = []
@@ -84,7 +87,8 @@ def layout_of(model: PreTrainedModel) -> Layout:
 
     heads, dim, padded = sizes(None)
     windows = tuple(WindowShape(span, counts[span], *sizes(span)[:2], model.dtype) for span in kinds)
-    return Layout(tuple(places), KVShape(counts[None], heads, dim, model.dtype, padded), windows, found.recurrent)
+    shape = KVShape(counts[None], heads, dim, model.dtype, padded)
+    return Layout(tuple(places), shape, windows, found.recurrent, recorded if found.own else ())
 
 
 def configured_shape(model: PreTrainedModel) -> KVShape:

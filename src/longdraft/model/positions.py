@@ -31,7 +31,7 @@ def install(model: PreTrainedModel) -> None:
 
 def _positions(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     hosted = hosting.running()
-    if hosted is None or len(given) > 2:
+    if hosted is None or hosted.layout.own or len(given) > 2:
         return None
     return given, named | {"position_ids": hosted.block.positions}
 
@@ -39,7 +39,7 @@ def _positions(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
 def _shaped(_module: nn.Module, _given: Any, output: torch.Tensor) -> torch.Tensor:
     """(B, T, hidden): some embeddings take positions (T,), and put another dimension before ours."""
     hosted = hosting.running()
-    if hosted is None or hosted.block.positions is None:
+    if hosted is None or hosted.layout.own or hosted.block.positions is None:
         return output
     return output.reshape(*hosted.block.positions.shape, -1)
 

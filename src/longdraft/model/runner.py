@@ -120,7 +120,8 @@ class TargetRunner:
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
-        recorded = self.share is None and not (self.twin.layout.windows or self.recurrent)
+        layout = self.twin.layout
+        recorded = self.share is None and not (layout.windows or layout.recurrent or layout.own)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         self._bound_to = _bound_to(model)
 
@@ -133,6 +134,11 @@ class TargetRunner:
     def twin(self) -> Twin:
         """The copy that computes in the model's place."""
         return self._host.twin
+
+    @property
+    def attends_itself(self) -> bool:
+        """True if the model attends with code of its own (:mod:`longdraft.model.own_code`)."""
+        return bool(self.twin.layout.own)
 
     @property
     def outdated(self) -> bool:
@@ -192,7 +198,7 @@ class TargetRunner:
     @property
     def can_round_kv(self) -> bool:
         """True if the attention path reads rounded keys and values."""
-        return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
+        return not self.attends_itself and self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
     def _description(self) -> str:
@@ -278,7 +284,13 @@ class TargetRunner:
 
         Raises:
             NumericalError: a computed logit is NaN.
+            CapabilityError: queries are wanted of a model that does not show them.
         """
+        if taps.queries and self.attends_itself:
+            raise CapabilityError(
+                f"{type(self.model).__name__} attends with code of its own, which does not show its queries: take a "
+                "method that does not choose rows by attention scores, such as prompt-lookup or small-lm."
+            )
         with self.lock:
             if self.twin.moved:
                 self.refresh()

@@ -20,7 +20,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVStore
-from longdraft.model import calls, hosting, positions, quantised, recurrent, stored
+from longdraft.model import calls, hosting, own_code, positions, quantised, recurrent, stored
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_of
 
@@ -28,7 +28,7 @@ from longdraft.model.model_copy import copy_of
 _TEXT = 5
 _TREE = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
-# Windows and chunks are cut to so many tokens, so that they slide.
+# Windows and chunks are cut to fewer tokens than these, so that they slide.
 _WINDOW = 4
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # Largest relative difference of a row's logits in float32, and in 16 bits.
@@ -45,7 +45,6 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
     Raises:
         UnsupportedModelError: the hosted copy fails, or computes something else than the model.
     """
-    name = type(model).__name__
     copy = copy_of(model)
     for module in copy.modules():  # the user's hooks shall not see made-up tokens
         module._forward_hooks.clear()
@@ -55,34 +54,63 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
     quantised.install(copy, (), lambda: False, warn=False)
     positions.install(copy)
     recurrent.install(copy)
-    own = hosting.decoder_config(model)._attn_implementation
+    try:
+        return _tried(copy, by_itself=False)
+    except UnsupportedModelError as error:
+        if not _keeps_rows(copy):
+            raise
+        try:
+            return _tried(copy, by_itself=True)
+        except UnsupportedModelError:
+            raise error from None
+
+
+def _keeps_rows(model: PreTrainedModel) -> bool:
+    """True if all that a model keeps of a text may be the keys and values of its tokens."""
+    sparse = "sparse" in str(getattr(hosting.decoder_config(model), "attention_type", ""))
+    return not (recurrent.mixers_of(model) or model._is_stateful or sparse)
+
+
+def _tried(copy: PreTrainedModel, by_itself: bool) -> calls.Recorded:
+    """Compares a copy's rows in a tree, and returns what was recorded.
+
+    Args:
+        by_itself: the model attends with code of its own (:mod:`.own_code`).
+    """
+    name, config = type(copy).__name__, hosting.decoder_config(copy)
+    own = config._attn_implementation
     generator = torch.Generator().manual_seed(0)
-    vocabulary = stored.weight_shape(model.get_input_embeddings())[0]
-    with _short_windows(copy):
-        for _ in range(_TRIALS):
-            tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
-            hosting.decoder_config(copy)._attn_implementation = own
-            try:
-                expected = _own(copy, tokens)
-            except Exception as error:  # the model's own code, with inputs that it may not take
-                raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-            hosting.switch_on(copy)
-            try:
-                agree = _agree(_hosted(copy, tokens), expected)
-            except LongdraftError:
-                raise
-            except Exception as error:
+    vocabulary = stored.weight_shape(copy.get_input_embeddings())[0]
+    try:
+        with _short_windows(copy):
+            for _ in range(_TRIALS):
+                tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
+                config._attn_implementation = own
+                try:
+                    expected = _own(copy, tokens, by_itself or bool(recurrent.mixers_of(copy)))
+                except Exception as error:  # the model's own code, with inputs that it may not take
+                    raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
+                if not by_itself:
+                    hosting.switch_on(copy)
+                try:
+                    agree = _agree(_hosted(copy, tokens, by_itself), expected)
+                except LongdraftError:
+                    raise
+                except Exception as error:
+                    raise UnsupportedModelError(
+                        f"{name} computes attention with code of its own, so longdraft cannot host it "
+                        f"({reason_of(error)})."
+                    ) from error
+                if agree:
+                    break
+            else:
                 raise UnsupportedModelError(
-                    f"{name} computes attention with code of its own, so longdraft cannot host it ({reason_of(error)})."
-                ) from error
-            if agree:
-                break
-        else:
-            raise UnsupportedModelError(
-                f"{name} computes something else than attention to the text before each token (a bias, a mask of its "
-                "own), so longdraft cannot host it exactly."
-            )
-    return _recorded(copy, tokens)
+                    f"{name} computes something else than attention to the text before each token (a bias, a mask of "
+                    "its own), so longdraft cannot host it exactly."
+                )
+        return _recorded(copy, tokens, by_itself)
+    finally:
+        config._attn_implementation = own
 
 
 @contextmanager
@@ -104,8 +132,12 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Logits (3, vocabulary) of the tree's rows, by the model's own forward of each path."""
+def _own(copy: PreTrainedModel, tokens: list[int], stepwise: bool) -> torch.Tensor:
+    """Logits (3, vocabulary) of the tree's rows, by the model's own forward of each path.
+
+    Args:
+        stepwise: tokens behind the text are computed one by one from the model's cache.
+    """
     rows, given = [], "position_ids" in inspect.signature(type(copy).forward).parameters
 
     def forward(text: torch.Tensor, start: int, **more: Any) -> Any:
@@ -113,7 +145,6 @@ def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         place = {"position_ids": _positions(text) + start} if given else {}
         return copy(input_ids=text, **place, **more)
 
-    stepwise = bool(recurrent.mixers_of(copy))
     for path in ([0], [1, 2]):
         text = on_device([tokens[:_TEXT] + [tokens[_TEXT + i] for i in path]], copy.device)
         if not stepwise:
@@ -129,33 +160,37 @@ def _own(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _hosted(copy: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.Tensor:
     """The same rows from our attention and our store."""
-    calls.remember(copy, _recorded(copy, tokens))
+    calls.remember(copy, _recorded(copy, tokens, by_itself))
     layout, rows = layout_of(copy), _TEXT + len(_TREE)
     store = KVStore(layout.shape, 1, rows, copy.device)
     store.keep_states(*hosting.new_states(copy, 1, rows))
     text = store.block([0], [tokens[:_TEXT]], prompt=True)
-    hosting.run(hosting.decoder_of(copy), hosting.Hosted(store, text, attend, layout))
+    run = own_code.run if by_itself else hosting.run
+    run(hosting.decoder_of(copy), hosting.Hosted(store, text, attend, layout))
     store.commit(0, range(_TEXT))
     mask = torch.tensor([_TREE])
     block = store.block([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
-    logits: torch.Tensor = hosting.run(copy, hosting.Hosted(store, block, attend, layout)).logits
+    logits: torch.Tensor = run(copy, hosting.Hosted(store, block, attend, layout)).logits
     return logits[0]
 
 
 @torch.inference_mode()
-def _recorded(copy: PreTrainedModel, tokens: list[int]) -> calls.Recorded:
+def _recorded(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> calls.Recorded:
     """What is recorded of a forward of two tokens."""
     few = on_device([tokens[:2]], copy.device)
-    run = partial(copy, input_ids=few, position_ids=_positions(few), use_cache=False)
     shapes: dict[int, RecurrentShape] = {}
-    recorded = calls.Recorded(calls.record(copy, lambda: shapes.update(recurrent.learn(run))), shapes)
-    if not (recorded.calls or shapes):
+    if by_itself:
+        found = own_code.learn(copy, few)
+    else:
+        run = partial(copy, input_ids=few, position_ids=_positions(few), use_cache=False)
+        found = calls.record(copy, lambda: shapes.update(recurrent.learn(run)))
+    if not (found or shapes):
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
         )
-    return recorded
+    return calls.Recorded(found, shapes, by_itself)
 
 
 def _positions(tokens: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from longdraft.model import (
     calls,
     experts,
     hosting,
+    own_code,
     packing,
     positions,
     quantised,
@@ -80,6 +81,8 @@ class Twin:
         found = try_out(model)
         for each in (model, self.model):
             calls.remember(each, found)
+        if found.own:
+            hosting.decoder_config(self.model)._attn_implementation = hosting.decoder_config(model)._attn_implementation
 
     @cached_property
     def parts(self) -> SharedParts:
@@ -104,7 +107,7 @@ class Twin:
         self.few_rows.most = MOST if hosted.block.prompt else None
         run = self.model if head else hosting.decoder_of(self.model)
         try:
-            return hosting.run(run, hosted, **more)
+            return (own_code.run if self.layout.own else hosting.run)(run, hosted, **more)
         finally:
             self.few_rows.forget()
 
