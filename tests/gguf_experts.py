@@ -35,10 +35,11 @@ _NAMES = {
 }
 
 
-def write_moe_gguf(file: Path, model_type: str, kind: str = "Q8_0", hidden: int = 64) -> PreTrainedModel:
+def write_moe_gguf(file: Path, model_type: str, kind: str = "Q8_0", hidden: int = 64, said: int = 0) -> PreTrainedModel:
     """Writes a mixture of experts, with a byte tokenizer. Returns the model of the weights that the file stands for.
 
     Args:
+        said: the experts' inner size as the file says it; 0 for the right one.
         kind: of the experts' matrices. Those of attention are Q8_0, the router and the rest float32.
     """
     import gguf
@@ -68,7 +69,7 @@ def write_moe_gguf(file: Path, model_type: str, kind: str = "Q8_0", hidden: int 
         *((writer.add_key_length, 16), (writer.add_value_length, 16), (writer.add_rope_freq_base, 1e4)),
         *((writer.add_layer_norm_rms_eps, config.rms_norm_eps), (writer.add_vocab_size, 64)),
         *((writer.add_expert_count, experts), (writer.add_expert_used_count, config.num_experts_per_tok)),
-        *((writer.add_expert_feed_forward_length, inner), (writer.add_rope_dimension_count, 16)),
+        *((writer.add_expert_feed_forward_length, said or inner), (writer.add_rope_dimension_count, 16)),
     ):
         add(value)
     if model_type == "gpt_oss":

@@ -80,13 +80,13 @@ def test_doctor_says_what_is_wrong_with_a_model(shell, tmp_path):
 
 
 def test_doctor_says_why_a_model_cannot_be_hosted(shell, tmp_path):
-    model = zoo.tiny_model("bloom")
+    model = zoo.tiny_model("openai-gpt")
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     ended = shell("doctor", "--model", tmp_path / "model", "--json")
     assert ended.code == 1
     model = json.loads(ended.out.splitlines()[-1])["model"]
-    assert model["class"] == "BloomForCausalLM" and model["layers"].startswith("4 layers")
+    assert model["class"] == "OpenAIGPTLMHeadModel" and model["layers"].startswith("4 layers")
     assert "attention interface" in model["reason"]
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from longdraft.drafters.shared.levels import feed_level
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
@@ -187,7 +187,7 @@ def test_damaged_weights_of_a_published_model(tmp_path):
 
 
 def test_a_model_that_cannot_be_hosted(tmp_path):
-    config = BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)
+    config = OpenAIGPTConfig(vocab_size=61, n_embd=16, n_layer=1, n_head=2)
     published(tmp_path / "small", AutoModelForCausalLM.from_config(config))
     with pytest.raises(UnsupportedModelError):
         SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))

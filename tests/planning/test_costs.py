@@ -35,6 +35,15 @@ def test_no_text_and_no_tree_is_free(seconds, rows, length):
     assert table.at(rows, length) > 0
 
 
+def test_verifications_are_measured_with_tokens_that_differ():
+    model, seen = tiny_model("qwen2", layers=1), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten().tolist()))
+    measure(TargetRunner(model), lengths=(16,), rows=(1, 8))
+    eight = [tokens for tokens in seen if len(tokens) == 8]
+    assert eight and all(len(set(tokens)) > 3 for tokens in eight)
+    assert len({tuple(tokens) for tokens in eight}) > 1
+
+
 def test_a_table_of_another_shape_is_refused():
     for rows, seconds in (((2, 4), ((1.0, 1.0),)), ((1, 2), ((1.0,),)), ((1,), ())):
         with pytest.raises(ValueError):

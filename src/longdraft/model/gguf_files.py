@@ -184,7 +184,9 @@ class File:
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         known = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
         names = {}
-        for name, _ in model.named_parameters():
+        for name, weight in model.named_parameters():
+            if not weight.is_meta:  # an expert's, which is there already
+                continue
             path, _, leaf = name.rpartition(".")
             whole = known.get_name(name)  # of what is no layer's weight or bias
             names[f"{known.get_name(path)}.{leaf}" if whole is None else f"{whole}.weight"] = name
@@ -210,7 +212,7 @@ class File:
 
 def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path, wrong: list[str]) -> None:
     """Gives the modules of a model without memory their weights, and raises an error if some are ``wrong``."""
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
     wrong += [f"{n} (not there)" for n in wanted if n not in weights]
     wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in weights.items() if wanted[n] != tuple(t.shape)]
     if wrong:

@@ -17,6 +17,7 @@ from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_fold
 from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf_files import Arithmetic, Weights, no_int8, read_gguf
+from longdraft.model.stored_experts import keep_experts
 from longdraft.options import with_suggestions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,7 +122,11 @@ class _Reader:
         loaded = read_checkpoint(
             name, "auto" if keep else self.dtype, self.rope_factor, quantised_dtype=self.dtype, **source
         )
-        return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer) if keep else loaded
+        if not keep:
+            return loaded
+        if not getattr(loaded.model, "is_quantized", False):
+            keep_experts(loaded.model)
+        return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

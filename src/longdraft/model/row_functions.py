@@ -29,8 +29,9 @@ _FUNCTIONS = frozenset(
     if function is not None
 )
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
-# Words in a layer's code that call one of them.
-_WORDS = frozenset({*_NAMES, "ACT2FN"})
+_TIMES = frozenset({torch.mul, torch.Tensor.mul, torch.Tensor.__mul__})
+# Words in a layer's code that call one of them; rotations may multiply complex numbers.
+_WORDS = frozenset({*_NAMES, "ACT2FN", "apply_rotary_emb"})
 
 
 class WholeVectors(TorchFunctionMode):
@@ -42,6 +43,8 @@ class WholeVectors(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS:
             return _by_column(func, *args)
+        if func in _TIMES and not kwargs and all(isinstance(x, torch.Tensor) and x.is_complex() for x in args):
+            return _complex_product(*args)
         if func not in _FUNCTIONS or not args or "out" in kwargs:
             return func(*args, **kwargs)
         x = args[0]
@@ -72,6 +75,11 @@ def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
+def _complex_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiplies complex numbers by real products: torch rounds those at the end of a tensor otherwise."""
+    return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
+
+
 def _by_column(product: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A weight a (out, in) times rows b (B, in, T), row by row: torch's product rounds by the number of rows."""
     if a.dim() != 2 or b.dim() != 3 or a.device.type != "cpu" or b.shape[0] * b.shape[2] == 1:
@@ -93,7 +101,7 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
         if _WORDS & own_forward(module).words:
             replace_forward(module, _switched(present_forward(module), wanted))
             for inner in module.modules():
-                if isinstance(inner, nn.Linear) and inner not in linear:
+                if type(inner) is nn.Linear and inner not in linear:  # a router may be a subclass
                     linear.add(inner)
                     replace_forward(inner, undisturbed(present_forward(inner)))
 

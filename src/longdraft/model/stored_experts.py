@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft.model.expert_parts import Experts, after_of, between_of
+from longdraft.model.few_rows import in_halves
+from longdraft.model.model_code import own_forward
 from longdraft.model.stored import StoredWeights, unpacked
 from longdraft.native import Stored, kernels
 from longdraft.native.experts import ExpertWeights
@@ -91,6 +93,30 @@ class StoredExperts(nn.Module):
             biases = [bias for kind in kinds if (bias := getattr(self, f"{kind}_bias")) is not None]
             if biases:
                 destination[f"{prefix}{saved}_bias"] = joined(biases, side_by_side)
+
+
+def keep_experts(model: nn.Module) -> None:
+    """Keeps the experts' matrices of a model in bfloat16 or float16 as they are when the rest computes in float32."""
+    for path, module in list(model.named_modules()):
+        own = dict(module.named_parameters(recurse=False))
+        first = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
+        names = {first.removesuffix("_proj"): first, LAST: "down_proj"}
+        taken = {*names.values(), *(f"{name}_bias" for name in names.values())}
+        if not set(names.values()) <= own.keys() <= taken or len(own_forward(module).parameters) < 3:
+            continue
+        turned = getattr(module, "is_transposed", False) or between_of(module) is None
+        weights = [own[name] for name in names.values()]
+        if turned or not all(w.dim() == 3 and in_halves(w.flatten(0, 1)) for w in weights):
+            continue
+        count = len(weights[0])
+        if len(weights[1]) != count:
+            continue
+        matrices = {kind: Stored.of(own[name].flatten(0, 1)) for kind, name in names.items()}
+        biases = {
+            kind: b.detach().float() for kind, name in names.items() if (b := own.get(f"{name}_bias")) is not None
+        }
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, StoredExperts(module, matrices, biases, count))
 
 
 def joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:

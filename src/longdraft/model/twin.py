@@ -67,8 +67,7 @@ class Twin:
         self.few_rows = FewRowsModule(self.model)
         row_activations.install(self.model, self._decoding)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
-        if self.layout.recurrent:
-            row_functions.install(self.model, self._decoding)
+        row_functions.install(self.model, self._decoding)
         experts.install(self.model, self._decoding)
         self._tapped: set[int] = set()
         self._place = _place(model)
