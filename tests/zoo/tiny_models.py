@@ -9,12 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -217,14 +223,25 @@ def _all_kinds(kinds: Iterable[str]) -> list[str]:
 
 def tiny_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
     """A random model in which every part matters."""
-    config = tiny_config(model_type)
+    config, make = tiny_config(model_type), AutoModelForCausalLM.from_config
+    if model_type in _PARTS:
+        make = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])._from_config
+    return _random(make, config, SEEDS.get(model_type, 0) if seed is None else seed)
+
+
+def tiny_image_model(model_type: str) -> PreTrainedModel:
+    """A random model that reads images and text, its decoder of LAYERS layers."""
+    more = {"vision_config": _VISION, "text_config": {}} | OVERRIDES.get(model_type, {})
+    if model_type.startswith(("qwen2", "qwen3_vl")):  # a part of each head counts time, rows and columns
+        rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        more["text_config"] = {"rope_parameters": rotary, "sliding_window": None}
+    return _random(AutoModelForImageTextToText.from_config, _tiny(CONFIG_MAPPING[model_type], more), seed=0)
+
+
+def _random(make: Callable[..., Any], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEEDS.get(model_type, 0) if seed is None else seed)
-        if model_type in _PARTS:
-            kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-            model = kind._from_config(config, dtype=torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        torch.manual_seed(seed)
+        model: PreTrainedModel = make(config, dtype=torch.float32)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 _draw(name, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _ASKED_BY = {
     "constrained_beam_search": "constraints and force_words_ids",
     "group_beam_search": "num_beams and num_beam_groups",
 }
+_MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
 # Keywords of a forward that have no effect on the tokens, or are checked here.
 _KNOWN = (
     "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "cache_position", "logits_to_keep",
@@ -77,6 +79,11 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
         raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")
     foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN)
+    if images := [name for name in foreign if _MEDIA.match(name)]:
+        raise CapabilityError(
+            f"longdraft reads text alone, and was given {', '.join(images)}: leave custom_generate out for prompts "
+            "with images, sound or video."
+        )
     if foreign:
         raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
 

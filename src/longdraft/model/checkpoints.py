@@ -21,7 +21,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -90,7 +97,7 @@ def read_checkpoint(
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _kind_of(config).from_pretrained(
             name,
             config=config,
             dtype=dtype,
@@ -110,6 +117,12 @@ def read_checkpoint(
         advice = "It is incomplete or made for another architecture: fetch or save it again."
         raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
     return LoadedModel(model, tokenizer)
+
+
+def _kind_of(config: Any) -> Any:
+    """The loader of a configuration's models: of language models, or else of those that also read images."""
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_of
 
 # Behind a text, a tree of three tokens: two roots, and a child of the second one.
-_TEXT = 5
+_TEXT, _PIECE = 5, 2
 _TREE = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
 # Windows and chunks are cut to fewer tokens than these, so that they slide.
@@ -166,10 +166,11 @@ def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.
     layout, rows = layout_of(copy), _TEXT + len(_TREE)
     store = KVStore(layout.shape, 1, rows, copy.device)
     store.keep_states(*hosting.new_states(copy, 1, rows))
-    text = store.block([0], [tokens[:_TEXT]], prompt=True)
     run = own_code.run if by_itself else hosting.run
-    run(hosting.decoder_of(copy), hosting.Hosted(store, text, attend, layout))
-    store.commit(0, range(_TEXT))
+    for piece in (tokens[:_PIECE], tokens[_PIECE:_TEXT]):  # as long prompts are read: a token sees none behind it
+        text = store.block([0], [piece], prompt=True)
+        run(hosting.decoder_of(copy), hosting.Hosted(store, text, attend, layout))
+        store.commit(0, range(len(piece)))
     mask = torch.tensor([_TREE])
     block = store.block([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
     logits: torch.Tensor = run(copy, hosting.Hosted(store, block, attend, layout)).logits

@@ -53,7 +53,7 @@ class Twin:
         hosting.switch_on(self.model)
         positions.install(self.model)
         recurrent.install(self.model)
-        # A model of full attention whose layers our kernels compute, which is compared too, needs no trial.
+        # A bare decoder of full attention whose layers our kernels compute, which is compared too, needs no trial.
         shared, windows = share_of(model) is not None, has_windows(model)
         if shared and windows:
             raise UnsupportedModelError("Models with windows cannot be shared among processes.")
@@ -61,7 +61,8 @@ class Twin:
             self._try(model)
         # Before other products take the place of the layers' own, with which it compares the kernels.
         self.fused = FusedLayers(self.model)
-        if not (self.fused.layers or shared or windows):
+        compared = self.fused.stack is not None and _is_bare(model)
+        if not (compared or shared or windows):
             self._try(model)
         self.layout = layout_of(self.model)
         self.few_rows = FewRowsModule(self.model)
@@ -109,6 +110,12 @@ class Twin:
             return (own_code.run if self.layout.own else hosting.run)(run, hosted, **more)
         finally:
             self.few_rows.forget()
+
+
+def _is_bare(model: PreTrainedModel) -> bool:
+    """True if nothing but a head surrounds the decoder, and no row sees those behind it."""
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    return causal and hosting.decoder_of(model) is model.base_model
 
 
 class HostedModel:
