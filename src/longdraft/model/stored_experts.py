@@ -104,14 +104,17 @@ def keep_experts(model: nn.Module) -> None:
         taken = {*names.values(), *(f"{name}_bias" for name in names.values())}
         if not set(names.values()) <= own.keys() <= taken or len(own_forward(module).parameters) < 3:
             continue
-        turned = getattr(module, "is_transposed", False) or between_of(module) is None
         weights = [own[name] for name in names.values()]
-        if turned or not all(w.dim() == 3 and in_halves(w.flatten(0, 1)) for w in weights):
+        if between_of(module) is None or not all(w.dim() == 3 for w in weights):
+            continue
+        if getattr(module, "is_transposed", False):  # an output's weights side by side, as kernels read them
+            weights = [w.detach().transpose(1, 2).contiguous() for w in weights]
+        if not all(in_halves(w.flatten(0, 1)) for w in weights):
             continue
         count = len(weights[0])
         if len(weights[1]) != count:
             continue
-        matrices = {kind: Stored.of(own[name].flatten(0, 1)) for kind, name in names.items()}
+        matrices = {kind: Stored.of(w.flatten(0, 1)) for kind, w in zip(names, weights, strict=True)}
         biases = {
             kind: b.detach().float() for kind, name in names.items() if (b := own.get(f"{name}_bias")) is not None
         }
