@@ -145,10 +145,10 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
     def used():
         return sum(file.stat().st_size for file in files(folder))
 
-    def bounded(store, slot, tokens, target, path):
+    def bounded(store, slot, tokens, target, path, kind):
         """There is room before anything is written."""
         assert used() + len(tokens) * ROW <= most
-        save(store, slot, tokens, target, path)
+        save(store, slot, tokens, target, path, kind)
 
     cache = Texts(folder, most, slots=3)
     with pytest.MonkeyPatch.context() as patch:

@@ -59,6 +59,8 @@ class Block:
             must then be read from the tensors: the host's slots have no meaning, and its lengths are upper bounds.
         prompt: True if the rows are part of a prompt, False in decoding. In decoding a row's result must not depend on
             the rows beside it, so one product serves any number of rows; prompts use the fastest product.
+        text: tokens of the whole prompt that the rows are a piece of; 0: each row is the last one of its text. Rotary
+            embeddings that depend on a text's length ask for it.
         derived: values that an attention path computes in its first layer and reuses in the others. They hold for one
             forward: a copy of the block (``dataclasses.replace``) starts with an empty dict.
     """
@@ -76,6 +78,7 @@ class Block:
     begins: torch.Tensor | None = None
     captured: bool = False
     prompt: bool = False
+    text: int = 0
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -91,6 +94,7 @@ class Block:
         tokens: Sequence[Sequence[int]] | torch.Tensor | None = None,
         positions: Sequence[Sequence[int]] | torch.Tensor | None = None,
         bases: Sequence[int] | None = None,
+        text: int = 0,
     ) -> Block:
         if mask is not None and mask.shape != (len(slots), size, offset + size):
             raise ValueError(f"mask is {tuple(mask.shape)}, expected {(len(slots), size, offset + size)}")
@@ -106,6 +110,7 @@ class Block:
             offset=offset,
             bases=tuple(lengths if bases is None else bases),
             prompt=prompt,
+            text=text,
         )
 
     @property

@@ -28,14 +28,15 @@ def read(
         logits_from: position of the first row whose logits are computed; None: only those of the text's last row.
     """
     store = cache.open(runner.new_store, 1, len(text))
-    cache.begin(0, known)
+    cache.begin(0, known, kind=runner.rows_kind(len(text)))
     try:
         while (done := store.lengths[0]) < len(text):
             answer = logits_from is not None and done >= logits_from
             end = done + ROWS if answer else min(done + PREFILL_CHUNK, logits_from or len(text))
             piece = text[done:end]
             logits: Literal["all", "last", "none"] = "all" if answer else "last" if end >= len(text) else "none"
-            out = runner.forward(store.block([0], [piece], prompt=not answer), store, logits=logits)
+            block = store.block([0], [piece], prompt=not answer, text=len(text))
+            out = runner.forward(block, store, logits=logits)
             store.commit(0, range(len(piece)))
             yield done, piece, out
     finally:

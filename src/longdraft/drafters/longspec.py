@@ -333,9 +333,8 @@ class LongSpecDrafter(RetrievingDrafter):
                 self.retrieved.forget(s.slot, event.replaced)
             if event.begins or event.taken_back:
                 self.retrieved.forget(s.slot, 0 if event.begins else self._store.readable(s.slot))
-        if event.begins:
-            self._fill(s.slot, s.prompt)
-        if event.taken_back:  # the window holds tokens that were taken back where older ones stood
+        # After tokens were taken back, the window holds them where older ones stood.
+        if event.begins or event.taken_back:
             self._fill(s.slot, s.tokens[:-1])
 
     def _fill(self, slot: int, text: list[int]) -> None:

@@ -98,7 +98,7 @@ class SparseLMDrafter(SelfDrafter):
         super().observe(replace(event, queries={}, replaced=None))
 
     def _open(self, sequence: Sequence) -> None:
-        self._read(sequence, sequence.prompt)
+        self._read(sequence, sequence.tokens[:-1])
         super()._open(sequence)
 
     @torch.inference_mode()
@@ -146,7 +146,8 @@ class SparseLMDrafter(SelfDrafter):
 
     def _feed(self, sequences: list[Sequence], chains: list[list[int]], taps: Taps, prompt: bool = False) -> None:
         """Feeds tokens of a batch, and keeps the queries that choose rows."""
-        block = self.full.block([s.slot for s in sequences], chains, prompt=prompt)
+        text = max(len(s.tokens) for s in sequences) if prompt else 0
+        block = self.full.block([s.slot for s in sequences], chains, prompt=prompt, text=text)
         out = self.runner.forward(block, self.full, logits="none", taps=taps)
         for b, (s, chain) in enumerate(zip(sequences, chains, strict=True)):
             if out.queries:

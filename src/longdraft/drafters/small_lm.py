@@ -136,7 +136,7 @@ class SmallLMDrafter(RetrievingDrafter):
             if self.retrieval is None:
                 check_length(self.draft, self._bound, s)
             self._cut(s.slot, 0)
-            self._read(s.slot, s.prompt)
+            self._read(s.slot, s.tokens[:-1])
         if event.taken_back:  # what the texts before and now have in common stays
             self._cut(s.slot, common_prefix(self._fed[s.slot], s.tokens[:-1]))
 
@@ -174,11 +174,13 @@ class SmallLMDrafter(RetrievingDrafter):
     def _read(self, slot: int, tokens: list[int]) -> None:
         """Feeds tokens in pieces, without drafting from them."""
         assert self._bound is not None
+        text = len(self._fed[slot]) + len(tokens)
         while tokens:
             count = self.cache.reading(slot, len(tokens))
             piece, tokens = tokens[:count], tokens[count:]
             store = self.cache.store
-            self._bound.runner.forward(store.block([slot], [piece], prompt=True), store, logits="none")
+            block = store.block([slot], [piece], prompt=True, text=text)
+            self._bound.runner.forward(block, store, logits="none")
             self.fed(slot, piece)
 
 

@@ -28,7 +28,8 @@ class Event:
         emitted: tokens that are final now.
         from_draft: how many of ``emitted``, from the first on, were drafted.
         mode: what the logits were computed on. "prefill": the prompt has been read and the first token emitted; the
-            first event of a sequence, and the only one of this kind.
+            first event of a sequence. Another one follows if the text was read anew, as its length has changed its
+            rows: drafters begin anew, with all tokens but the last one read.
         queries: layer -> (query heads, n, head size), after RoPE, for the layers that the drafter wants. At first those
             of the prompt's last tokens, as many as its query window says (fewer if a kept cache left fewer to read);
             later those of the deepest accepted node. The store's rows up to the last query's own can be read.
@@ -54,5 +55,5 @@ class Event:
 
     @property
     def begins(self) -> bool:
-        """True if this is the sequence's first event."""
+        """True if a text has been read: its sequence's first event, mostly."""
         return self.mode == "prefill"

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.event import Event
+from longdraft.engine.event import Event, Mode
 from longdraft.engine.planner import NoPlan, Plan, Planner
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
@@ -111,8 +112,14 @@ class Engine:
             chosen = limit.choose(chosen, [roots[s.index] for s in chosen])
         trees = self.drafter.propose(chosen, limit) if chosen else []
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        drafted = {s.index: tree.limited(s.remaining - 1) for s, tree in zip(chosen, trees, strict=True)}
+        drafted = {s.index: tree.limited(self._room(s) - 1) for s, tree in zip(chosen, trees, strict=True)}
         return [drafted.get(s.index, roots[s.index]) for s in batch]
+
+    def _room(self, s: Sequence) -> int:
+        """Tokens that a round may emit: up to the text's end, or up to the one that changes all rows."""
+        switch = self.runner.rope_switch
+        before = s.remaining if switch is None or len(s.tokens) > switch else switch + 1 - len(s.tokens)
+        return min(s.remaining, before)
 
     def _decode(self, batch: list[Sequence]) -> list[Step]:
         """Makes a round; counting, timing and the planner's learning follow its events."""
@@ -145,6 +152,14 @@ class Engine:
                 f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.longest}, and the "
                 f"model's context holds {limit}. Shorten the prompt, ask for fewer new tokens, or load the model with "
                 f"a rope_factor (YaRN), which stretches its context."
+            )
+        switch = self.runner.rope_switch
+        # The last token of a text is never fed.
+        if switch is not None and len(s.prompt) <= switch < s.longest - 1 and not self.schedule.rereads:
+            raise ContextError(
+                f"The rows of a text change where it grows beyond {switch} tokens (longrope), and this method cannot "
+                f"read them anew. This text may grow from {len(s.prompt)} to {s.longest}: ask for fewer new tokens, or "
+                "take another method."
             )
         if s.index in self.stats:
             raise ValueError(f"there is a sequence {s.index} already")
@@ -191,8 +206,8 @@ class Engine:
                 self._check_cache()
                 self._admit()
                 steps, self._unreported = self._unreported, []
-                reading = [s for s in self._active if not s.output]
-                decoding = [s for s in self._active if s.output]
+                reading = [s for s in self._active if self._is_read(s)]
+                decoding = [s for s in self._active if not self._is_read(s)]
                 self._read_last = bool(reading) and not (decoding and self._read_last)
                 if self._read_last:
                     steps += self._read(reading)
@@ -229,7 +244,7 @@ class Engine:
                 self._open()
             if not self._free or s.longest > self._capacity:
                 return
-            s.slot = self.cache.choose(self._free, s.prompt[:-1])
+            s.slot = self.cache.choose(self._free, s.prompt[:-1], self.runner.rows_kind(len(s.prompt)))
             self._free.remove(s.slot)
             self._active.append(self._waiting.popleft())
 
@@ -293,49 +308,70 @@ class Engine:
 
     # --- prompts ---
 
+    def _is_read(self, s: Sequence) -> bool:
+        """True if a sequence's prompt is still to be read; or its text, anew, as its length has changed its rows."""
+        if not s.output or s.index in self._prompt_queries:
+            return True
+        changes = self.runner.rope_switch is not None and s.finish_reason is None
+        return changes and self.cache.kinds[s.slot] != self.runner.rows_kind(len(s.tokens))
+
     def _read(self, reading: list[Sequence]) -> list[Step]:
         """Reads pieces of prompts, until they have :attr:`chunk` tokens together."""
         steps: list[Step] = []
         read = 0
         for s in reading:
-            while not s.output and read < self.chunk:
-                start = time.perf_counter()
+            while self._is_read(s) and read < self.chunk:
+                start, anew = time.perf_counter(), bool(s.output)
+                # A token that has been emitted is the root of the next round.
+                text = s.tokens[:-1] if anew else s.prompt
                 if s.index not in self._prompt_queries:
-                    kept = self.cache.begin(s.slot, s.prompt, 1 if self._keeps_outputs else self.chunk)
-                    self.stats[s.index].cached = kept
+                    piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(len(s.tokens))
+                    kept = self.cache.begin(s.slot, text, piece, kind)
+                    if not anew:
+                        self.stats[s.index].cached = kept
                     self._prompt_queries[s.index] = {layer: [] for layer in self._query_layers}
                 before = self._store.lengths[s.slot]
-                emitted = self._read_piece(s, before)
+                emitted = self._read_piece(s, text, before)
                 now = self._store.lengths[s.slot]
                 read += now - before
                 seconds = time.perf_counter() - start
-                steps.append(Step(s.index, emitted, 0, 0, 0, "prefill", seconds, now, s.finish_reason))
+                # A text that is read anew was in decoding, which this takes a part of.
+                mode: Mode = "full" if anew else "prefill"
+                done = len(s.prompt) if anew else now
+                steps.append(Step(s.index, emitted, 0, 0, 0, mode, seconds, done, s.finish_reason))
         return steps
 
-    def _read_piece(self, s: Sequence, start: int) -> tuple[int, ...]:
-        """Reads a prompt from token ``start`` on; the logits of its last token give the first new one, if it is there.
+    def _read_piece(self, s: Sequence, text: list[int], start: int) -> tuple[int, ...]:
+        """Reads a text from token ``start`` on; the logits of a prompt's last token give the first new one, if it is
+        there.
 
         Pieces end at multiples of :attr:`chunk`, whoever drafts and whoever else is there: rows that are read together
         get the same bits.
+
+        Returns:
+            The token that was emitted, if any.
         """
         store, window = self._store, self.drafter.query_window
-        end = min(len(s.prompt), (start // self.chunk + 1) * self.chunk)
-        last = end == len(s.prompt)
-        taps = Taps(queries=self._query_layers) if end > len(s.prompt) - window else NO_TAPS
-        block = store.block([s.slot], [s.prompt[start:end]], prompt=True)
-        out = self.runner.forward(block, store, logits="last" if last else "none", taps=taps, check=False)
+        end = min(len(text), (start // self.chunk + 1) * self.chunk)
+        last, anew = end == len(text), bool(s.output)
+        taps = Taps(queries=self._query_layers) if end > len(text) - window else NO_TAPS
+        block = store.block([s.slot], [text[start:end]], prompt=True, text=len(s.tokens))
+        logits: Literal["last", "none"] = "last" if last and not anew else "none"
+        out = self.runner.forward(block, store, logits=logits, taps=taps, check=False)
         store.commit(s.slot, range(end - start))
         for layer, q in out.queries.items():
             self._prompt_queries[s.index][layer].append(q[0])
         if not last:
             return ()
-        assert out.logits is not None
-        root = TokenTree((s.prompt[-1],), (-1,))
-        (decided,) = decide([(root, out.logits[0], s.sampler)])
-        emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
+        root = TokenTree((text[-1],), (-1,))
+        emitted: tuple[int, ...] = ()
+        if out.logits is not None:
+            (decided,) = decide([(root, out.logits[0], s.sampler)])
+            emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
         pieces = self._prompt_queries.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}
-        self.cache.remember(s.slot, s.prompt)
+        self.cache.remember(s.slot, text)
         sequence = self.schedule.drafter_sequence(s)
-        self.drafter.observe(Event(sequence, root, emitted=emitted, mode="prefill", queries=queries))
+        begun = emitted or (s.output[-1],)
+        self.drafter.observe(Event(sequence, root, emitted=begun, mode="prefill", queries=queries))
         return emitted

@@ -85,6 +85,7 @@ class SpecPV(Schedule):
     """
 
     exact = False
+    rereads = False
 
     def __init__(self, view: View, dtype: torch.dtype | None = None) -> None:
         self.view, self._dtype = view, dtype

@@ -66,6 +66,9 @@ class Schedule:
 
     exact = True
 
+    rereads = True
+    """Whether a text may be read anew while it is decoded, because its length has changed its rows."""
+
     views: tuple[View, ...] = ()
     """Views of longer texts by partial verifications; empty if every verification sees all rows."""
 

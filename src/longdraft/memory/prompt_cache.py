@@ -27,6 +27,7 @@ class PromptCache:
 
     Attributes:
         tokens: the token ids of each slot, as arrays, which compare some twenty times as fast as lists.
+        kinds: of the rows of each slot. Texts whose rows are of two kinds share none (``TargetRunner.rows_kind``).
         opened: number of calls of :meth:`open`. A run that finds it changed has lost the cache to another run.
     """
 
@@ -34,6 +35,7 @@ class PromptCache:
         self.feature_layers = tuple(feature_layers)
         self.store: KVStore | None = None
         self.tokens: list[array[int]] = []
+        self.kinds: list[str] = []
         self.opened = 0
         self._pending: Path | None = None
         self._fingerprint = ""
@@ -80,14 +82,16 @@ class PromptCache:
             slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
             if unusable:
-                self.tokens = []
+                self.tokens, self.kinds = [], []
             elif old is not None:
                 _copy(old, store)
             self.tokens += [packed(()) for _ in range(slots - len(self.tokens))]
+            self.kinds += [""] * (slots - len(self.kinds))
             self.store = store
         assert self.store is not None
         if self._pending is not None:
             self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
+            self.kinds[0] = snapshot.rows_kind(self._pending)
             self._pending = None
         self.opened += 1
         return self.store
@@ -99,36 +103,41 @@ class PromptCache:
                 self.store.truncate(slot, 0)
         self.tokens = [packed(()) for _ in self.tokens]
 
-    def choose(self, slots: Sequence[int], prompt: Sequence[int]) -> int:
-        """The one of several free slots that shares the longest prefix with a prompt; of equals, the one with the
-        fewest tokens."""
+    def choose(self, slots: Sequence[int], prompt: Sequence[int], kind: str = "") -> int:
+        """The one of several free slots that shares the longest prefix with a prompt, whose rows are of this kind; of
+        equals, the one with the fewest tokens."""
         text = packed(prompt)
-        return max(slots, key=lambda slot: (common_prefix(self.tokens[slot], text), -len(self.tokens[slot])))
+        return max(slots, key=lambda slot: (self._common(slot, text, kind), -len(self.tokens[slot])))
 
-    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
+    def _common(self, slot: int, text: array[int], kind: str) -> int:
+        """Leading tokens of a text whose rows a slot has."""
+        return common_prefix(self.tokens[slot], text) if self.kinds[slot] == kind else 0
+
+    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1, kind: str = "") -> int:
         """Truncates a slot to its common prefix with a prompt, and copies more of the prompt from another slot if one
         has it. The last prompt token is never reused, as its logits have to be computed.
 
         Args:
             piece: the number of reused rows is a multiple of this.
+            kind: of the prompt's rows; see :attr:`kinds`.
 
         Returns:
             The number of the prompt's tokens that the slot holds.
         """
         assert self.store is not None
         text = packed(prompt)[:-1]
-        other = self.choose(range(len(self.tokens)), text)
-        held, shared = (self._shared(s, text, piece) for s in (slot, other))
+        other = self.choose(range(len(self.tokens)), text, kind)
+        held, shared = (self._shared(s, text, piece, kind) for s in (slot, other))
         self.store.truncate(slot, held)
         if shared > held:
             self.store.copy_rows(other, slot, held, shared)
-        self.tokens[slot] = text[: max(held, shared)]
+        self.tokens[slot], self.kinds[slot] = text[: max(held, shared)], kind
         return max(held, shared)
 
-    def _shared(self, slot: int, text: array[int], piece: int) -> int:
+    def _shared(self, slot: int, text: array[int], piece: int, kind: str) -> int:
         """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to."""
         assert self.store is not None
-        rows = common_prefix(self.tokens[slot], text)
+        rows = self._common(slot, text, kind)
         while (found := self.store.restorable(slot, rows // piece * piece)) != rows:
             rows = found
         return rows
@@ -147,7 +156,7 @@ class PromptCache:
         """
         if self.store is None:
             raise RequestError("The cache is empty: decode something with cache=..., then save it.")
-        snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path)
+        snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path, self.kinds[slot])
 
     @classmethod
     def restored(cls, path: Path | str, fingerprint: str, feature_layers: tuple[int, ...] = ()) -> PromptCache:

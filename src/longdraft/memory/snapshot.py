@@ -25,19 +25,22 @@ PART = ".part"
 
 
 class Head(NamedTuple):
-    """A snapshot's tokens (int64 ids, one a row), its target's fingerprint, and the layers of its hidden states."""
+    """A snapshot's tokens (int64 ids, one a row), its target's fingerprint, the layers of its hidden states, and the
+    kind of its rows."""
 
     tokens: array[int]
     target: str
     feature_layers: tuple[int, ...]
+    kind: str
 
 
-def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str) -> None:
+def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str, kind: str = "") -> None:
     """Writes the committed rows of a slot, atomically.
 
     Args:
         tokens: the token ids of the committed rows.
         fingerprint: names the target; :func:`load` refuses any other.
+        kind: of the rows, which :func:`rows_kind` returns.
 
     Raises:
         CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
@@ -50,6 +53,8 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     keys, values = _gathered(store, slot, n)
     tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64)}
     meta = {"format": FORMAT, "target": fingerprint}
+    if kind:
+        meta["kind"] = kind
     if store.features is not None:
         tensors["features"] = store.features[slot, :n].contiguous()
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
@@ -167,7 +172,8 @@ def head(path: Path | str) -> Head | None:
             if meta.get("format") != FORMAT:
                 return None
             layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
-            return Head(array("q", file.get_tensor("tokens").tolist()), meta.get("target", ""), layers)
+            tokens = array("q", file.get_tensor("tokens").tolist())
+            return Head(tokens, meta.get("target", ""), layers, meta.get("kind", ""))
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"The snapshot {path} is damaged: {error}.") from error
 
@@ -189,3 +195,12 @@ def serves(path: Path | str, feature_layers: Sequence[int] = ()) -> bool:
     except (OSError, SafetensorError):
         return False
     return not feature_layers or saved == ",".join(map(str, feature_layers))
+
+
+def rows_kind(path: Path | str) -> str:
+    """The kind of the rows in a snapshot, read from its header; "" if the file cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("kind", ""))
+    except (OSError, SafetensorError):
+        return ""

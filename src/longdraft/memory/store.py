@@ -175,6 +175,7 @@ class KVStore:
         mask: torch.Tensor | None = None,
         offset: int = 0,
         prompt: bool = False,
+        text: int = 0,
     ) -> Block:
         """A block behind the committed rows of some slots, for a forward.
 
@@ -189,6 +190,7 @@ class KVStore:
                 them. This feeds a tree level by level.
             prompt: the block is a piece of a prompt. Otherwise text is decoded, and a row's result does not depend on
                 the rows beside it.
+            text: tokens of the whole prompt that a piece belongs to; 0 in decoding.
 
         Raises:
             ValueError: the block does not fit a slot.
@@ -205,7 +207,7 @@ class KVStore:
         positions = [[n + d for d in row] for n, row in zip(bases or lengths, depths, strict=True)]
         for states in self.states:
             states.prepare(slots, bases or lengths, offset + size)
-        return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions, bases)
+        return Block.make(slots, lengths, size, mask, self.device, offset, prompt, tokens, positions, bases, text)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
         """Writes a block's rows behind each sequence's prefix, uncommitted.

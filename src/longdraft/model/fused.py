@@ -131,7 +131,9 @@ class FusedLayers:
         assert self.stack is not None and self.kinds is not None
         block, kinds = hosted.block, self.kinds
         x = self._model.get_input_embeddings()(block.tokens)
-        rows, *more = kinds.rows(hosted.store, block, [kinds.rotate(rope, x, block.positions) for rope in kinds.ropes])
+        with hosting.computing(hosted):
+            turns = [kinds.rotate(rope, x, block.positions) for rope in kinds.ropes]
+        rows, *more = kinds.rows(hosted.store, block, turns)
         wanted = {kinds.decoder_layer(i): i for i in hosted.query_layers}
         out = self._kernels.stack(
             self.stack, *rows, x, queries=wanted, hidden=hosted.hidden_layers, logits=logits, more=more

@@ -32,6 +32,8 @@ class KeyRotation:
     def __init__(self, runner: TargetRunner, length: int) -> None:
         self._runner = runner
         length = max(length, _PROBED + 1)
+        if runner.rows_kind(length):
+            raise self._unsupported("its rotary frequencies depend on how long a text is")
         cos, sin = self._table(torch.arange(length, device=runner.device))
         # At position 0 all cosines are 1, so the table has YaRN's factor there.
         self._scale = cos[:1]

@@ -79,7 +79,7 @@ class TargetRunner:
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
-        recurrent: the model has recurrent layers, for which a tree's branches cost more than a chain.
+        recurrent: the model has recurrent layers.
         own_kv_dtype: dtype of keys and values in that arithmetic.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
         whole_layers: compute layers in one piece if possible. Set it to False to watch the parts of a layer.
@@ -173,6 +173,16 @@ class TargetRunner:
     @property
     def vocab_size(self) -> int:
         return stored.weight_shape(self.model.get_output_embeddings())[0]
+
+    @property
+    def rope_switch(self) -> int | None:
+        """Tokens of the longest text with LongRoPE's short factors: all rows of a longer one have the long factors.
+        None if rows do not depend on how long their text is."""
+        return self.twin.rope_switch
+
+    def rows_kind(self, length: int) -> str:
+        """Names the rows of a text of ``length`` tokens: texts of two kinds share none, even if they begin alike."""
+        return "long" if self.rope_switch is not None and length > self.rope_switch else ""
 
     @property
     def fingerprint(self) -> str:

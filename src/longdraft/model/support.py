@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.model import adapters, quantised
-from longdraft.model.hosting import context_length, decoder_config
+from longdraft.model.hosting import context_length
 from longdraft.model.kinds import sparse_kinds
+from longdraft.model.long_rope import rope_kind, rope_parameters
 from longdraft.model.stored import weight_shape
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
@@ -67,40 +67,24 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
 
 
 def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
-    """Refuses texts so long that the model's rotary frequencies depend on the longest text of a forward.
+    """Refuses texts beyond which the model's rotary frequencies follow the longest text of a forward.
 
-    Such a model would rotate drafted tokens, or the rows of a batch, differently from one token at a time. Up to its
-    trained length the frequencies are constant.
+    Such a model ("dynamic") would rotate drafted tokens, or the rows of a batch, differently from one token at a time.
+    Up to its trained length the frequencies are constant.
 
     Args:
         length: tokens of the longest text, prompt and output.
-        ahead: number of tokens by which a draft may exceed it.
+        ahead: number of tokens by which a draft may exceed it. Frequencies that a draft beyond the limit sets remain
+            for the verification after it.
 
     Raises:
         ContextError: names the kind of the rotary embedding, and the length up to which it is exact.
     """
-    for parameters in _rotary_parameters(model):
-        kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-        if kind == "longrope":
-            # Each forward chooses anew, by its last position. Verified tokens do not exceed the text.
-            limit, longest = int(parameters.get("original_max_position_embeddings") or context_length(model)), length
-        elif "dynamic" in kind:
-            # Frequencies that a draft beyond the limit sets remain for the verification after it.
-            limit, longest = context_length(model), length + ahead
-        else:
-            continue
-        if longest > limit:
-            raise ContextError(
-                f"{type(model).__name__} has rotary embeddings of the kind {kind}, whose frequencies depend on the "
-                f"length of the text beyond {limit} tokens. longdraft decodes it exactly up to there, and this needs "
-                f"{longest} (prompt, new tokens and draft). Shorten the prompt or ask for fewer new tokens."
-            )
-
-
-def _rotary_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """The RoPE parameters of the decoder: one set, or one for each kind of its layers."""
-    config = decoder_config(model)
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(parameters, Mapping):
-        return []
-    return [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]
+    limit, longest = context_length(model), length + ahead
+    kind = next((kind for each in rope_parameters(model) if "dynamic" in (kind := rope_kind(each))), None)
+    if kind is not None and longest > limit:
+        raise ContextError(
+            f"{type(model).__name__} has rotary embeddings of the kind {kind}, whose frequencies depend on the "
+            f"length of the text beyond {limit} tokens. longdraft decodes it exactly up to there, and this needs "
+            f"{longest} (prompt, new tokens and draft). Shorten the prompt or ask for fewer new tokens."
+        )

@@ -20,6 +20,7 @@ from longdraft.model import (
     calls,
     experts,
     hosting,
+    long_rope,
     own_code,
     packing,
     positions,
@@ -52,6 +53,7 @@ class Twin:
         quantised.simplify(self.model)
         hosting.switch_on(self.model)
         positions.install(self.model)
+        self.rope_switch = long_rope.install(self.model)
         recurrent.install(self.model)
         # A bare decoder of full attention whose layers our kernels compute, which is compared too, needs no trial.
         shared, windows = share_of(model) is not None, has_windows(model)

@@ -31,11 +31,13 @@ _HEADER = 1024
 
 @dataclass(frozen=True)
 class _File:
-    """A snapshot in the folder. ``feature_layers``: layers whose hidden states it holds; ``size``: bytes."""
+    """A snapshot in the folder. ``feature_layers``: layers whose hidden states it holds; ``size``: bytes; ``kind``: of
+    its rows."""
 
     tokens: array[int]
     feature_layers: tuple[int, ...]
     size: int
+    kind: str
 
 
 class DiskPrefixes(PromptCache):
@@ -79,20 +81,20 @@ class DiskPrefixes(PromptCache):
         except OSError as error:
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
 
-    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1) -> int:
+    def begin(self, slot: int, prompt: Sequence[int], piece: int = 1, kind: str = "") -> int:
         """Like :meth:`PromptCache.begin`, but first reads a file that has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
-        known = max(common_prefix(tokens, text) for tokens in self.tokens) // piece * piece
-        path, shared = self._nearest(text)
+        known = max(self._common(each, text, kind) for each in range(len(self.tokens))) // piece * piece
+        path, shared = self._nearest(text, kind)
         shared = shared // piece * piece
         if path is not None and shared >= self._min_tokens:
             self._files.move_to_end(path)
             with contextlib.suppress(OSError):
                 path.touch()  # the next start orders the files by this
             if shared >= known + self._min_tokens:
-                self._load(path, slot, shared)
-        return super().begin(slot, prompt, piece)
+                self._load(path, slot, shared, kind)
+        return super().begin(slot, prompt, piece, kind)
 
     def keep(self) -> bool:
         """Writes the longest text in a slot that is in no file. Call it while nothing is decoded.
@@ -110,18 +112,18 @@ class DiskPrefixes(PromptCache):
             # A slot with more rows than its text is being decoded.
             if len(text) < self._min_tokens or len(text) != self.store.lengths[slot]:
                 continue
-            if len(text) - self._nearest(text)[1] >= self._min_tokens and self._write(slot, text):
+            if len(text) - self._nearest(text, self.kinds[slot])[1] >= self._min_tokens and self._write(slot, text):
                 return True
         return False
 
     # --- files ---
 
-    def _nearest(self, text: array[int]) -> tuple[Path | None, int]:
+    def _nearest(self, text: array[int], kind: str) -> tuple[Path | None, int]:
         """The file with the needed hidden states that shares the longest prefix with a text; how many tokens."""
         assert self.store is not None
         needed, best, longest = self.store.feature_layers, None, 0
         for path, file in self._files.items():
-            if not needed or file.feature_layers == needed:
+            if file.kind == kind and (not needed or file.feature_layers == needed):
                 shared = common_prefix(file.tokens, text)
                 if shared > longest:
                     best, longest = path, shared
@@ -129,10 +131,10 @@ class DiskPrefixes(PromptCache):
 
     def _write(self, slot: int, text: array[int]) -> bool:
         assert self.store is not None
-        store = self.store
+        store, kind = self.store, self.kinds[slot]
         features = 0 if store.features is None else store.features[slot, 0].nbytes
         size = len(text) * (store.shape.bytes_per_token + features + text.itemsize) + _HEADER
-        beginnings = [path for path, file in self._files.items() if self._begins(file, text)]
+        beginnings = [path for path, file in self._files.items() if self._begins(file, text, kind)]
         room = self._max_bytes - size
         if room < 0:
             self._warn("large", f"A text of {len(text)} tokens takes {size} bytes, more than all snapshots may.")
@@ -144,7 +146,8 @@ class DiskPrefixes(PromptCache):
                 break
             deleted.append(path)
             total -= self._files[path].size
-        name = hashlib.sha256(repr((self._target, store.feature_layers)).encode() + text.tobytes()).hexdigest()
+        made = (self._target, store.feature_layers, *([kind] if kind else []))
+        name = hashlib.sha256(repr(made).encode() + text.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _SUFFIX)
         try:
             free = shutil.disk_usage(self._folder).free
@@ -152,8 +155,8 @@ class DiskPrefixes(PromptCache):
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
             for old in deleted:
                 self._drop(old)
-            snapshot.save(store, slot, text, self._target, path)
-            self._files[path] = _File(text, store.feature_layers, path.stat().st_size)
+            snapshot.save(store, slot, text, self._target, path, kind)
+            self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind)
             for old in beginnings:
                 self._drop(old)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
@@ -162,13 +165,13 @@ class DiskPrefixes(PromptCache):
             return False
         return True
 
-    def _begins(self, file: _File, text: array[int]) -> bool:
+    def _begins(self, file: _File, text: array[int], kind: str) -> bool:
         """True if a file of the text would make this file superfluous."""
         assert self.store is not None
         superfluous = not file.feature_layers or file.feature_layers == self.store.feature_layers
-        return superfluous and 0 < len(file.tokens) == common_prefix(file.tokens, text)
+        return superfluous and file.kind == kind and 0 < len(file.tokens) == common_prefix(file.tokens, text)
 
-    def _load(self, path: Path, slot: int, count: int) -> None:
+    def _load(self, path: Path, slot: int, count: int, kind: str) -> None:
         """Reads the first ``count`` rows of a file into a slot. A file that cannot be read is deleted."""
         assert self.store is not None
         try:
@@ -179,7 +182,7 @@ class DiskPrefixes(PromptCache):
             tokens = []
         # If reading failed, part of the slot's text may have been overwritten.
         self.store.truncate(slot, len(tokens))
-        self.tokens[slot] = packed(tokens)
+        self.tokens[slot], self.kinds[slot] = packed(tokens), kind
 
     def _find(self) -> None:
         """Reads the tokens of the folder's files. Deletes damaged files, and those that a killed process left."""
@@ -198,7 +201,7 @@ class DiskPrefixes(PromptCache):
                 continue
             if head is not None:
                 tokens = head.tokens if head.target == self._target else packed(())
-                self._files[path] = _File(tokens, head.feature_layers, stat.st_size)
+                self._files[path] = _File(tokens, head.feature_layers, stat.st_size, head.kind)
 
     def _drop(self, path: Path) -> None:
         """Deletes a file. If that fails, the next start finds it again."""

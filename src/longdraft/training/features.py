@@ -139,7 +139,7 @@ class FeatureReader:
             # Nothing is learned from the last token's logits, but its KV completes the document.
             end = min(done + CHUNK, len(tokens) if done >= start - 1 else start - 1)
             depths = [[p - done for p in positions[done:end]]]
-            block = store.block([0], [tokens[done:end]], depths=depths, prompt=True)
+            block = store.block([0], [tokens[done:end]], depths=depths, prompt=True, text=len(tokens))
             out = self.runner.forward(block, store, logits="all" if done >= start - 1 else "none")
             store.commit(0, range(end - done))
             if out.logits is not None:

@@ -1,0 +1,160 @@
+"""Texts on both sides of LongRoPE's switch: what the model writes that reads the whole text anew for each token."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Request, Speculator
+from longdraft.errors import ContextError
+from longdraft.serve.prefixes import DiskPrefixes
+from tests.exact_methods import EXACT, Specs
+from tests.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
+
+NEW = 14
+# Below the switch to the end, across it (at once, early and late), and beyond it from the start.
+LENGTHS = (SWITCH - NEW, SWITCH - NEW + 2, SWITCH - 4, SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 9)
+PARTIAL = {"drafter": "prompt-lookup", "budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 4}
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * i * i + 3) % 59 + 1 for i in range(length)]
+
+
+PROMPTS = [prompt_of(length) for length in LENGTHS]
+
+
+@cache
+def written(kind: str) -> list[list[int]]:
+    return [as_a_whole(long_rope_model(kind), prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "self"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_text_of_a_batch_is_what_the_whole_text_gives(kind, method):
+    spec = Speculator(method, target=long_rope_model(kind), plan="fixed")
+    # The right tokens are drafted beyond the switch too.
+    requests = [
+        Request(prompt, max_new_tokens=NEW, predicted=prompt + own)
+        for prompt, own in zip(PROMPTS, written(kind), strict=True)
+    ]
+    assert [result.token_ids for result in spec.generate(requests)] == written(kind)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_text_has_the_tokens_that_it_has_in_a_batch(length):
+    spec = Speculator("prompt-lookup", target=long_rope_model(), plan="fixed")
+    (result,) = spec.generate(prompt_of(length), max_new_tokens=NEW)
+    assert result.token_ids == written("phi3")[LENGTHS.index(length)]
+
+
+@pytest.mark.parametrize("length", [LENGTHS[0], LENGTHS[-1]])
+def test_where_a_text_stays_on_one_side_it_is_generates(length):
+    model, ids = long_rope_model(), torch.tensor([prompt_of(length)])
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    ours = model.generate(ids, **settings, custom_generate=Speculator("prompt-lookup", target=model))
+    assert torch.equal(ours, model.generate(ids, **settings))
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    made = Specs(tmp_path_factory.mktemp("drafts"))
+    made.model = long_rope_model("llama", torch.float64)
+    return made
+
+
+@pytest.mark.parametrize("method", [m for m in EXACT if m != "specpv-exact"])
+def test_every_exact_method_crosses_the_switch(specs, method):
+    prompts = [prompt_of(length) for length in (SWITCH - 6, SWITCH, SWITCH + 5)]
+    got = [result.token_ids for result in specs.get(method).generate(prompts, max_new_tokens=NEW)]
+    assert got == [as_a_whole(specs.model, prompt, NEW) for prompt in prompts]
+
+
+def test_partial_verification_does_not_cross_the_switch_and_works_on_either_side():
+    model = long_rope_model()
+    spec = Speculator("specpv-exact", target=model, plan="fixed", **PARTIAL)
+    with pytest.raises(ContextError, match="longrope"):
+        spec.generate(prompt_of(SWITCH), max_new_tokens=2)
+    # The last token of a text is never fed.
+    for length, new in ((SWITCH, 1), (SWITCH - NEW + 1, NEW), (SWITCH + 9, NEW)):
+        (result,) = spec.generate(prompt_of(length), max_new_tokens=new)
+        assert result.token_ids == as_a_whole(model, prompt_of(length), new)
+
+
+def test_a_sampled_text_is_that_of_plain_decoding():
+    model = long_rope_model(dtype=torch.float64)
+    settings = {"max_new_tokens": NEW, "temperature": 0.9, "seed": 3}
+    prompt = prompt_of(SWITCH - 5)
+    plain, drafted = (
+        Speculator(method, target=model, plan="fixed").generate(prompt, **settings)[0].token_ids
+        for method in ("ar", "self")
+    )
+    assert plain == drafted
+
+
+def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
+    model, cache, text = long_rope_model(), PromptCache(), prompt_of(SWITCH + 9)
+    spec = Speculator("prompt-lookup", target=model, plan="fixed")
+    reused = []
+    # Short, long, long again, short again, and one that grows across.
+    for length in (SWITCH - NEW, SWITCH + 9, SWITCH + 5, SWITCH - NEW, SWITCH - 4, SWITCH + 9):
+        (result,) = spec.generate(text[:length], max_new_tokens=NEW, cache=cache)
+        assert result.token_ids == as_a_whole(model, text[:length], NEW)
+        reused.append(result.cached_tokens)
+    assert reused[0] == reused[1] == reused[3] == 0
+    assert reused[2] == SWITCH + 4 and reused[4] == SWITCH - NEW
+    assert reused[5]  # the text that grew across was read anew, and its rows serve long texts
+    cache.save(tmp_path / "long", spec.runner().fingerprint)
+    for length, known in ((SWITCH + 9, SWITCH + 8), (SWITCH - NEW, 0)):
+        restored = PromptCache.restored(tmp_path / "long", spec.runner().fingerprint)
+        (result,) = spec.generate(text[:length], max_new_tokens=NEW, cache=restored)
+        assert (result.token_ids, result.cached_tokens) == (as_a_whole(model, text[:length], NEW), known)
+
+
+def test_prompts_on_disk_are_kept_apart_too(tmp_path):
+    model, text = long_rope_model(), prompt_of(SWITCH + 9)
+    spec = Speculator("prompt-lookup", target=model, plan="fixed")
+
+    def cache():
+        return DiskPrefixes(tmp_path, spec.runner().fingerprint, 1 << 30, min_tokens=2)
+
+    first = cache()
+    for length in (SWITCH + 9, SWITCH - NEW):
+        spec.generate(text[:length], max_new_tokens=NEW, cache=first)
+        while first.keep():
+            pass
+    for length, least in ((SWITCH + 5, SWITCH), (SWITCH - NEW + 2, SWITCH - NEW)):
+        (result,) = spec.generate(text[:length], max_new_tokens=8, cache=cache())
+        assert result.token_ids == as_a_whole(model, text[:length], 8)
+        assert result.cached_tokens >= least
+
+
+def test_requests_join_end_and_leave_while_another_crosses():
+    model = long_rope_model()
+    session = Speculator("prompt-lookup", target=model, plan="fixed").session(batch=2)
+    first = session.add(Request(prompt_of(SWITCH - 3), max_new_tokens=NEW))
+    aborted = session.add(Request(prompt_of(SWITCH - 1), max_new_tokens=NEW))
+    session.step()
+    session.abort(aborted)
+    last = session.add(Request(prompt_of(SWITCH + 2), max_new_tokens=NEW))
+    while session.busy:
+        session.step()
+    for number, length in ((first, SWITCH - 3), (last, SWITCH + 2)):
+        assert session.result(number).token_ids == as_a_whole(model, prompt_of(length), NEW)
+
+
+def test_the_model_keeps_its_own_frequencies():
+    model = long_rope_model()
+    before = model.model.rotary_emb.inv_freq.clone()
+    Speculator("ar", target=model).generate(prompt_of(SWITCH + 9), max_new_tokens=2)
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
+def test_equal_factors_have_no_switch():
+    model = long_rope_model("llama")
+    model.config.rope_parameters["long_factor"] = model.config.rope_parameters["short_factor"]
+    spec = Speculator("specpv-exact", target=model, plan="fixed", **PARTIAL)
+    (result,) = spec.generate(prompt_of(SWITCH), max_new_tokens=NEW)
+    assert result.token_ids == as_a_whole(model, prompt_of(SWITCH), NEW)
