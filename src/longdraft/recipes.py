@@ -7,7 +7,7 @@ the rest for a target, and a :class:`Recipe` builds drafter and schedule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ class Recipe:
     Attributes:
         drafting: the method whose drafter it takes; usually itself.
         options: the method's own and the drafter's, with a loaded draft if one is needed.
+        avoid_forks: whether its drafter proposes chains, unless the options shape a tree.
     """
 
     method: Method
     drafting: Method
     options: Mapping[str, Any]
+    avoid_forks: bool = False
 
     def drafter(self) -> Drafter:
         """A fresh drafter, for one run."""
@@ -53,9 +55,11 @@ class Recipe:
         drafter = self.drafting.drafter(**options)
         if lookup:
             drafter = UnitedDrafter(SuffixDrafter(earlier=earlier), drafter)
-        return (
-            drafter if self.method.wraps is None else self.method.wraps(drafter, **self._of(self.method.wrap_options))
-        )
+        if self.method.wraps is not None:
+            drafter = self.method.wraps(drafter, **self._of(self.method.wrap_options))
+        if self.avoid_forks:
+            drafter.avoid_forks()
+        return drafter
 
     def schedule(self) -> Schedule:
         """A fresh schedule, for one run."""
@@ -159,7 +163,7 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
         options["draft"].bound(runner)  # refuses a target that the draft was not made for
     if options.get("earlier"):  # kept for all runs with this target
         options["earlier"] = Earlier(options["earlier"])
-    return _built(method, drafting, options)
+    return replace(_built(method, drafting, options), avoid_forks=runner.forks_cost)
 
 
 def _able(options: Mapping[str, Any]) -> list[Method]:

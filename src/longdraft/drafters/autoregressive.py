@@ -14,6 +14,9 @@ class NoDrafter(Drafter):
 
     max_nodes = 0
 
+    def avoid_forks(self) -> bool:
+        return True
+
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         return [TokenTree((s.output[-1],), (-1,)) for s in sequences]
 

@@ -127,6 +127,10 @@ class NestedDrafter(Drafter):
             self.max_nodes = max(self.max_nodes, LONGEST)
         self.inner.use_planner()
 
+    def avoid_forks(self) -> bool:
+        """What the level emits is a chain. The trees below it are the level's."""
+        return True
+
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)
 
@@ -145,7 +149,8 @@ class NestedDrafter(Drafter):
         if self.level.runner.recurrent:
             raise UnsupportedModelError(
                 f"{type(self.level.runner.model).__name__} has recurrent layers, so it cannot verify on a part of its "
-                "KV as a level of nested drafting does. Choose another method."
+                "KV as a level of nested drafting does. Use self or magicdec, which draft on a part of the target's "
+                "KV, or small-lm."
             )
         self.inner.bind(runner, store)
         self._walks = {}

@@ -189,9 +189,15 @@ class SuffixDrafter(Drafter):
             raise ValueError(f"min_n must be at most max_n, got {own.min_n} and {own.max_n}")
         self.max_draft, self.max_nodes, self.branches = own.max_draft, own.max_nodes, own.branches
         self.min_n, self.max_n = own.min_n, own.max_n
+        self._shaped = "branches" in options
         given = own.earlier
         self.earlier = given if isinstance(given, Earlier) else Earlier(given) if given else None
         self._texts: dict[int, _Text] = {}
+
+    def avoid_forks(self) -> bool:
+        if not self._shaped:
+            self.branches = 1
+        return self.branches == 1
 
     def _store(self, s: Sequence) -> Earlier | None:
         return None if self.earlier is None else self.earlier.of(s.tenant)

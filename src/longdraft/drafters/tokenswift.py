@@ -137,17 +137,23 @@ class ReuseDrafter(Drafter):
     """Proposes the phrases of the output that began most often with its last token.
 
     Args:
-        n: tokens of a phrase, the last token of the text among them. k: phrases at most.
+        n: tokens of a phrase, the last token of the text among them.
+        k: phrases at most; None: the usual number, or one where a fork costs.
     """
 
     free = True
 
-    def __init__(self, n: int = PHRASE, k: int = PHRASES) -> None:
+    def __init__(self, n: int = PHRASE, k: int | None = None) -> None:
+        self.n, self.k, self._shaped = n, PHRASES if k is None else k, k is not None
         check_sizes(2, reuse_n=n)
-        check_sizes(1, reuse_k=k)
-        self.n, self.k = n, k
-        self.max_nodes = k * (n - 1)
+        check_sizes(1, reuse_k=self.k)
+        self.max_nodes = self.k * (n - 1)
         self._phrases: dict[int, Phrases] = {}
+
+    def avoid_forks(self) -> bool:
+        if not self._shaped:
+            self.k, self.max_nodes = 1, self.n - 1
+        return self.k == 1
 
     def observe(self, event: Event) -> None:
         if event.begins or event.taken_back:
@@ -201,7 +207,8 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     elif given := [name for name, value in sizes.items() if value is not None]:
         raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
     trained = HeadsDrafter(draft, source, **heads.given(), **tree.given())
-    return UnitedDrafter(ReuseDrafter(own.reuse_n, own.reuse_k), trained) if own.reuse else trained
+    phrases = own.reuse_k if "reuse_k" in options else None
+    return UnitedDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
 
 
 register(

@@ -36,6 +36,7 @@ class UnitedDrafter(Drafter):
         self.unpaid, self.paid = unpaid, paid
         # For each sequence, what either proposed in this round.
         self._proposed: dict[int, tuple[TokenTree, TokenTree]] = {}
+        self._chains = False
 
     @property
     def max_nodes(self) -> int:  # type: ignore[override]
@@ -68,6 +69,12 @@ class UnitedDrafter(Drafter):
         self.unpaid.use_planner()
         self.paid.use_planner()
 
+    def avoid_forks(self) -> bool:
+        """Proposes the likelier of two chains."""
+        unpaid, paid = self.unpaid.avoid_forks(), self.paid.avoid_forks()
+        self._chains = unpaid and paid
+        return self._chains
+
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.paid.feature_layers(runner)
 
@@ -86,7 +93,8 @@ class UnitedDrafter(Drafter):
         for s, tree in zip(sequences, free, strict=True):
             other = paid.get(s.index) or TokenTree(tree.tokens[:1], (-1,))
             self._proposed[s.index] = (tree, other)
-            trees.append(merged(tree, other))
+            both = merged(tree, other)
+            trees.append(both.likeliest_path() if self._chains else both)
         return trees
 
     def observe(self, event: Event) -> None:

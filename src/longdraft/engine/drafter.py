@@ -46,6 +46,15 @@ class Drafter(ABC):
     def use_planner(self) -> None:  # noqa: B027
         """Called first if a planner sizes the trees: each :meth:`propose` then gets a limit."""
 
+    def avoid_forks(self) -> bool:
+        """Called first if a branch of a tree costs the target more than a row does: trees become chains, unless the
+        user chose their shape.
+
+        Returns:
+            True if every tree is a chain from now on.
+        """
+        return False
+
     def rows_read(self, length: int) -> float | None:
         """Rows that a draft forward reads of a text's KV, in rows of the target's size; None for another model."""
         return None

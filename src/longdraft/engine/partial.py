@@ -100,13 +100,14 @@ class SpecPV(Schedule):
         super().open(runner, store, max_nodes, query_layers)
         if runner.recurrent:
             raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has recurrent layers, which SpecPV cannot verify in part. "
-                "Choose another method."
+                f"{type(runner.model).__name__} has recurrent layers, which SpecPV cannot verify in part: a state has "
+                "no rows to correct afterwards. Use its drafter's own name (longspec, eagle3, small-lm, "
+                "prompt-lookup), or self, which drafts on a part of the KV."
             )
         if not store.shape.layers:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has windows in every layer, so SpecPV has nothing to verify in part. "
-                "Choose another method."
+                "Use its drafter's own name (longspec, eagle3, small-lm, prompt-lookup)."
             )
 
         def new_store(slots: int, capacity: int) -> KVStore:

@@ -80,6 +80,7 @@ class TargetRunner:
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
         recurrent: the model has recurrent layers.
+        forks_cost: a branch of a tree costs more than its rows: a state of its own, or a forward of its own.
         own_kv_dtype: dtype of keys and values in that arithmetic.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
         whole_layers: compute layers in one piece if possible. Set it to False to watch the parts of a layer.
@@ -120,6 +121,7 @@ class TargetRunner:
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
+        self.forks_cost = self.recurrent or self.attends_itself
         layout = self.twin.layout
         recorded = self.share is None and not (layout.windows or layout.recurrent or layout.own)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)

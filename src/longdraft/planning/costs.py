@@ -279,14 +279,15 @@ def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
     return store
 
 
-def _tree(nodes: int, vocabulary: int) -> TokenTree:
-    """A tree of tokens that differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
+def _tree(nodes: int, vocabulary: int, chain: bool) -> TokenTree:
+    """A tree of tokens that differ, as a draft's do: a mixture of experts reads more of them for more tokens. It is a
+    chain, or has a branch at every second node, as what is drafted for the target."""
     tokens = tuple(_tokens.randrange(vocabulary) for _ in range(nodes))
-    return TokenTree(tokens, (-1, *((i - 1) // 2 * 2 for i in range(1, nodes))))
+    return TokenTree(tokens, tuple(i - 1 if chain or not i else (i - 1) // 2 * 2 for i in range(nodes)))
 
 
 def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
-    tree = _tree(rows, runner.vocab_size)
+    tree = _tree(rows, runner.vocab_size, runner.forks_cost)
     _wait(runner.device)
     start = time.perf_counter()
     verify_trees(runner, store, [0], [tree])
@@ -301,7 +302,8 @@ def _wait(device: torch.device) -> None:
 
 def _key(runner: TargetRunner) -> dict[str, object]:
     """Everything that a table depends on."""
-    return {
+    shape = {"rows": "chain"} if runner.forks_cost else {}
+    return shape | {
         "format": _FORMAT,
         "target": runner.fingerprint,
         "kv": str(runner.kv_dtype),

@@ -24,10 +24,12 @@ class Chain(TreeKind):
 
     Attributes:
         depth: tokens at most.
+        longest: tokens at most if a planner ends it.
         price: the chain ends with the first token whose path is no likelier than this.
     """
 
     depth: int = LENGTH
+    longest: int = LONGEST
     price: float = 0.0
 
     @property
@@ -51,7 +53,7 @@ class Chain(TreeKind):
         return levels
 
     def limited(self, depth: int) -> Chain:
-        return replace(self, depth=min(self.depth, depth))
+        return replace(self, depth=min(self.depth, depth), longest=min(self.longest, depth))
 
     def _fit(self, limit: NodeLimit) -> Chain:
-        return replace(self, depth=max(1, min(LONGEST, limit.nodes)), price=limit.price)
+        return replace(self, depth=max(1, min(self.longest, limit.nodes)), price=limit.price)

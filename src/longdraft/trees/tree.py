@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import exp
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,13 @@ class TokenTree:
         scores = self.path_log_probs
         # A child never scores above its parent; of equal ones the parent comes first, for sorting keeps their order.
         return self._only([0, *sorted(sorted(range(1, self.size), key=lambda i: -scores[i])[:nodes])])
+
+    def likeliest_path(self) -> TokenTree:
+        """Returns the chain, down to a leaf, with the most tokens that are expected to be accepted."""
+        expected = [0.0] * self.size
+        for node in range(1, self.size):
+            expected[node] = expected[self.parents[node]] + exp(self.path_log_probs[node])
+        return self._only(self.path(max(range(self.size), key=expected.__getitem__)))
 
     def _only(self, kept: Sequence[int]) -> TokenTree:
         """Returns the tree of these nodes, which are in order and closed under parents."""

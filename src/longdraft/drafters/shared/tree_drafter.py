@@ -8,6 +8,7 @@ import torch
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
+from longdraft.trees.chain import Chain
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Expand, Level, Lift, Likeliest
 from longdraft.trees.node_limit import LARGEST, NodeLimit
@@ -30,6 +31,12 @@ class TreeDrafter(Drafter):
     def use_planner(self) -> None:
         """Switches to a tree that a planner can size, a chain or an OPT-Tree, unless the user chose one."""
         self.tree = self.tree.fit(LARGEST)
+
+    def avoid_forks(self) -> bool:
+        """Drafts a chain, as long as the tree would have been deep, unless the user chose the tree."""
+        if not self.tree.chosen_by_user and not isinstance(self.tree, Chain):
+            self.tree = Chain(depth=self.tree.depth, longest=self.tree.depth)
+        return isinstance(self.tree, Chain)
 
     def grow(
         self,
