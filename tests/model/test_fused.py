@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from longdraft import native
 from longdraft.model.few_rows import MOST
@@ -106,6 +107,35 @@ def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
     assert len(calls) == 1 and not runner.twin.fused.layers
     del layer.forward
     torch.testing.assert_close(logits, model(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
+
+
+def reads_a_position(self, hidden_states, position_ids=None, **named):
+    assert position_ids.shape[-1]
+    return LlamaDecoderLayer.forward(self, hidden_states, position_ids=position_ids, **named)
+
+
+def reads_what_is_not_there(self, hidden_states, **named):
+    return self.renamed(hidden_states, **named)
+
+
+def with_layers_that(forward):
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.__class__ = type("Other", (LlamaDecoderLayer,), {"forward": forward})
+    return model
+
+
+def test_layers_that_want_more_arguments_are_called_themselves():
+    model = with_layers_that(reads_a_position)
+    runner = TargetRunner(model)
+    assert not runner.twin.fused.layers
+    logits = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
+    torch.testing.assert_close(logits, tiny_model()(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
+
+
+def test_an_attribute_that_is_missing_is_no_reason_to_compute_otherwise():
+    with pytest.raises(AttributeError, match="renamed"):
+        TargetRunner(with_layers_that(reads_what_is_not_there))
 
 
 def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from longdraft.model import hosting
+from longdraft.model import hosting, verdicts
 from longdraft.model.runner import Taps, TargetRunner
 from tests.forwards import forward
+from tests.recurrent_models import recurrent_model
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -358,3 +359,55 @@ def test_model_and_twin_are_freed(circular):
     del model
     gc.collect()
     assert gone() is None
+
+
+def counted_trials(monkeypatch) -> list[type]:
+    trials: list[type] = []
+
+    def counted(model: PreTrainedModel) -> Any:
+        trials.append(type(model))
+        return try_out(model)
+
+    try_out = verdicts.try_out
+    monkeypatch.setattr(verdicts, "try_out", counted)
+    return trials
+
+
+def test_a_model_is_tried_once_as_long_as_it_stays_as_it_is(monkeypatch):
+    trials, model = counted_trials(monkeypatch), recurrent_model("lfm2")
+    gone = weakref.ref(model)
+    texts = []
+    for _ in range(3):
+        texts.append(Speculator("prompt-lookup", target=model, plan="fixed").generate(TEXT, max_new_tokens=4)[0])
+        gc.collect()
+    assert len(trials) == 1
+    assert len({tuple(text.token_ids) for text in texts}) == 1
+    for change in (
+        lambda m: m.model.layers[0].register_forward_hook(lambda layer, x, out: out),
+        lambda m: setattr(m.config, "conv_bias", not m.config.conv_bias),
+        lambda m: m.get_input_embeddings().weight.data.mul_(1.5),
+        lambda m: m.double(),
+    ):
+        before = len(trials)
+        change(model)
+        TargetRunner(model)
+        gc.collect()
+        assert len(trials) == before + 1
+    del model, texts
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_refused_model_is_tried_once_too(monkeypatch):
+    # BERT without is_decoder=True looks ahead.
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=61, initializer_range=0.3, **sizes)
+    trials, model = counted_trials(monkeypatch), AutoModelForCausalLM.from_config(config)
+    messages = set()
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError) as error:
+            TargetRunner(model)
+        messages.add(str(error.value))
+        del error
+        gc.collect()
+    assert len(trials) == len(messages) == 1

@@ -23,7 +23,7 @@ _LEFT_OUT = "_compiled_call_impl"
 # Attributes and settings that our forwards do not depend on.
 _IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # Depth to which nested lists are searched for modules.
 _DEPTH = 3
 
@@ -152,7 +152,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
 def unchanged(before: list[Any], now: list[Any]) -> bool:
     """True if two signatures describe the same structure."""
     return len(before) == len(now) and all(
-        a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b) for a, b in zip(before, now, strict=True)
+        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b) for a, b in zip(before, now, strict=True)
     )
 
 

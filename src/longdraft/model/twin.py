@@ -38,7 +38,7 @@ from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
 from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
-from longdraft.model.trial import try_out
+from longdraft.model.verdicts import tried
 from longdraft.native import kernels
 
 
@@ -80,7 +80,7 @@ class Twin:
         return self.few_rows.most is None
 
     def _try(self, model: PreTrainedModel) -> None:
-        found = try_out(model)
+        found = tried(model)
         for each in (model, self.model):
             calls.remember(each, found)
         if found.own:
