@@ -37,8 +37,7 @@ MODELS = {
 
 def whole_heads() -> PreTrainedModel:
     """A recurrent model whose rotary embedding LongSpec drafts can share."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    return recurrent_model("qwen3_5_text", rope_parameters=rope)
+    return recurrent_model("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
 
 
 def chains(spec: Speculator) -> list[bool]:

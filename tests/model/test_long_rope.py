@@ -43,6 +43,14 @@ def test_each_text_of_a_batch_is_what_the_whole_text_gives(kind, method):
     assert [result.token_ids for result in spec.generate(requests)] == written(kind)
 
 
+def test_reading_anew_is_a_part_of_decoding_and_no_round():
+    steps = list(Speculator("ar", target=long_rope_model()).stream(prompt_of(SWITCH - 2), max_new_tokens=NEW))
+    anew = [step for step in steps if step.mode != "prefill" and step.tree is None]
+    assert len(anew) == 1 and not anew[0].token_ids and anew[0].seconds > 0
+    (result,) = Speculator("ar", target=long_rope_model()).generate(prompt_of(SWITCH - 2), max_new_tokens=NEW)
+    assert result.rounds == NEW - 1
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_text_has_the_tokens_that_it_has_in_a_batch(length):
     spec = Speculator("prompt-lookup", target=long_rope_model(), plan="fixed")

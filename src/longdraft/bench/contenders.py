@@ -218,7 +218,7 @@ class Ours:
         emitted = [0] * len(job.prompts)
         rounds: list[tuple[int, int]] = []
         for step in run:
-            if step.mode != "prefill":
+            if step.tree is not None:
                 rounds.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
             emitted[step.sequence] += len(step.token_ids)
         results = run.results()

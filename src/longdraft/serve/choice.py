@@ -36,7 +36,7 @@ class Speculation:
     emitted: int = 0
 
     def count(self, step: Step) -> None:
-        if step.mode == "prefill":
+        if step.tree is None:  # a text was read
             return
         self.rounds += 1
         self.emitted += len(step.token_ids)
@@ -186,6 +186,8 @@ class Choice:
     def _trace(self, step: Step, tokens: int, detokenizer: Detokenizer) -> dict[str, Any]:
         if step.mode == "prefill" and not step.token_ids:
             return {"phase": "prefill", "read": step.prefilled, "of": len(self.request.prompt)}
+        if step.tree is None and not step.token_ids:
+            return {}
         tree, drawn = step.tree, None
         sources = ["target"] * len(step.token_ids)
         if tree is not None:
