@@ -154,12 +154,16 @@ def test_what_a_gpu_would_make_wait_is_counted(there):
         lambda: x[[0, 2]],
         lambda: torch.tensor([1, 2], device=DEVICE),
         lambda: rows.copy_(torch.ones(3)),
+        lambda: rows.__setitem__(1, 5),
+        lambda: rows.__setitem__(OnCard(torch.tensor([0, 2])), 1.0),
     ):
         there.waits.clear()
         wait()
         assert len(there.waits) == 1
     there.waits.clear()
     rows[1:] = x[OnCard(torch.tensor([0, 2]))]
+    rows[1:] = 3.0  # fills, which needs no copy
+    rows[x > 1] = 1.0
     torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
     assert not there.waits
 
