@@ -83,7 +83,7 @@ class PromptCache:
                 self.tokens = []
             elif old is not None:
                 _copy(old, store)
-            self.tokens += [packed(()) for _ in range(slots - len(self.tokens))]
+            self.tokens += [packed(()) for _ in range(store.slots - len(self.tokens))]
             self.store = store
         assert self.store is not None
         if self._pending is not None:

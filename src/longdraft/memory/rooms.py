@@ -1,0 +1,100 @@
+"""Rooms: device memory of stores and windows that is kept from one run to the next.
+
+A recorded forward (:mod:`longdraft.model.graphs`) holds for the addresses that it was recorded with. So the memory that
+it reads outlives the store that used it: the next store of its kind takes the same memory, and finds the recordings.
+Capacities are rounded up, so that texts of similar lengths share a room. Rooms are only used on devices where forwards
+are recorded; they are freed as soon as something else needs the memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+
+import torch
+
+from longdraft.errors import MemoryBudgetError
+from longdraft.memory import sizes
+
+# Idle rooms of a kind: a run has two stores of one kind at most, a text's and its view.
+IDLE = 2
+# Classes of capacities between a power of two and the next, so that rounding costs an eighth at most.
+CLASSES = 8
+
+Make = Callable[[int, int], tuple[torch.Tensor, ...]]
+
+
+class Room:
+    """Tensors for a number of slots with a number of rows each.
+
+    Attributes:
+        kind: everything else that the tensors depend on.
+    """
+
+    def __init__(self, kind: Hashable, slots: int, capacity: int, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.kind, self.slots, self.capacity, self.tensors = kind, slots, capacity, tensors
+
+    @property
+    def size(self) -> int:
+        return self.slots * self.capacity
+
+
+class Rooms:
+    """The rooms of one target or draft. Its stores and windows take them and, when they are freed, give them back."""
+
+    def __init__(self) -> None:
+        self._idle: list[Room] = []  # the one that came back last is last
+        self._lock = threading.RLock()  # the garbage collector gives rooms back at any moment, in any thread
+        sizes.spare.add(self)
+
+    def take(self, user: object, kind: Hashable, slots: int, capacity: int, make: Make) -> Room:
+        """The smallest idle room that is large enough, or a new one; given back when ``user`` is freed.
+
+        Args:
+            user: does not refer to the room's tensors after it is freed.
+            make: makes the tensors for (slots, capacity).
+
+        Raises:
+            MemoryBudgetError: ``make`` does, for the smallest room that is large enough.
+        """
+        room = self._idle_one(kind, slots, capacity) or self._made(kind, slots, capacity, make)
+        weakref.finalize(user, self._back, room).atexit = False
+        return room
+
+    def _idle_one(self, kind: Hashable, slots: int, capacity: int) -> Room | None:
+        """Takes the smallest idle room that is large enough. If there is none, frees one that is too small."""
+        with self._lock:
+            same = [room for room in self._idle if room.kind == kind]
+            large = [room for room in same if room.slots >= slots and room.capacity >= capacity]
+            room = min(large, key=lambda each: each.size, default=None)
+            gone = same[0] if room is None and len(same) == IDLE else room
+            self._idle = [each for each in self._idle if each is not gone]
+            return room
+
+    def _made(self, kind: Hashable, slots: int, capacity: int, make: Make) -> Room:
+        larger = rounded(capacity)
+        try:
+            return Room(kind, slots, larger, make(slots, larger))
+        except MemoryBudgetError:
+            if larger == capacity:
+                raise
+        return Room(kind, slots, capacity, make(slots, capacity))
+
+    def _back(self, room: Room) -> None:
+        with self._lock:
+            same = [each for each in self._idle if each.kind == room.kind]
+            if len(same) >= IDLE:
+                self._idle.remove(same[0])
+            self._idle.append(room)
+
+    def drop(self) -> None:
+        """Frees idle rooms, and the recordings in them."""
+        with self._lock:
+            self._idle = []
+
+
+def rounded(capacity: int) -> int:
+    """The capacity, rounded up to a power of two or one of the classes below it."""
+    step = max(1, (1 << (capacity - 1).bit_length()) // 2 // CLASSES)
+    return -(-capacity // step) * step
