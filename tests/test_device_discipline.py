@@ -5,6 +5,7 @@ docs/gpu.md explains the numbers.
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,28 @@ def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
     assert most == WAITS[method]
     # The first round is recorded too, but not counted.
     assert recorder.replays > (len(waits) + 1 if method in RECORDED else len(waits))
+
+
+# Launches and copies of a round with recorded forwards, at most; docs/gpu.md has them.
+ASKED = {"ar": (23, 6), "longspec": (192, 18), "eagle3": (187, 15), "self": (110, 16)}
+
+
+@pytest.mark.parametrize("method", ASKED)
+def test_a_round_asks_the_device_for_no_more_than_it_must(method, specs, there):
+    options = specs.options(method)
+    moved(specs.model)
+    spec = Speculator(method, target=specs.model, plan="fixed", **options)
+    spec.runner().graphs = Graphs(StandIn(there), uses=0)
+    found: list[tuple[int, int]] = []
+    for _ in range(2):  # in the second run everything is recorded
+        found.clear()
+        for step in spec.stream(PROMPTS, max_new_tokens=24, eos_token_ids=[]):
+            if step.seconds and step.mode != "prefill":
+                found.append((there.launches, there.copies))
+            if step.seconds:
+                there.launches = there.copies = 0
+    launches, copies = (statistics.median(each) for each in zip(*found, strict=True))
+    assert (launches, copies) <= ASKED[method] and copies <= ASKED[method][1]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.05}], ids=["plain", "filtered"])

@@ -312,16 +312,16 @@ def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(monkeypatch)
 @pytest.mark.parametrize("method", ["longspec", "eagle3", "self"])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
-    options = specs.options(method)
-    expected = Speculator("ar", target=specs.model).generate([text(50, 1)], max_new_tokens=12, eos_token_ids=[])
+    options, prompts = specs.options(method), [text(50, 1), text(30, 2)]
+    expected = Speculator("ar", target=specs.model).generate(prompts, max_new_tokens=12, eos_token_ids=[])
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
     recorder = StandIn(there)
     spec.runner().graphs = Graphs(recorder, uses=0)
     captures = []
     for _ in range(2):
-        (got,) = spec.generate([text(50, 1)], max_new_tokens=12, eos_token_ids=[])
-        assert got.token_ids == expected[0].token_ids
+        got = spec.generate(prompts, max_new_tokens=12, eos_token_ids=[])
+        assert [r.token_ids for r in got] == [r.token_ids for r in expected]
         captures.append(recorder.captures)
     assert captures[0] == captures[1] > 0
 

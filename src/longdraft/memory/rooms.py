@@ -17,8 +17,6 @@ import torch
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import sizes
 
-# Idle rooms of a kind: a run has two stores of one kind at most, a text's and its view.
-IDLE = 2
 # Classes of capacities between a power of two and the next, so that rounding costs an eighth at most.
 CLASSES = 8
 
@@ -35,24 +33,21 @@ class Room:
     def __init__(self, kind: Hashable, slots: int, capacity: int, tensors: tuple[torch.Tensor, ...]) -> None:
         self.kind, self.slots, self.capacity, self.tensors = kind, slots, capacity, tensors
 
-    @property
-    def size(self) -> int:
-        return self.slots * self.capacity
-
 
 class Rooms:
-    """The rooms of one target or draft. Its stores and windows take them and, when they are freed, give them back."""
+    """The rooms of one target or draft. Its stores and windows take them and, when they are freed, give them back. One
+    idle room of each kind is kept."""
 
     def __init__(self) -> None:
-        self._idle: list[Room] = []  # the one that came back last is last
+        self._idle: list[Room] = []  # one of a kind
         self._lock = threading.RLock()  # the garbage collector gives rooms back at any moment, in any thread
         sizes.spare.add(self)
 
     def take(self, user: object, kind: Hashable, slots: int, capacity: int, make: Make) -> Room:
-        """The smallest idle room that is large enough, or a new one; given back when ``user`` is freed.
+        """The idle room if it is large enough, or a new one; given back when ``user`` is freed.
 
         Args:
-            user: does not refer to the room's tensors after it is freed.
+            user: reads the tensors; nobody else does after it is freed.
             make: makes the tensors for (slots, capacity).
 
         Raises:
@@ -63,14 +58,11 @@ class Rooms:
         return room
 
     def _idle_one(self, kind: Hashable, slots: int, capacity: int) -> Room | None:
-        """Takes the smallest idle room that is large enough. If there is none, frees one that is too small."""
+        """Takes the idle room of a kind; if it is too small, frees it."""
         with self._lock:
-            same = [room for room in self._idle if room.kind == kind]
-            large = [room for room in same if room.slots >= slots and room.capacity >= capacity]
-            room = min(large, key=lambda each: each.size, default=None)
-            gone = same[0] if room is None and len(same) == IDLE else room
-            self._idle = [each for each in self._idle if each is not gone]
-            return room
+            room = next((each for each in self._idle if each.kind == kind), None)
+            self._idle = [each for each in self._idle if each is not room]
+            return room if room is not None and room.slots >= slots and room.capacity >= capacity else None
 
     def _made(self, kind: Hashable, slots: int, capacity: int, make: Make) -> Room:
         larger = rounded(capacity)
@@ -83,10 +75,7 @@ class Rooms:
 
     def _back(self, room: Room) -> None:
         with self._lock:
-            same = [each for each in self._idle if each.kind == room.kind]
-            if len(same) >= IDLE:
-                self._idle.remove(same[0])
-            self._idle.append(room)
+            self._idle = [each for each in self._idle if each.kind != room.kind] + [room]
 
     def drop(self) -> None:
         """Frees idle rooms, and the recordings in them."""

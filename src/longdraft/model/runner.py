@@ -125,7 +125,8 @@ class TargetRunner:
         layout = self.twin.layout
         recorded = self.share is None and not (layout.windows or layout.recurrent or layout.own)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
-        self._rooms = Rooms()
+        # Of stores of whole texts and windows, and of views, which would take each other's.
+        self._rooms, self._resident = Rooms(), Rooms()
         self._bound_to = _bound_to(model)
 
     @property
@@ -265,7 +266,7 @@ class TargetRunner:
                     transposed,
                     feature_layers,
                     size,
-                    self.rooms,
+                    self._resident if resident and self.rooms is not None else self.rooms,
                 )
             if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
