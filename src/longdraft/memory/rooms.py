@@ -77,10 +77,11 @@ class Rooms:
         with self._lock:
             self._idle = [each for each in self._idle if each.kind != room.kind] + [room]
 
-    def drop(self) -> None:
-        """Frees idle rooms, and the recordings in them."""
+    def drop(self) -> bool:
+        """Frees idle rooms, and the recordings in them. Returns whether there were any."""
         with self._lock:
-            self._idle = []
+            idle, self._idle = self._idle, []
+            return bool(idle)
 
 
 def rounded(capacity: int) -> int:

@@ -16,8 +16,8 @@ from longdraft.errors import MemoryBudgetError
 class Spare(Protocol):
     """Holds memory that is not in use."""
 
-    def drop(self) -> None:
-        """Frees it."""
+    def drop(self) -> bool:
+        """Frees it, and returns whether there was any."""
 
 
 # They free their memory before a request is refused.
@@ -63,9 +63,9 @@ def require(needed: int, device: torch.device, what: str) -> None:
     """Raises MemoryBudgetError, with the bytes needed and available, if ``needed`` bytes are not available."""
     available = available_bytes(device)
     if available is not None and needed > available:
-        for each in list(spare):
-            each.drop()
-        available = available_bytes(device)
+        freed = [each.drop() for each in list(spare)]
+        if any(freed):
+            available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryBudgetError(
             f"{what} needs {human(needed)} ({needed} bytes) on {device}, and {human(available)} "
