@@ -3,8 +3,10 @@
 It finds operations that a real GPU would refuse or wait for. Every operation of torch is intercepted:
 
 * an operation on tensors of the device and of the host is an error, except for tensors without dimensions;
-* the host waits if it reads a number of the device, if a shape depends on numbers of the device, or if it copies from
-  memory that is not pinned: :attr:`Card.waits` lists the places in our code;
+* the host waits if it reads a number of the device, if a shape depends on numbers of the device, if it copies from
+  memory that is not pinned, or if it writes a number at a place (``x[3] = 5``, which copies that number):
+  :attr:`Card.waits` lists the places in our code;
+* operations of the device and copies between it and the host are counted (:attr:`Card.launches`, :attr:`Card.copies`);
 * while something is recorded (:attr:`Card.recording`), waits and copies from the host are errors: a CUDA graph would
   copy the host's old memory again.
 """
@@ -28,6 +30,17 @@ aten = torch.ops.aten
 # Operations whose output shapes depend on numbers.
 _COUNTING = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
 _INDEXED = ("index", "index_put_", "index_put", "_index_put_impl_")
+# Operations that launch nothing.
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "scalar_tensor",
+    "lift_fresh",
+    "detach",
+}
 _SOURCES = str(Path(__file__).parents[1] / "src" / "longdraft")
 
 
@@ -39,6 +52,7 @@ class OnCard(torch.Tensor):
     """A tensor of the device, with its numbers in the host tensor ``numbers``."""
 
     numbers: torch.Tensor
+    scalar = False  # a number that Python code writes into another tensor: on a real GPU it is still on the host
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -83,12 +97,15 @@ class Card(TorchDispatchMode):
 
     Attributes:
         waits: places where the host has waited for the device: "file:line function (operation)".
+        launches: number of operations that the host has asked the device for; views are none, a replay is one.
+        copies: number of copies between host and device.
         recording: True while operations are being recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.launches = self.copies = 0
         self.recording = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
@@ -115,23 +132,34 @@ class Card(TorchDispatchMode):
             self._mixed(name, func, tensors)
             if name in _INDEXED and any(type(x) is torch.Tensor and x.dim() > 0 for x in args[1]):
                 self._wait(f"{name} by numbers of the host")
+            if name in _INDEXED[1:] and getattr(args[2], "scalar", False) and not self._with_mask(args):
+                self._wait(f"{name} of a number")
             if name in _COUNTING or name == "_local_scalar_dense" or self._by_mask(name, args):
                 self._wait(name)
         kwargs.pop("pin_memory", None)
         out = func(*_real(args), **_real(kwargs))
+        if not (self.recording or name in _FREE or func.is_view):
+            self.launches += 1
         if func._schema.is_mutable and name.endswith("_"):
             return args[0]
         if "out" in kwargs:
             return kwargs["out"]
         # Views of tensors that were made outside inference mode must be made outside of it too.
         with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
-            return tree_map_only(torch.Tensor, OnCard, out) if there else out
+            made = tree_map_only(torch.Tensor, OnCard, out) if there else out
+        if name == "scalar_tensor" and isinstance(made, OnCard):
+            made.scalar = True
+        return made
 
     def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], there: bool) -> None:
         source = args[1] if name == "copy_" else args[0]
         target = isinstance(args[0], OnCard) if name == "copy_" else there
+        if name == "copy_" and target and getattr(source, "scalar", False):
+            self._wait("a number written at a place")
+            return
         if isinstance(source, OnCard) == target:
             return
+        self.copies += 1
         soon = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         if not target:
             self._wait(name)
@@ -150,8 +178,10 @@ class Card(TorchDispatchMode):
     def _by_mask(self, name: str, args: tuple[Any, ...]) -> bool:
         if name not in _INDEXED:
             return False
-        masks = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-        return masks and not (name != "index" and args[2].numel() == 1)
+        return self._with_mask(args) and not (name != "index" and args[2].numel() == 1)
+
+    def _with_mask(self, args: tuple[Any, ...]) -> bool:
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
     def _wait(self, name: str) -> None:
         place = f"{_place()} ({name})"
@@ -178,11 +208,15 @@ class StandIn:
 
         def replay() -> Any:
             self.replays += 1
-            new = self._recorded(compute)
-            for old, x in zip(tree_leaves(out), tree_leaves(new), strict=True):
+            if self._card is not None:
+                self._card.launches += 1
+            self._recorded(repeat)
+            return out
+
+        def repeat() -> None:
+            for old, x in zip(tree_leaves(out), tree_leaves(compute()), strict=True):
                 if x is not None:
                     old.copy_(x)
-            return out
 
         return replay
 

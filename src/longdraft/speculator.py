@@ -28,6 +28,7 @@ from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import whole_number, with_suggestions
+from longdraft.planning.costs import STEPS, Stage
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import checked, planned, planner_for
 from longdraft.recipes import Recipe, recipe_for, resolve
@@ -169,6 +170,33 @@ class Speculator:
             progress: called with a line of text before anything is measured.
         """
         return self._planner(self.runner(), progress)
+
+    def record(self, batch: int | None = None, context: int = 0, progress: Progress | None = None) -> int:
+        """Records the CUDA graphs of a session's verifications before its first request, where there are graphs.
+
+        Without, each size is recorded when it comes up for the third time, which takes as long as two rounds.
+
+        Args:
+            batch, context: as of :meth:`session`.
+            progress: called with a line of text now and then.
+
+        Returns:
+            The number of graphs; 0 on a CPU, and for models with windows or recurrent layers, which have none.
+
+        Raises:
+            MemoryBudgetError: there is no room for one text of ``context`` tokens.
+        """
+        if not self.runner().graphs.recording:
+            return 0
+        reported = 0
+
+        def done(share: float) -> None:
+            nonlocal reported
+            if progress is not None and share * STEPS >= reported:
+                progress(Stage("Recording verifications as CUDA graphs", share))
+                reported += 1
+
+        return self._engine(batch, None, None, context)[1].record(done)
 
     def _planner(self, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
         with runner.lock:  # also while it is measured what verifications cost: others would be measured with them

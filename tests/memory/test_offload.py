@@ -39,7 +39,7 @@ def kind(request):
 def offloaded(kind, tmp_path, monkeypatch):
     """From here on all targets offload; to the host as if the CPU were a GPU with a lazy stream."""
 
-    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0):
+    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None):
         if kind == "host":
             return HostStore(shape, slots, capacity, "cpu", layers, size, side=LazySide())
         return DiskStore(tmp_path, shape, slots, capacity, transposed, layers, size)

@@ -15,25 +15,35 @@ from longdraft import Speculator
 from longdraft.attention import hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
-from longdraft.errors import NumericalError
+from longdraft.engine.request import Request
+from longdraft.errors import MemoryBudgetError, NumericalError
+from longdraft.memory import sizes as free_memory
 from longdraft.memory.host_store import HostStore
+from longdraft.memory.store import KVStore
 from longdraft.model import graphs
-from longdraft.model.graphs import BUCKETS, Graphs, unavailable
+from longdraft.model.graphs import BUCKETS, Graphs, batches, padded, unavailable
 from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests import torch_kernels
 from tests.drafts import random_draft
+from tests.exact_methods import Specs
 from tests.forwards import forward
-from tests.nominal import StandIn
+from tests.nominal import StandIn, card, moved
 from tests.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
+@pytest.fixture
+def there(monkeypatch):
+    with card(monkeypatch) as found:
+        yield found
+
+
 def recorded(target):
-    """The graphs of each store."""
+    """The graphs of the memory of each store."""
     return target.runner.graphs._known
 
 
@@ -132,7 +142,7 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
     for number, (slots, batch, sizes) in enumerate(rounds):
         target.check(list(slots)[:batch], trees_of(*sizes[:batch], seed=seed + 7 * number, chain=chain), taps)
     # Every forward was a replay, and no size was recorded twice.
-    kinds = {(batch, (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
+    kinds = {(padded(batch, 3), (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
     assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
@@ -183,7 +193,7 @@ def test_padded_rows_do_not_reach_the_result():
     target.read(20, 11)
     trees = trees_of(5, 4, seed=3)
     first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
-    (graph,) = recorded(target)[target.stores[0]].values()
+    (graph,) = recorded(target)[target.stores[0].room or target.stores[0]].values()
     with torch.inference_mode():
         graph._tokens[:, 5:] = 17
         graph._positions[:, 5:] = 90
@@ -260,21 +270,149 @@ def test_another_batch_other_rows_or_other_taps_are_another_recording():
     assert target.recorder.captures == 5
 
 
-def test_another_store_is_another_recording_and_a_store_that_goes_takes_its_own_along():
-    class Forgetful(StandIn):
-        def capture(self, compute):
-            self.captures += 1
-            out = compute()
-            return lambda: out  # as a graph does: it knows addresses, and holds no store
+def test_stores_in_use_have_recordings_of_their_own_and_a_later_one_takes_those_of_a_freed_one():
+    target = Target()
+    store, other = (target.runner.new_store(1, 100) for _ in range(2))
+    for each in (store, other, store):
+        forward(target.runner, [[1, 2]], each, [0])
+    assert (target.recorder.captures, target.recorder.replays) == (2, 3)
+    del store, other, each
+    later = target.runner.new_store(1, 90)
+    assert later.lengths == [0] and later.capacity >= 100
+    target.stores[0] = later
+    target.check([0], [tree_of(2, 1, chain=True)])
+    assert (target.recorder.captures, target.recorder.replays) == (2, 4)
 
-    target = Target(recorder=Forgetful)
-    other = target.runner.new_store(1, 100)
-    for store in (target.stores[0], other, target.stores[0]):
-        forward(target.runner, [[1, 2]], store, [0])
-    assert target.recorder.captures == 2 and len(recorded(target)) == 2
-    del other, store
-    gc.collect()
+
+def test_a_store_with_more_slots_rows_or_features_takes_new_memory():
+    target = Target()
+    for slots, capacity, features in ((2, 100, ()), (3, 100, ()), (3, 300, ()), (3, 300, (0,))):
+        forward(target.runner, [[1, 2]], target.runner.new_store(slots, capacity, features), [0])
+    assert target.recorder.captures == 4
+
+
+def test_memory_that_is_kept_for_later_is_freed_when_it_is_needed(monkeypatch):
+    target = Target()
+    forward(target.runner, [[1, 2]], target.runner.new_store(1, 100), [0])
     assert len(recorded(target)) == 1
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 0)
+    with pytest.raises(MemoryBudgetError):
+        target.runner.new_store(1, 1000)
+    gc.collect()
+    assert not recorded(target)
+
+
+def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(monkeypatch):
+    target = Target(slots=1)
+    exact = KVStore.bytes_for(target.runner.kv_shape, 1, 1001 + target.runner.graphs.padding(1))
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: exact)
+    assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
+
+
+@pytest.mark.parametrize("method", ["longspec", "eagle3", "self"])
+def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
+    specs = Specs(tmp_path, torch.float32)
+    options, prompts = specs.options(method), [text(50, 1), text(30, 2)]
+    expected = Speculator("ar", target=specs.model).generate(prompts, max_new_tokens=12, eos_token_ids=[])
+    moved(specs.model)
+    spec = Speculator(method, target=specs.model, plan="fixed", **options)
+    recorder = StandIn(there)
+    spec.runner().graphs = Graphs(recorder, uses=0)
+    captures = []
+    for _ in range(2):
+        got = spec.generate(prompts, max_new_tokens=12, eos_token_ids=[])
+        assert [r.token_ids for r in got] == [r.token_ids for r in expected]
+        captures.append(recorder.captures)
+    assert captures[0] == captures[1] > 0
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_batches_are_padded_to_powers_of_two_or_all_slots(chain):
+    target = Target(slots=7, features=(0,))
+    target.read(20, 11, 30, 1, 9, 40, 3)
+    store = target.stores[0]
+    for slots in ([2, 0, 1], [1, 3, 4, 2], [4, 5, 6, 0, 1], [3, 2, 1, 0, 6, 5, 4], [5], [6, 1]):
+        before = store.keys.clone(), store.values.clone()
+        if chain:  # token by token behind the prefix
+            for offset in range(3):
+                pairs = zip((target.runner, target.plain), target.stores, strict=True)
+                got, expected = (forward(r, [[n + 1] for n in slots], s, slots, offset=offset) for r, s in pairs)
+                torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
+        else:
+            target.check(slots, trees_of(*(3 + n % 2 for n in slots), seed=5), Taps((1,), (0,)))
+        for old, new in zip(before, (store.keys, store.values), strict=True):
+            same = (old == new) | (old.isnan() & new.isnan())
+            same[:, slots] = True
+            same[..., -BUCKETS[-1] :, :] = True  # nobody's
+            assert same.all()
+    assert batches(7) == [1, 2, 4, 7] and target.recorder.captures == (12 if chain else 4)
+
+
+def test_a_padded_sequence_writes_over_no_text_that_fills_its_slot():
+    target = Target(slots=3, capacity=60)
+    target.runner.graphs, capacity = Graphs(target.recorder, 0), target.stores[0].capacity
+    for store in target.stores:
+        store.capacity = 60
+    target.read(49, 50, 3)
+    assert capacity > 60
+    target.check([0, 1, 2], trees_of(4, 3, 2, seed=1))
+    target.check([1, 2], trees_of(4, 3, seed=2))
+    assert target.recorder.captures == 2
+
+
+def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
+    """In 16 bits torch's kernel splits by the longest text that may come: a power of two, of which the key is part."""
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
+    with torch_kernels.registered():
+        runner = TargetRunner(tiny_model(layers=1, dtype=torch.bfloat16))
+        recorder = StandIn()
+        runner._attend, runner.graphs = hybrid.attend, Graphs(recorder, 0, shortest=16)
+        store = runner.new_store(1, 1000)
+        forward(runner, [text(20, 0)], store, [0], logits="none")
+        store.commit(0, range(20))
+        for length, captures in ((20, 1), (32, 1), (33, 2), (60, 2), (500, 3)):
+            forward(runner, [text(length - store.lengths[0], 0)] if length > 20 else [[1]], store, [0], logits="none")
+            store.commit(0, range(length - store.lengths[0]))
+            torch_kernels.calls.clear()
+            forward(runner, [[1, 2, 3]], store, [0])
+            bounds = {call[3] for call in torch_kernels.calls}
+            assert recorder.captures == captures and all(length <= bound < 2 * length for bound in bounds)
+
+
+@pytest.mark.parametrize("method", ["longspec", "eagle3"])
+def test_so_is_a_drafts(method, tmp_path, there):
+    specs = Specs(tmp_path, torch.bfloat16)
+    options = specs.options(method)
+    moved(specs.model)
+    spec = Speculator(method, target=specs.model, plan="fixed", **options)
+    spec.runner().graphs = Graphs(StandIn(there), uses=0, shortest=16)
+    session = spec.session(1, context=3000)
+    session.add(Request(text(50, 1), max_new_tokens=12, eos_token_ids=[]))
+    torch_kernels.calls.clear()
+    while session.busy:
+        session.step()
+    assert torch_kernels.calls and all(call[3] <= 128 for call in torch_kernels.calls)
+
+
+def test_graphs_are_recorded_before_the_first_request(there, tmp_path):
+    specs = Specs(tmp_path, torch.float32)
+    moved(specs.model)
+    spec = Speculator("prompt-lookup", target=specs.model, plan="fixed", min_n=1)
+    recorder, lines = StandIn(there), []
+    spec.runner().graphs = Graphs(recorder)
+    count = spec.record(4, context=100, progress=lines.append)
+    assert recorder.captures == count > 0
+    assert len({line.share for line in lines}) > 1 and lines[-1].share == 1.0
+    session = spec.session(4, context=100)
+    for seed in range(3):
+        session.add(Request(text(50, seed) * 2, max_new_tokens=10, eos_token_ids=[]))
+    while session.busy:
+        session.step()
+    assert recorder.captures == count and recorder.replays > count
+
+
+def test_nothing_is_recorded_beforehand_on_a_cpu():
+    assert Speculator("ar", target=tiny_model()).record(2) == 0
 
 
 def test_tensors_that_lie_elsewhere_are_another_recording():
@@ -309,7 +447,8 @@ def test_a_padded_block_that_has_no_room_is_computed_without():
 def test_stores_leave_room_for_padding():
     target = Target(capacity=30)
     gaps = [min(b for b in BUCKETS if b >= n) - n for n in range(1, BUCKETS[-1] + 1)]
-    assert target.stores[0].capacity == 30 + max(gaps)
+    assert target.stores[0].capacity >= 30 + max(gaps) + BUCKETS[-1]  # and for what padded sequences write
+    assert target.runner.new_store(1, 500).capacity >= 500 + max(gaps)
     assert target.stores[1].capacity == 30
 
 
@@ -335,20 +474,39 @@ def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_l
     assert target.recorder.captures == 3
 
 
-def test_a_failure_is_said_once_and_the_forward_computed_without(caplog):
-    class Failing(StandIn):
-        def capture(self, compute):
+class Failing(StandIn):
+    """Fails to record the first so many sizes."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self._times = times
+
+    def capture(self, compute):
+        if self.captures < self._times:
             self.captures += 1
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return super().capture(compute)
 
+
+def test_a_size_that_cannot_be_recorded_is_said_once_and_does_not_switch_off_the_others(caplog):
     target = Target(recorder=Failing)
     target.read(10)
     with caplog.at_level(logging.WARNING, logger="longdraft"):
         for seed in range(3):
             target.check([0], [tree_of(4, seed)])
-    assert target.recorder.captures == 1
+            target.check([0], [tree_of(7, seed)])
+    assert (target.recorder.captures, target.recorder.replays) == (2, 3)
     (record,) = caplog.records
-    assert "CUDA graphs are off" in record.getMessage() and "and more" not in record.getMessage()
+    assert "could not be recorded" in record.getMessage() and "and more" not in record.getMessage()
+
+
+def test_where_no_size_can_be_recorded_no_more_are_tried(caplog):
+    target = Target(recorder=lambda: Failing(99))
+    target.read(10)
+    for size in (1, 2, 4, 8, 16):
+        target.check([0], [tree_of(size, 1)])
+    assert target.recorder.captures == graphs.FAILURES
+    assert "CUDA graphs are off" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -373,7 +531,8 @@ def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
         monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
         graphs_off = Graphs.on(CUDA, "triton")
         assert not Graphs.on(CPU, "cpu").recording
-    assert graphs_on.recording and graphs_on.padding == 31 and not graphs_off.recording and graphs_off.padding == 0
+    assert graphs_on.recording and not graphs_off.recording
+    assert graphs_on.padding(1) == 15 and graphs_on.padding(4) == 111 and graphs_off.padding(4) == 0
     assert [r.getMessage() for r in caplog.records] == [
         "CUDA graphs: verifications are recorded",
         "CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off",
@@ -391,4 +550,4 @@ def test_graphs_on_a_gpu(monkeypatch):
     target.read(50, 0, 7)
     for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
         target.check(slots, trees_of(*sizes, seed=5 * seed), Taps((1,), (0,)))
-    assert len(recorded(target)[target.stores[0]]) == 2
+    assert len(recorded(target)[target.stores[0].room]) == 2

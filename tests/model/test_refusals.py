@@ -18,6 +18,7 @@ from longdraft import Speculator
 from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
+from tests.nominal import card, moved
 from tests.tiny import tiny_model
 
 
@@ -66,6 +67,15 @@ SMALL = {
 def test_a_model_that_cannot_be_hosted_is_refused_by_name(made, message):
     with pytest.raises(UnsupportedModelError, match=message):
         TargetRunner(made())
+
+
+def test_a_model_whose_layers_are_on_several_devices_is_refused_by_name(monkeypatch):
+    """As ``device_map="auto"`` spreads it over two GPUs; here half of it is on a simulated one."""
+    with card(monkeypatch):
+        model = tiny_model(layers=2)
+        moved(model.model.layers[1])
+        with pytest.raises(UnsupportedModelError, match=r"layer 0 is on cpu, layer 1 is on cuda:0.*device_map"):
+            Speculator("ar", target=model).generate([text(20)], max_new_tokens=4)
 
 
 def quantised_by_torch(model):

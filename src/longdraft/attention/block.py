@@ -57,6 +57,8 @@ class Block:
             length + the number of its ancestors in the tree.
         captured: True if the forward is recorded once and replayed with other numbers in the tensors. Slots and lengths
             must then be read from the tensors: the host's slots have no meaning, and its lengths are upper bounds.
+        into_t: (B,) int32, the cache row that each sequence's first new row is written to; None: behind the prefix and
+            the tree before it. A captured block is padded with sequences that write where nobody reads.
         prompt: True if the rows are part of a prompt, False in decoding. In decoding a row's result must not depend on
             the rows beside it, so one product serves any number of rows; prompts use the fastest product.
         text: tokens of the whole prompt that the rows are a piece of; 0: each row is the last one of its text. Rotary
@@ -77,6 +79,7 @@ class Block:
     bases: tuple[int, ...] = ()
     begins: torch.Tensor | None = None
     captured: bool = False
+    into_t: torch.Tensor | None = None
     prompt: bool = False
     text: int = 0
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)

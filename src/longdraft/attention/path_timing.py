@@ -1,7 +1,8 @@
 """Measures which attention path is the fastest on this GPU, once, when a target is first loaded.
 
 All paths get the same random tensors: one row, a tree of 16 and a tree of 64 behind 16,384 keys. The geometric mean of
-the three times decides. A path that raises, or whose output differs from torch's masked attention, is not used.
+the three times decides. A path that raises, or whose output differs from torch's masked attention, is not used. All
+paths are run before the first is timed: the first runs compile, load libraries and wake the GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import importlib
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,6 @@ logger = logging.getLogger("longdraft")
 # Query and KV heads as in a model with 8B parameters, rows of the prefix, and rows of the trees.
 HEADS, KEYS, ROWS = (32, 8), 16384, (1, 16, 64)
 RUNS = 5
-# Seconds after which no further path is tried. Compiling may take longer.
-SECONDS = 1.0
 # The largest difference from masked attention, over its largest output. 16-bit rounding causes a tenth of it.
 OFF = 0.05
 
@@ -64,45 +62,48 @@ class Fastest:
 
     def __init__(self, folder: Path | None = None) -> None:
         # Raise the version when times mean something else than before, or a path has changed.
-        self._cache = MeasurementCache("attention", 1, folder)
+        self._cache = MeasurementCache("attention", 2, folder)
         self._known: dict[str, dict[str, float]] = {}
 
     def known(self, kind: Kind) -> dict[str, float] | None:
         """Seconds by path, infinite for a path that does not work; None if nothing was measured."""
         if repr(kind) not in self._known:
             seconds = self._cache.load(kind)
-            if not isinstance(seconds, dict) or not seconds or not set(seconds) <= set(kind.paths):
+            if not isinstance(seconds, dict) or not seconds or set(seconds) != set(kind.paths):
                 return None
             if not all(type(s) is float for s in seconds.values()):
                 return None
             self._known[repr(kind)] = seconds
         return self._known[repr(kind)]
 
-    def find(self, kind: Kind, measure: Measure, clock: Callable[[], float] = time.monotonic) -> dict[str, float]:
-        """Measures as many paths as there is time for, and returns the same as :meth:`known`.
+    def find(self, kind: Kind, measure: Measure) -> dict[str, float]:
+        """Measures all paths, each after all have run once, and returns the same as :meth:`known`.
 
         Raises:
             torch.OutOfMemoryError: there is no memory to measure; nothing is saved.
         """
         seconds: dict[str, float] = {}
-        start = clock()
-        for path in kind.paths:
-            if seconds and clock() - start > SECONDS:
-                logger.info("attention paths on %s: no time to try %s", kind.device, path)
-                break
-            try:
-                seconds[path] = math.exp(statistics.fmean(math.log(s) for s in measure(path)))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # a compiler, a driver or a package may fail in any way
-                logger.warning("The %s attention does not work on this machine (%s).", path, reason_of(error))
-                seconds[path] = math.inf
+        for _ in ("warm-up", "measurement"):
+            for path in kind.paths:
+                if seconds.get(path) != math.inf:
+                    seconds[path] = _mean_of(measure, path)
         times = ", ".join(f"{path} {1e6 * s:.0f} us" for path, s in seconds.items())
         logger.info("attention paths on %s (head size %d, %s): %s", kind.device, kind.head_dim, kind.dtype, times)
         self._known[repr(kind)] = seconds
         if not all(math.isinf(s) for s in seconds.values()):
             self._cache.save(kind, seconds)
         return seconds
+
+
+def _mean_of(measure: Measure, path: str) -> float:
+    """The geometric mean of a path's times; infinite if it does not work here."""
+    try:
+        return math.exp(statistics.fmean(math.log(s) for s in measure(path)))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler, a driver or a package may fail in any way
+        logger.warning("The %s attention does not work on this machine (%s).", path, reason_of(error))
+        return math.inf
 
 
 def on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int, modules: dict[str, str]) -> Measure:
@@ -149,6 +150,7 @@ def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:
     times = []
     with torch.cuda.device(device):
         run = _recorded(call)
+        run()  # the first run of a graph loads it
         for _ in range(RUNS):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -25,3 +25,9 @@ def on_device(
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def fill(buffer: torch.Tensor, numbers: Sequence[Any]) -> None:
+    """Writes the numbers into a buffer on a device, in one copy."""
+    tensor = torch.as_tensor(numbers, dtype=buffer.dtype)
+    buffer.copy_(tensor.pin_memory() if buffer.device.type == "cuda" else tensor, non_blocking=True)

@@ -100,6 +100,7 @@ class ServiceOptions:
             settings, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer, cache
         )
         service.speculator(methods[0])
+        first.record(settings.slots, settings.context, progress)
         return service
 
     def _context(self, runner: TargetRunner, methods: int) -> int:

@@ -305,7 +305,7 @@ class Eagle3Drafter(RetrievingDrafter):
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
         sizes.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
         if self.retrieval is None:
-            self.cache = Window(own, store.slots, rows, self.scratch, runner.device)
+            self.cache = Window(own, store.slots, rows, self.scratch, runner.device, runner.rooms)
         else:
             self.cache = CompactWindow(
                 own, store.slots, rows, self.scratch, runner.device,
@@ -426,7 +426,9 @@ class Eagle3Round(DraftRound):
             log_probs = ids = logits[:, :0]
         else:
             graphs, nodes = self._drafter._runner.graphs, [x for x in inputs if x is not None]
-            out, logits = self.recorded(graphs, "eagle3", fed, self._cache, nodes, partial(_forward, self._bound.block))
+            block = self._bound.block
+            kind = "eagle3", block  # recordings are of its weights
+            out, logits = self.recorded(graphs, kind, fed, self._cache, nodes, partial(_forward, block))
             log_probs = ids = logits[:, :0]
         self._outputs = dict(zip(level.rows, out.split(fed.width), strict=True))
         return logits, log_probs, ids

@@ -313,7 +313,8 @@ class LongSpecDrafter(RetrievingDrafter):
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
         own = replace(runner.kv_shape, kv_heads=self.draft.shape.kv_heads)
-        self.window = Window(own, store.slots, self.draft.shape.window, self.tree.max_expanded, runner.device)
+        size = self.draft.shape.window, self.tree.max_expanded
+        self.window = Window(own, store.slots, *size, runner.device, runner.rooms)
         self.retrieved: RetrievedKV | None = None
         if self.retrieval is not None:
             transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
@@ -375,9 +376,12 @@ class _Round(DraftRound):
         x, _, cos, sin = inputs
         keys, values, lengths = self._drafter.text(fed.slots)
         block = Block.make(fed.slots, lengths, fed.width, device=keys.device)
-        forward = partial(_forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block)
+        graphs = self._drafter._runner.graphs
+        longest = graphs.bound(max(lengths), keys.shape[2])
+        forward = partial(_forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block, longest)
         if level.depth and type(self._drafter._store) is KVStore and self._drafter.retrieved is None:
-            graphs, kind = self._drafter._runner.graphs, ("longspec", keys.data_ptr(), values.data_ptr())
+            # Recordings are of the block's weights, and of these keys and values.
+            kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest
             beside = block.slots_t, block.lengths_t
             (logits,) = self.recorded(graphs, kind, fed, self._window, (x, cos, sin), forward, beside)
         else:
@@ -407,6 +411,7 @@ def _forward(
     keys: torch.Tensor,
     values: torch.Tensor,
     block: Block,
+    longest: int,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -416,11 +421,10 @@ def _forward(
     queries: slice | torch.Tensor = slice(None),
 ) -> tuple[torch.Tensor]:
     """The draft over rows x. Each row attends to the target's last-layer KV before its sequence's root: ``lengths``
-    rows, the block's own or those of a recorded graph."""
+    rows, the block's own or those of a recorded graph, ``longest`` at most."""
     if lengths is not block.lengths_t:
-        bounds = (keys.shape[2],) * block.batch
-        size = x.shape[0] // block.batch
-        block = Block((-1,) * block.batch, bounds, size, None, slots, lengths, captured=True)
+        batch = len(slots)
+        block = Block((-1,) * batch, (longest,) * batch, x.shape[0] // batch, None, slots, lengths, captured=True)
     scale = keys.shape[3] ** -0.5
 
     def cross_attend(q: torch.Tensor) -> torch.Tensor:

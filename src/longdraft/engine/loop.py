@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -233,6 +233,23 @@ class Engine:
 
     # --- slots and memory ---
 
+    def record(self, done: Callable[[float], None] = lambda share: None) -> int:
+        """Takes the memory and records verifications, where forwards are recorded. Nothing may be decoded yet.
+
+        Args:
+            done: called with the share of the work that is over.
+
+        Returns:
+            The number of recorded sizes.
+
+        Raises:
+            MemoryBudgetError: there is no room for a sequence.
+        """
+        with self.runner.lock:
+            if self._opened < 0:
+                self._open()
+            return self.runner.record(self._store, self.drafter.max_nodes + 1, Taps(queries=self._query_layers), done)
+
     def _admit(self) -> None:
         """Gives free slots to waiting sequences."""
         while self._waiting:
@@ -273,7 +290,7 @@ class Engine:
         self._target = runner.refreshed_fingerprint()
         # A store that was too small is made larger by half, or every longer text would need another.
         larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
-        capacity = max(larger, *(s.longest for s in self._waiting))
+        capacity = max([larger, *(s.longest for s in self._waiting)])
         layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
         new_store = partial(runner.new_store, feature_layers=layers)
         rows, slots = capacity + nodes + self.schedule.extra_rows(nodes), self.slots

@@ -17,7 +17,10 @@ StopRule = Callable[["Sequence"], FinishReason | None]
 
 
 class Sequence:
-    """State of one sequence. Token ids live in one preallocated tensor, so processors read them without copies.
+    """State of one sequence.
+
+    Token ids live in one preallocated tensor, so processors read them without copies. New ones are written there when
+    somebody reads it, all at once: a write of a single number makes the host wait for a GPU.
 
     Args:
         index: its place in the batch.
@@ -63,6 +66,7 @@ class Sequence:
         self._start = len(shown)
         self._ids = torch.empty(len(shown) + max_new_tokens, dtype=torch.long, device=device)
         self._ids[: len(shown)] = on_device(shown, device, torch.long)
+        self._written = 0  # tokens of the output that are in it
 
     @property
     def tokens(self) -> list[int]:
@@ -81,7 +85,12 @@ class Sequence:
 
     def ids(self) -> torch.Tensor:
         """(n,) ids of prompt, as it is shown, and output: a view."""
-        return self._ids[: self._start + len(self.output)]
+        end = self._start + len(self.output)
+        if self._written < len(self.output):
+            new = on_device(self.output[self._written :], self._ids.device, torch.long)
+            self._ids[self._start + self._written : end] = new
+            self._written = len(self.output)
+        return self._ids[:end]
 
     def emit(self, token: int) -> bool:
         """Appends a token and returns whether it was the last."""
@@ -91,7 +100,6 @@ class Sequence:
         return self.finish_reason is not None
 
     def append(self, token: int) -> None:
-        self._ids[self._start + len(self.output)] = token
         self.output.append(token)
 
     def fork(self) -> Sequence:
@@ -99,7 +107,7 @@ class Sequence:
         twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device, greedy=self.greedy)
         twin.rules = self.rules
         twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
-        twin.output = list(self.output)
+        twin.output, twin._written = list(self.output), self._written
         twin.sampler = self.sampler
         return twin
 
@@ -107,3 +115,4 @@ class Sequence:
         """Replaces its output by that of another sequence with the same prompt."""
         self.output, self.finish_reason = list(other.output), other.finish_reason
         self._ids.copy_(other._ids)
+        self._written = other._written

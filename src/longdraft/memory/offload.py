@@ -10,6 +10,7 @@ import torch
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.memory.disk_store import DiskStore, default_folder
 from longdraft.memory.host_store import HostStore
+from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore
 
 # None for no offload, "host" for host memory (of a GPU), or a folder for a file (of a CPU).
@@ -55,10 +56,11 @@ def new_store(
     transposed_keys: bool = False,
     feature_layers: tuple[int, ...] = (),
     feature_size: int = 0,
+    rooms: Rooms | None = None,
 ) -> KVStore:
-    """Makes the kind of :class:`KVStore` that ``offload`` asks for."""
+    """Makes the kind of :class:`KVStore` that ``offload`` asks for; one on the device takes memory of ``rooms``."""
     if offload is None:
-        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size)
+        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms)
     if offload == "host":
         return HostStore(shape, slots, capacity, device, feature_layers, feature_size)
     assert isinstance(offload, Path)

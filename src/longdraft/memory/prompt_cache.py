@@ -85,8 +85,8 @@ class PromptCache:
                 self.tokens, self.kinds = [], []
             elif old is not None:
                 _copy(old, store)
-            self.tokens += [packed(()) for _ in range(slots - len(self.tokens))]
-            self.kinds += [""] * (slots - len(self.kinds))
+            self.tokens += [packed(()) for _ in range(store.slots - len(self.tokens))]
+            self.kinds += [""] * (store.slots - len(self.kinds))
             self.store = store
         assert self.store is not None
         if self._pending is not None:

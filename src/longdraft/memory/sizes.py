@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
 
 import psutil
 import torch
 
 from longdraft.errors import MemoryBudgetError
+
+
+class Spare(Protocol):
+    """Holds memory that is not in use."""
+
+    def drop(self) -> bool:
+        """Frees it, and returns whether there was any."""
+
+
+# They free their memory before a request is refused.
+spare: WeakSet[Spare] = WeakSet()
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -49,6 +62,10 @@ def human(n: float) -> str:
 def require(needed: int, device: torch.device, what: str) -> None:
     """Raises MemoryBudgetError, with the bytes needed and available, if ``needed`` bytes are not available."""
     available = available_bytes(device)
+    if available is not None and needed > available:
+        freed = [each.drop() for each in list(spare)]
+        if any(freed):
+            available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryBudgetError(
             f"{what} needs {human(needed)} ({needed} bytes) on {device}, and {human(available)} "

@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.memory import sizes
+from longdraft.memory.rooms import Room, Rooms
 from longdraft.memory.states import LayerStates
 
 # Bytes of a cache line.
@@ -54,8 +56,10 @@ class KVStore:
         feature_size: numbers in one hidden state.
         transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory; only the strides differ.
             A CPU multiplies a few query rows with it much faster (docs/benchmarks.md).
+        rooms: memory to take, with as many slots and rows or more; None allocates memory of the store's own.
 
     Attributes:
+        room: the memory that was taken; None for the store's own.
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
         features: (slots, capacity, layers kept x feature_size), the layers side by side; None if none are kept.
         lengths: committed rows of each slot.
@@ -76,21 +80,36 @@ class KVStore:
         transposed_keys: bool = False,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
+        rooms: Rooms | None = None,
     ) -> None:
         self.shape = shape
         self.slots = slots
         self.capacity = capacity
         self.device = torch.device(device)
-        self.lengths = [0] * slots
-        self.unverified = [0] * slots
-        self.states: tuple[LayerStates, ...] = ()
-        self._own_states: tuple[LayerStates, ...] = ()
         self.feature_layers = feature_layers
         width = len(feature_layers) * feature_size
-        self.keys, self.values = self._allocate(transposed_keys, slots * capacity * width * shape.dtype.itemsize)
-        self.features: torch.Tensor | None = None
-        if feature_layers:
-            self.features = torch.empty(slots, capacity, width, dtype=shape.dtype, device=self.device)
+        self.room: Room | None = None
+        if rooms is None:
+            tensors = self._made(slots, capacity, transposed_keys, width)
+        else:
+            kind = "store", shape, self.device, transposed_keys, feature_layers, width
+            make = partial(self._made, transposed_keys=transposed_keys, width=width)
+            self.room = rooms.take(self, kind, slots, capacity, make)
+            self.slots, self.capacity, tensors = self.room.slots, self.room.capacity, self.room.tensors
+        self.keys, self.values = tensors[:2]
+        self.features: torch.Tensor | None = tensors[2] if feature_layers else None
+        self.lengths = [0] * self.slots
+        self.unverified = [0] * self.slots
+        self.states: tuple[LayerStates, ...] = ()
+        self._own_states: tuple[LayerStates, ...] = ()
+
+    def _made(self, slots: int, capacity: int, transposed_keys: bool, width: int) -> tuple[torch.Tensor, ...]:
+        """Keys, values, and features of ``width`` numbers if any are kept."""
+        self.slots, self.capacity = slots, capacity
+        made = self._allocate(transposed_keys, slots * capacity * width * self.shape.dtype.itemsize)
+        if not self.feature_layers:
+            return made
+        return *made, torch.empty(slots, capacity, width, dtype=self.shape.dtype, device=self.device)
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, after a check that they and ``beside`` bytes of features fit."""
@@ -225,7 +244,8 @@ class KVStore:
                 values[slot, :, places] = v[b]
             return
         # Only device tensors and static shapes: a CUDA graph can record this form.
-        rows = block.lengths_t[:, None] + torch.arange(block.offset, block.width, device=self.device)
+        first = block.lengths_t + block.offset if block.into_t is None else block.into_t
+        rows = first[:, None] + torch.arange(block.size, device=self.device)
         slots = block.slots_t[:, None].expand_as(rows)
         keys.transpose(1, 2)[slots.long(), rows.long()] = k.transpose(1, 2)
         values.transpose(1, 2)[slots.long(), rows.long()] = v.transpose(1, 2)

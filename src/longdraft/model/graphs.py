@@ -2,11 +2,16 @@
 
 A forward of a few rows launches some hundred small kernels, which takes the host longer than the device needs to run
 them. A recorded forward is one launch. It reads tokens, positions, mask, slots and lengths from buffers that are filled
-before each replay. Trees and levels are padded to one of a few sizes; no row attends to padded rows, and their results
-are cut off.
+before each replay. A size is a number of sequences, a number of rows, and an upper bound on the texts' lengths, by
+which attention kernels split their work. Each is rounded up, so that there are few sizes:
 
-A forward can be recorded only with an attention path that reads lengths on the device. If recording fails, the forward
-is computed as usual.
+    rows        one of :data:`BUCKETS`; no row attends to padded rows, and their results are cut off
+    sequences   a power of two, or all slots; added ones see the first rows of another and write where nobody reads
+    bound       a power of two, so that the work follows the text and not the store's capacity
+
+A forward can be recorded only with an attention path that reads lengths on the device. If recording a size fails, that
+size is computed as usual. Models with windows or recurrent states are never recorded: their rows move, or are computed
+one after another, by numbers of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +28,7 @@ import torch
 
 from longdraft.attention.block import Block
 from longdraft.attention.dispatch import CAPTURABLE
+from longdraft.attention.transfer import fill
 from longdraft.errors import reason_of
 from longdraft.memory.store import KVStore
 
@@ -29,16 +36,20 @@ logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_GRAPHS"
 # Numbers of rows that trees are padded to. LongSpec's tree has 69; larger blocks keep the device busy anyway.
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96)
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96)
 # A size is recorded after this number of uses, as recording takes two forwards.
 USES = 2
-# Largest number of recordings of one store: each keeps its outputs, mostly logits.
-MOST = 16
+# Most recordings of one store, and bytes of their results together, mostly logits: each keeps its own.
+MOST, MOST_BYTES = 64, 1 << 30
+# The smallest bound on texts' lengths: shorter ones keep a GPU no busier.
+SHORTEST = 4096
+# After so many sizes that could not be recorded, and none that could, no more are tried.
+FAILURES = 3
 
 # Logits (B, T, V), hidden states by layer (B, T, hidden) and queries by layer (B, Hq, T, d) of a block.
 Computed = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
-# A forward over a block.
-Compute = Callable[[Block], Computed]
+# A forward over a block, on a store.
+Compute = Callable[[KVStore, Block], Computed]
 # A draft's forward over its inputs.
 ComputeLevel = Callable[..., tuple[torch.Tensor, ...]]
 Out = TypeVar("Out")
@@ -103,12 +114,14 @@ class Graphs:
         recorder: records them; with None nothing is recorded.
         uses: number of uses after which a size is recorded.
         most: largest number of recordings of one store, or of a draft's window.
+        shortest: the smallest bound on lengths.
     """
 
-    def __init__(self, recorder: Recorder | None, uses: int = USES, most: int = MOST) -> None:
-        self._recorder, self._uses, self._most = recorder, uses, most
-        # Store or window, whose tensors the recordings use -> size -> its recording, or number of uses so far.
+    def __init__(self, recorder: Recorder | None, uses: int = USES, most: int = MOST, shortest: int = SHORTEST) -> None:
+        self._recorder, self._uses, self._most, self._shortest = recorder, uses, most, shortest
+        # What owns the tensors that recordings use -> size -> its recording, or number of uses so far.
         self._known: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
+        self._succeeded = self._failed = 0
 
     @classmethod
     def on(cls, device: torch.device, path: str) -> Graphs:
@@ -123,147 +136,264 @@ class Graphs:
         """True if forwards are recorded."""
         return self._recorder is not None
 
-    @property
-    def padding(self) -> int:
-        """Additional rows of a slot, so that padded trees fit."""
-        return 0 if self._recorder is None else max(b - a - 1 for a, b in itertools.pairwise(BUCKETS))
-
-    def run(self, store: KVStore, block: Block, kind: Hashable, compute: Compute) -> Computed | None:
-        """Replays a forward over a block; None if it has to be computed as usual.
-
-        Args:
-            kind: everything else that ``compute`` depends on, such as its results and weights.
-            compute: the forward.
-
-        Returns:
-            The results of ``compute``, in new tensors, with logits in float32.
-        """
-        rows = self.rows(block.size)
-        # Other stores move keys and values during a forward, by lengths on the host.
-        if self._recorder is None or rows is None or type(store) is not KVStore:
-            return None
-        # A recording is for one offset. Chains repeat their offsets, trees rarely do.
-        if not block.batch or (block.offset and block.size > 1):
-            return None
-        if any(n + block.offset + rows > store.capacity for n in block.lengths):
-            return None
-        key = (block.batch, rows, block.offset, kind, store.keys.data_ptr(), store.values.data_ptr())
-        recording: _Recorded | None = self._find(store, key, lambda r: _Recorded(r, store, rows, block, compute))
-        return None if recording is None else recording(block)
+    def padding(self, slots: int) -> int:
+        """Additional rows of a slot, so that padded trees fit, and rows of padded sequences behind them."""
+        if self._recorder is None:
+            return 0
+        return max(b - a - 1 for a, b in itertools.pairwise(BUCKETS)) + (BUCKETS[-1] if slots > 2 else 0)
 
     def rows(self, width: int) -> int | None:
         """The number of rows that ``width`` rows are padded to; None if they are not recorded."""
         return None if self._recorder is None else next((b for b in BUCKETS if b >= width), None)
 
+    def bound(self, longest: int, capacity: int) -> int:
+        """The bound on the lengths of texts of up to ``longest`` rows, in slots of ``capacity`` rows."""
+        return min(max(self._shortest, 1 << max(0, longest - 1).bit_length()), capacity)
+
+    def run(self, store: KVStore, block: Block, kind: Hashable, compute: Compute, now: bool = False) -> Computed | None:
+        """Replays a forward over a block; None if it has to be computed as usual.
+
+        Args:
+            kind: everything else that ``compute`` depends on, such as its results and weights.
+            now: record it if it is not recorded yet, however rarely it was used.
+            compute: the forward. A recording outlives the store, whose memory the next one takes.
+
+        Returns:
+            The results of ``compute``, in new tensors, with logits in float32.
+        """
+        found = self._size(store, block)
+        if found is None:
+            return None
+        batch, rows, bound = found
+        key = (batch, rows, bound, block.offset, kind, store.keys.data_ptr(), store.values.data_ptr())
+        recording: _Recorded | None = self._find(
+            store.room or store,
+            key,
+            0 if now else self._uses,
+            lambda recorder: _Recorded(recorder, store, batch, rows, bound, block, compute),
+        )
+        return None if recording is None else recording(block)
+
+    def sizes(self, store: KVStore, rows: int) -> list[tuple[int, int, int]]:
+        """Sequences, rows and text length of all sizes of up to ``rows`` rows, as many as are kept.
+
+        Short texts come first, and of those the largest forwards: smaller ones then use the same memory again.
+        """
+        if self._recorder is None or type(store) is not KVStore:
+            return []
+        most = self.rows(min(rows, BUCKETS[-1])) or 0
+        buckets = [b for b in BUCKETS if b <= most]
+        longest = store.capacity - 2 * most
+        bounds = [self.bound(1, store.capacity)]
+        while bounds[-1] < longest:
+            bounds.append(self.bound(bounds[-1] + 1, store.capacity))
+        found = itertools.product(bounds, reversed(batches(store.slots)), reversed(buckets))
+        return [(batch, size, max(0, min(bound, longest))) for bound, batch, size in found][: self._most]
+
+    def _size(self, store: KVStore, block: Block) -> tuple[int, int, int] | None:
+        """Sequences, rows and bound of the recording for a block; None if there is none."""
+        rows = self.rows(block.size)
+        # Other stores move keys and values during a forward, by lengths on the host.
+        if rows is None or type(store) is not KVStore:
+            return None
+        # A recording is for one offset. Chains repeat their offsets, trees rarely do.
+        if not block.batch or (block.offset and block.size > 1):
+            return None
+        longest = max(block.lengths)
+        end = longest + block.offset + rows
+        if end > store.capacity:
+            return None
+        # The last rows of a slot take what padded sequences write.
+        batch = block.batch if end + rows > store.capacity else padded(block.batch, store.slots)
+        return batch, rows, self.bound(longest, store.capacity)
+
     def level(
-        self, holder: object, kind: Hashable, rows: int, inputs: Sequence[torch.Tensor], compute: ComputeLevel
+        self,
+        holder: object,
+        kind: Hashable,
+        size: tuple[int, int],
+        inputs: Callable[[], Sequence[torch.Tensor]],
+        compute: ComputeLevel,
     ) -> tuple[torch.Tensor, ...] | None:
         """Replays a draft's forward over a level; None if it has to be computed as usual.
 
         Args:
             holder: owns the other tensors that ``compute`` reads and writes, and never replaces them.
             kind: everything else that ``compute`` depends on.
-            rows: :meth:`rows` of the level's width W.
-            inputs: the first is (B, W, ...); others with W rows are padded too, and any other shape is allowed.
-            compute: the forward, from tensors like the inputs to tensors (B, W, ...).
+            size: sequences and rows that the level is padded to.
+            inputs: makes the inputs. The first is (B, W, ...); others may have more sequences or rows already.
+            compute: the forward, from tensors like the inputs, of the padded size, to tensors (B, W, ...).
 
         Returns:
-            The results of ``compute``, in new tensors.
+            The results of ``compute``, of the size of the first input, in new tensors.
         """
-        key = (kind, rows, *(x.shape[:1] + x.shape[2:] for x in inputs))
-        recording: _Level | None = self._find(holder, key, lambda r: _Level(r, rows, inputs, compute))
-        return None if recording is None else recording(inputs)
+        given: list[torch.Tensor] = []
 
-    def _find(self, holder: object, key: Hashable, record: Callable[[Recorder], Any]) -> Any | None:
-        """The recording of a size, old or new; None if the size was used too rarely, or recording fails."""
+        def record(recorder: Recorder) -> _Level:
+            given.extend(inputs())
+            return _Level(recorder, size, given, compute)
+
+        recording: _Level | None = self._find(holder, (kind, size), self._uses, record)
+        return None if recording is None else recording(given or inputs())
+
+    def _find(self, holder: object, key: Hashable, uses: int, record: Callable[[Recorder], Any]) -> Any | None:
+        """The recording of a size, old or new; None if the size was used too rarely, or could not be recorded."""
         if self._recorder is None:
             return None
         sizes = self._known.setdefault(holder, {})
         recording = sizes.pop(key, 0)  # and put back at the end, so that the least recently used comes first
-        if isinstance(recording, int) and recording < self._uses:
-            sizes[key] = recording + 1
+        if recording is not None and isinstance(recording, int):
+            recording = recording + 1 if recording < uses else self._recorded(self._recorder, record)
+        sizes[key] = recording
+        if recording is None or isinstance(recording, int):
             return None
-        if isinstance(recording, int):
-            try:
-                recording = record(self._recorder)
-            except Exception as error:  # a model, a driver or a library can raise any type
-                logger.warning("CUDA graphs are off for this model (%s): it runs without.", reason_of(error))
+        kept = [(k, x) for k, x in sizes.items() if isinstance(x, _Level | _Recorded)]
+        held = sum(x.bytes for _, x in kept)
+        for count, (old, each) in zip(range(len(kept), 1, -1), kept, strict=False):
+            if count <= self._most and held <= MOST_BYTES:
+                break
+            del sizes[old]
+            held -= each.bytes
+        return recording
+
+    def _recorded(self, recorder: Recorder, record: Callable[[Recorder], Any]) -> Any | None:
+        """A new recording; None if it fails, and then this size is not tried again."""
+        try:
+            recording = record(recorder)
+        except Exception as error:  # a model, a driver or a library can raise any type
+            self._failed += 1
+            say = logger.warning if self._failed == 1 else logger.info
+            say("A forward could not be recorded as a CUDA graph (%s): its size runs without.", reason_of(error))
+            if self._failed >= FAILURES and not self._succeeded:
+                logger.warning("CUDA graphs are off for this model: none of %d sizes could be recorded.", self._failed)
                 self._recorder = None
                 self._known.clear()
-                return None
-        sizes[key] = recording
-        recorded = [k for k, x in sizes.items() if not isinstance(x, int)]
-        for old in recorded[: max(0, len(recorded) - self._most)]:
-            del sizes[old]
+            return None
+        self._succeeded += 1
         return recording
 
 
-class _Level:
-    """The recording of one size of a draft's level, with its input buffers."""
+def padded(batch: int, slots: int) -> int:
+    """The number of sequences that ``batch`` are padded to: a power of two, ``slots`` at most."""
+    return min(1 << (batch - 1).bit_length(), max(batch, slots))
 
-    def __init__(self, recorder: Recorder, rows: int, inputs: Sequence[torch.Tensor], compute: ComputeLevel) -> None:
+
+def batches(slots: int) -> list[int]:
+    """All numbers that :func:`padded` returns, the smallest first."""
+    return sorted({padded(n, slots) for n in range(1, slots + 1)})
+
+
+class _Level:
+    """The recording of one size of a draft's level, with its input buffers.
+
+    Attributes:
+        bytes: size of the results that it keeps.
+    """
+
+    bytes = 0
+
+    def __init__(
+        self, recorder: Recorder, size: tuple[int, int], inputs: Sequence[torch.Tensor], compute: ComputeLevel
+    ) -> None:
+        batch, rows = size
         width = inputs[0].shape[1]
         self._inputs = [
-            x.new_zeros(x.shape[0], rows, *x.shape[2:]) if x.dim() > 1 and x.shape[1] == width else torch.empty_like(x)
+            x.new_zeros(batch, *((rows, *x.shape[2:]) if x.dim() > 1 and x.shape[1] == width else x.shape[1:]))
             for x in inputs
         ]
         self._fill(inputs)  # before the first forward, which writes keys and values at the places in the buffers
-        self._replay = recorder.capture(lambda: compute(*self._inputs))
+
+        def computed() -> tuple[torch.Tensor, ...]:
+            out = compute(*self._inputs)
+            self.bytes = _bytes_of(out)
+            return out
+
+        self._replay = recorder.capture(computed)
 
     def _fill(self, inputs: Sequence[torch.Tensor]) -> None:
         for buffer, x in zip(self._inputs, inputs, strict=True):
-            (buffer if buffer.shape == x.shape else buffer[:, : x.shape[1]]).copy_(x)
+            part = buffer[: x.shape[0]]
+            (part if x.dim() == 1 else part[:, : x.shape[1]]).copy_(x)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         self._fill(inputs)
+        batch, width = inputs[0].shape[:2]
         # Copies, as the next replay overwrites the results.
-        return tuple(x[:, : inputs[0].shape[1]].clone() for x in self._replay())
+        return tuple(x[:batch, :width].clone() for x in self._replay())
 
 
 class _Recorded:
-    """The recording of one size of a block, with its input buffers, made with a first block."""
+    """The recording of one size of a block, with its input buffers, made with a first block.
 
-    def __init__(self, recorder: Recorder, store: KVStore, rows: int, block: Block, compute: Compute) -> None:
+    Attributes:
+        bytes: size of the results that it keeps.
+    """
+
+    bytes = 0
+
+    def __init__(
+        self, recorder: Recorder, store: KVStore, batch: int, rows: int, bound: int, block: Block, compute: Compute
+    ) -> None:
         device = store.device
-        self._tokens, self._positions = torch.zeros(2, block.batch, rows, dtype=torch.long, device=device)
+        self._tokens, self._positions = torch.zeros(2, batch, rows, dtype=torch.long, device=device)
         diagonal = torch.eye(rows, dtype=torch.bool, device=device)
         self._diagonal = torch.nn.functional.pad(diagonal, (block.offset, 0))
-        self._mask = self._diagonal.repeat(block.batch, 1, 1)
+        self._mask = self._diagonal.repeat(batch, 1, 1)
+        self._numbers = torch.zeros(3, batch, dtype=torch.int32, device=device)
+        self._spare = store.capacity - rows
+        slots_t, lengths_t, into_t = self._numbers.unbind()
         self._block = Block(
             # Slots that do not exist, so that an attention path that reads numbers on the host fails.
-            slots=(-1,) * block.batch,
-            lengths=(store.capacity - block.offset - rows,) * block.batch,
+            slots=(-1,) * batch,
+            lengths=(min(bound, store.capacity - block.offset - rows),) * batch,
             size=rows,
             mask=self._mask,
-            slots_t=torch.empty_like(block.slots_t),
-            lengths_t=torch.empty_like(block.lengths_t),
+            slots_t=slots_t,
+            lengths_t=lengths_t,
             tokens=self._tokens,
             positions=self._positions,
             offset=block.offset,
             captured=True,
+            into_t=into_t,
         )
         self._fill(block)  # before the first forward, which writes keys and values at the places in the buffers
-        self._replay = recorder.capture(lambda: compute(self._block))
+
+        memory = copy(store)  # the same tensors; the store itself, and at last its room, are free to go
+        memory.room = None
+
+        def computed() -> Computed:
+            logits, hidden, queries = out = compute(memory, self._block)
+            self.bytes = _bytes_of(x for x in (logits, *hidden.values(), *queries.values()) if x is not None)
+            return out
+
+        self._replay = recorder.capture(computed)
 
     def _fill(self, block: Block) -> None:
-        size = block.size
+        count, size = block.batch, block.size
         assert block.tokens is not None and block.positions is not None
-        # Padded rows may have any tokens and positions.
-        self._tokens[:, :size] = block.tokens
-        self._positions[:, :size] = block.positions
+        # Padded rows and sequences may have any tokens and positions.
+        self._tokens[:count, :size] = block.tokens
+        self._positions[:count, :size] = block.positions
         self._mask.copy_(self._diagonal)
         mask = block.block_mask(0, self._mask.device) if block.mask is None else block.mask
-        self._mask[:, :size, : block.width] = mask
-        self._block.slots_t.copy_(block.slots_t)
-        self._block.lengths_t.copy_(block.lengths_t)
+        self._mask[:count, :size, : block.width] = mask
+        # Padded sequences see the first rows of the first one, for these have numbers; and no prefix.
+        more = len(self._tokens) - count
+        slots, lengths = [*block.slots, *block.slots[:1] * more], [*block.lengths, *(0,) * more]
+        into = [*(n + block.offset for n in block.lengths), *(self._spare,) * more]
+        fill(self._numbers, [slots, lengths, into])
 
     def __call__(self, block: Block) -> Computed:
         self._fill(block)
         logits, hidden, queries = self._replay()
-        size = block.size
+        batch, size = block.batch, block.size
         # Copies, as the next replay overwrites the results.
         return (
-            None if logits is None else logits[:, :size].to(torch.float32, copy=True),
-            {layer: h[:, :size].clone() for layer, h in hidden.items()},
-            {layer: q[:, :, :size].clone() for layer, q in queries.items()},
+            None if logits is None else logits[:batch, :size].to(torch.float32, copy=True),
+            {layer: h[:batch, :size].clone() for layer, h in hidden.items()},
+            {layer: q[:batch, :, :size].clone() for layer, q in queries.items()},
         )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

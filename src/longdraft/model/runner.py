@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelEr
 from longdraft.memory import offload as offloading
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
+from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
@@ -125,7 +127,14 @@ class TargetRunner:
         layout = self.twin.layout
         recorded = self.share is None and not (layout.windows or layout.recurrent or layout.own)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
+        # Of stores of whole texts and windows, and of views, which would take each other's.
+        self._rooms, self._resident = Rooms(), Rooms()
         self._bound_to = _bound_to(model)
+
+    @property
+    def rooms(self) -> Rooms | None:
+        """Memory that stores and windows take, so that recorded forwards outlive them; None if none are recorded."""
+        return self._rooms if self.graphs.recording else None
 
     @property
     def lock(self) -> FairLock:
@@ -256,7 +265,7 @@ class TargetRunner:
                 "a view of all rows needs it, so take another."
             )
         with nullcontext() if self.share is None else self.share.room():
-            rows = capacity + self.graphs.padding
+            rows = capacity + self.graphs.padding(slots)
             if dtype != self.kv_shape.dtype:
                 store: KVStore = PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
             else:
@@ -269,6 +278,7 @@ class TargetRunner:
                     transposed,
                     feature_layers,
                     size,
+                    self._resident if resident and self.rooms is not None else self.rooms,
                 )
             if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
@@ -308,16 +318,9 @@ class TargetRunner:
                 self.refresh()
             if self.share is not None:
                 self.share.check_same(block)
-            kept = Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
-
-            def compute(block: Block) -> Computed:
-                return self._compute(store, block, logits, kept)
-
-            replayed = None
-            if logits == "all":
-                # A recording holds the addresses of one twin's weights.
-                replayed = self.graphs.run(store, block, (kept, self.twin.number), compute)
-            computed, hidden, queries = replayed or compute(block)
+            kept = self._kept(taps, store)
+            replayed = self._replay(store, block, kept) if logits == "all" else None
+            computed, hidden, queries = replayed or self._compute(store, block, logits, kept)
             out = TargetOutput(None if computed is None else computed.float(), queries=queries)
             store.write_features(hidden, block)
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
@@ -325,6 +328,44 @@ class TargetRunner:
             if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
                 raise not_a_number()
             return out
+
+    def _kept(self, taps: Taps, store: KVStore) -> Taps:
+        return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
+
+    def _replay(self, store: KVStore, block: Block, kept: Taps, now: bool = False) -> Computed | None:
+        """A recorded forward over a block, recorded now if need be; None if there is none."""
+
+        def compute(store: KVStore, block: Block) -> Computed:
+            return self._compute(store, block, "all", kept)
+
+        # A recording holds the addresses of one twin's weights.
+        return self.graphs.run(store, block, (kept, self.twin.number), compute, now)
+
+    @torch.inference_mode()
+    def record(
+        self, store: KVStore, rows: int, taps: Taps = NO_TAPS, done: Callable[[float], None] = lambda share: None
+    ) -> int:
+        """Records forwards of up to ``rows`` rows before they are needed, where forwards are recorded.
+
+        Args:
+            store: its memory is recorded for; rows behind the committed ones are overwritten.
+            taps: as the forwards will have.
+            done: called with the share of the work that is over.
+
+        Returns:
+            The number of sizes.
+        """
+        with self.lock:
+            sizes, kept = self.graphs.sizes(store, rows), self._kept(taps, store)
+            for i, (batch, size, length) in enumerate(sizes):
+                done(i / len(sizes))
+                zeros = [[0] * size] * batch
+                slots, lengths = range(batch), [length] * batch
+                block = Block.make(slots, lengths, size, device=self.device, tokens=zeros, positions=zeros)
+                self._replay(store, block, kept, now=True)
+            if sizes:
+                done(1.0)
+            return len(sizes)
 
     def _compute(
         self,

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.model import adapters, quantised
-from longdraft.model.hosting import context_length
+from longdraft.model.hosting import context_length, decoder_layers
 from longdraft.model.kinds import sparse_kinds
 from longdraft.model.long_rope import rope_kind, rope_parameters
 from longdraft.model.stored import weight_shape
@@ -48,8 +48,22 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has weights without values: {empty} is on the device 'meta' (made without weights, or put on disk "
             f"or in host memory by device_map). {_LOAD} Leave device_map out, or name one device."
         )
+    _check_places(model)
     quantised.check(model)
     adapters.check(model)
+
+
+def _check_places(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError if a model's layers are on several devices: their KV is kept on one."""
+    places = [next((str(p.device) for p in layer.parameters()), None) for layer in decoder_layers(model)]
+    devices = sorted({place for place in places if place is not None})
+    if len(devices) > 1:
+        found = ", ".join(f"layer {places.index(device)} is on {device}" for device in devices)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is spread over several devices ({found}), as device_map='auto' does. longdraft "
+            "keeps the KV of all layers on one: load the model on one device, with device_map={'': 0}, in fewer bits "
+            "if need be; or share it among processes, one a GPU (docs/tensor-parallel.md)."
+        )
 
 
 def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -> None:

@@ -28,7 +28,8 @@ class EngineTarget:
             packs its weights.
 
     Attributes:
-        last: index of its last layer. share: always None: the target is on one device.
+        last: index of its last layer. share: always None: the target is on one device. rooms: always None: a draft's
+            memory lasts as long as the engine.
         model: its configuration, which names its folder. vocab_size: size of its vocabulary.
 
     Raises:
@@ -36,6 +37,7 @@ class EngineTarget:
     """
 
     share = None
+    rooms = None
 
     def __init__(self, described: Any, model: Any, head_dim: int, kv_heads: int, weights: str | None) -> None:
         heads, self.last = int(described.num_attention_heads), int(described.num_hidden_layers) - 1

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from longdraft.attention import hybrid
 from longdraft.attention.transfer import on_device
+from longdraft.memory.rooms import Room, Rooms
 from longdraft.memory.store import KVShape
 
 # Rows beside the window: it is moved once in this many tokens.
@@ -46,18 +47,39 @@ class Window:
         slots: number of sequences.
         window: keys that a query sees, its own included.
         scratch: tree nodes of one round whose K/V are kept.
+        rooms: memory to take, with as many slots and rows or more; None allocates memory of the window's own.
 
     Attributes:
-        keys, values: (slots, kv_heads, window + SPARE + scratch + 1, head_dim). The last row takes a batch's padding.
+        room: the memory that was taken; None for the window's own.
+        keys, values: (slots, kv_heads, at least window + SPARE + scratch + 1, head_dim). The last row takes a batch's
+            padding.
         together: whether all sequences attend in one call, by :meth:`attending`; else one by one.
     """
 
-    def __init__(self, shape: KVShape, slots: int, window: int, scratch: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        slots: int,
+        window: int,
+        scratch: int,
+        device: torch.device | str,
+        rooms: Rooms | None = None,
+    ) -> None:
         self.window, self.scratch = window, scratch
-        size = (slots, shape.kv_heads, window + SPARE + scratch + 1, shape.head_dim)
-        # Zeros: a masked row that was never written must not hold a NaN, which a weight of zero would not silence.
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+
+        def make(slots: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+            # Zeros: a masked row that was never written must not hold a NaN, which a weight of zero would not silence.
+            size = slots, shape.kv_heads, rows, shape.head_dim
+            keys, values = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in "kv")
+            return keys, values
+
+        rows = window + SPARE + scratch + 1
+        self.room: Room | None = None
+        if rooms is None:
+            self.keys, self.values = make(slots, rows)
+        else:
+            self.room = rooms.take(self, ("window", shape, torch.device(device)), slots, rows, make)
+            self.keys, self.values = self.room.tensors
         self.together = hybrid.unavailable(self.keys.device, shape.dtype, shape.head_dim) is None
         self._scale = shape.head_dim**-0.5
         self._ends = [0] * slots
@@ -149,6 +171,7 @@ class Window:
         counts: Sequence[int],
         mask: torch.Tensor | None,
         rows: int | None = None,
+        batch: int | None = None,
     ) -> Placed:
         """Computes the places of some slots' new rows, with one copy to the device.
 
@@ -157,6 +180,7 @@ class Window:
             counts: numbers of new rows.
             mask: (B, T, S) bool, which of the last S of these rows a query sees; None: all.
             rows: pad the new rows to so many a slot, and the mask to all of the scratch space.
+            batch: pad the slots to so many. The others' new rows are padding, and they see one row, of the first slot.
         """
         device = self.keys.device
         if mask is None:
@@ -164,23 +188,32 @@ class Window:
         into, padding = [], self.keys.shape[2] - 1
         for slot, (_, end), count in zip(slots, places, counts, strict=True):
             into += [(slot, row) for row in range(end - count, end)] + [(slot, padding)] * ((rows or count) - count)
+        more = (batch or len(slots)) - len(slots)
+        into += [(slots[0], padding)] * (rows or 1) * more
         begins = [begin for begin, _ in places]
-        seen = zip(slots, begins, (end - begin - mask.shape[2] for begin, end in places), strict=True)
+        seen = [*zip(slots, begins, (end - begin - mask.shape[2] for begin, end in places), strict=True)]
+        seen += [(slots[0], 0, 1)] * more
         numbers = on_device([*(n for pair in into for n in pair), *(n for one in seen for n in one)], device)
         into_t = numbers[: 2 * len(into)].view(-1, 2)
         slots_t, begins_t, lengths_t = numbers[2 * len(into) :].to(torch.int32).view(-1, 3).unbind(1)
         mask = on_device(mask, device)
         if rows is not None:
-            into_t, mask = into_t.view(len(slots), rows, 2), F.pad(mask, (0, self.scratch - mask.shape[2]))
+            into_t = into_t.view(-1, rows, 2)
+            mask = F.pad(mask, (0, self.scratch - mask.shape[2], 0, 0, 0, more))
         return Placed(into_t, slots_t.contiguous(), begins_t.contiguous(), lengths_t.contiguous(), mask)
 
-    def attending(self, at: Placed) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def attending(
+        self, at: Placed, bound: int | None = None
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Returns a function that attends for all slots at once; its numbers are on the device, so it can be recorded.
 
         It takes q (Hq, B * T, d) and new k, v (Hkv, N, d), which enter the windows, and returns (Hq, B * T, d).
+
+        Args:
+            bound: upper bound on the numbers of visible rows; the work is split by it. None for the largest.
         """
         slot, row = at.into.reshape(-1, 2).unbind(1)
-        where = hybrid.Places.of(self.keys, at.slots, at.lengths, self.keys.shape[2], at.mask, at.begins)
+        where = hybrid.Places.of(self.keys, at.slots, at.lengths, bound or self.keys.shape[2], at.mask, at.begins)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             for rows, x in ((self.keys, k), (self.values, v)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.memory.store import KVStore
-from longdraft.model.graphs import Graphs
+from longdraft.model.graphs import Graphs, padded
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level, Likeliest
 from longdraft.trees.masks import Ancestors
@@ -103,14 +104,12 @@ class Fed:
             return self.ancestors
         return torch.ones(self.width, self.width, dtype=torch.bool).tril().expand(len(self.slots), -1, -1)
 
-    def placed(self, window: Window, rows: int | None = None) -> Placed:
-        """The same on the device; see :meth:`~longdraft.views.window.Window.placed`."""
-        return window.placed(self.slots, self.places(window), self.counts, self.mask, rows)
-
     def attend(self, window: Window) -> SelfAttend:
         """Attends to the window, nodes to their ancestors and themselves too. All rows enter the window."""
         if window.together:
-            return window.attending(self.placed(window))
+            places = self.places(window)
+            at = window.placed(self.slots, places, self.counts, self.mask)
+            return window.attending(at, max(end - begin for begin, end in places))
 
         def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs, first = [], 0
@@ -215,18 +214,30 @@ class DraftRound(ABC):
         rows = graphs.rows(fed.width) if window.together else None
         if rows is None:
             return compute(*inputs, *beside, fed.attend(window))
-        batch, count = len(fed.slots), len(inputs)
-        split = [x.unflatten(0, (batch, fed.width)) for x in inputs]
+        sequences, count = len(fed.slots), len(inputs)
+        batch = padded(sequences, window.keys.shape[0])
+        places = fed.places(window)
+        bound = graphs.bound(max(end - begin for begin, end in places), window.keys.shape[2])
+
+        def given() -> list[torch.Tensor]:
+            split = [x.unflatten(0, (sequences, fed.width)) for x in inputs]
+            more = batch - sequences  # which are like the first sequence
+            rest = [torch.cat([x, x[:1].expand(more)]) for x in beside] if more else beside
+            return [*split, *rest, *window.placed(fed.slots, places, fed.counts, fed.mask, rows, batch)]
+
+        memory = copy(window)  # the same tensors; a recording outlives the window itself
+        memory.room = None
 
         def level(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nodes, rest, at = given[:count], given[count : -len(Placed._fields)], Placed(*given[-len(Placed._fields) :])
-            at = at._replace(into=at.into[:, : nodes[0].shape[1]])
-            out = compute(*(x.flatten(0, 1) for x in nodes), *rest, window.attending(at))
+            out = compute(*(x.flatten(0, 1) for x in nodes), *rest, memory.attending(at, bound))
             return tuple(x.unflatten(0, (batch, -1)) for x in out)
 
-        given = [*split, *beside, *fed.placed(window, rows)]
-        found = graphs.level(window, kind, rows, given, level)
-        return tuple(x.flatten(0, 1) for x in (level(*given) if found is None else found))
+        kind = kind, bound, window.scratch
+        found = graphs.level(window.room or window, kind, (batch, rows), given, level)
+        if found is None:
+            return compute(*inputs, *beside, fed.attend(window))
+        return tuple(x.flatten(0, 1) for x in found)
 
     def _slots(self, level: Level) -> tuple[int, ...]:
         return tuple(self.sequences[row].slot for row in level.rows)
