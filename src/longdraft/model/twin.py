@@ -19,6 +19,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
     calls,
     experts,
+    gpu_layers,
     hosting,
     own_code,
     packing,
@@ -143,7 +144,7 @@ class HostedModel:
 
     def _current(self) -> list[Any]:
         # The environment can switch kernels and packing off.
-        return [kernels(), packing.available(), *signature(self._model)]
+        return [kernels(), packing.available(), gpu_layers.available(), *signature(self._model)]
 
 
 # Weak references: runners keep what they use, and a user's hook in a twin may refer to the model.
