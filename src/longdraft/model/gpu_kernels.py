@@ -25,7 +25,7 @@ MAX_WARPS = 16
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     """float32 to another dtype, to the nearest."""
-    if CUTS and DTYPE == tl.bfloat16:
+    if CUTS and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
@@ -82,7 +82,7 @@ def _turned(
     return _rounded(x, DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset", "T"])  # or each new kind of number would be compiled in the midst of decoding
 def rope_kernel(
     q, k, v, cos, sin, q_weight, k_weight, out, keys, values, slots, lengths, offset, eps, T, q_row, k_row, v_row,
     cos_b, cos_t, sin_b, sin_t, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,

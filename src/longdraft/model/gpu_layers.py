@@ -7,7 +7,6 @@ the weights lie side by side (:mod:`.side_by_side`). :mod:`.fused` compares a la
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,27 +15,23 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from longdraft.model import gpu_operators, hosting
+from longdraft.attention import fusing
+from longdraft.model import gpu_operators as gpu_operators  # defines the operators
+from longdraft.model import hosting
 from longdraft.model.layer_parts import is_gelu, norm_of, plus_of, touched
 from longdraft.model.layer_rows import UNTURNED, CosSin, LayerKinds
 from longdraft.model.side_by_side import Products
 
-SWITCH = "LONGDRAFT_FUSED"
 # Numbers of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.longdraft
 
 
-def available() -> bool:
-    """True if Triton is installed and LONGDRAFT_FUSED=0 does not switch the kernels off."""
-    return os.environ.get(SWITCH, "1") != "0" and gpu_operators.available()
-
-
 def serves(model: PreTrainedModel) -> bool:
     """True if the kernels can run where a model is, in its dtype."""
     there = model.device.type == "cuda" and torch.version.hip is None
-    return there and model.dtype in _DTYPES and available()
+    return there and model.dtype in _DTYPES and fusing.available()
 
 
 class GpuLayer(NamedTuple):
@@ -102,15 +97,16 @@ def layer_of(layer: nn.Module, head_dim: int) -> GpuLayer | None:
     # Hooks of the layer itself do no harm: they run around any forward.
     if attention is None or mlp is None or any(map(touched, inside)) or "forward" in vars(layer):
         return None
-    linear = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linear += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    modules = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-    of_heads = [own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None]
-    norms = [norm_of(module) for module in (*modules, *of_heads)]
-    if not all(type(x) is nn.Linear for x in linear) or None in norms or len(of_heads) == 1:
+    found = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    found += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    linear = [x for x in found if type(x) is nn.Linear]
+    modules: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    modules += [own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None]
+    norms = [own for module in modules if (own := norm_of(module)) is not None]
+    if len(linear) < len(found) or len(norms) < len(modules) or len(modules) == 3:
         return None
     parameters = list(layer.parameters())
-    read = {id(p) for module in (*linear, *modules, *of_heads) for p in module.parameters()}
+    read = {id(p) for module in (*linear, *modules) for p in module.parameters()}
     # Quantised weights and shares of several processes are subclasses that hold other tensors.
     plain = not any(hasattr(type(p), "__tensor_flatten__") for p in parameters)
     if not plain or len({(p.dtype, p.device) for p in parameters}) > 1:
@@ -119,16 +115,26 @@ def layer_of(layer: nn.Module, head_dim: int) -> GpuLayer | None:
     # A parameter that is not read belongs to a part that these kernels know nothing of.
     if {id(p) for p in parameters} != read or any(x is not None for x in scored):
         return None
-    (norm, eps), (mlp_norm, mlp_eps), *heads = [own for own in norms if own is not None]
+    (norm, eps), (mlp_norm, mlp_eps), *heads = norms
     d = int(getattr(attention, "head_dim", head_dim))
     if len({own[1] for own in heads}) > 1 or any(own[0].shape != (d,) for own in heads) or norm.numel() > MAX_HIDDEN:
         return None
-    if plus_of((*modules, *of_heads)) != 0 or is_gelu(getattr(mlp, "act_fn", None)) is not False:
+    if plus_of(modules) != 0 or is_gelu(getattr(mlp, "act_fn", None)) is not False:
         return None
     return GpuLayer(
-        *(norm, eps, mlp_norm, mlp_eps, Products(linear[:3]), linear[3], Products(linear[4:6]), linear[6]),
-        *((heads[0][0], heads[1][0], heads[0][1]) if heads else (None, None, 0.0)),
-        *(d, float(getattr(attention, "scaling", d**-0.5))),
+        norm=norm,
+        eps=eps,
+        mlp_norm=mlp_norm,
+        mlp_eps=mlp_eps,
+        qkv=Products(linear[:3]),
+        out=linear[3],
+        gate_up=Products(linear[4:6]),
+        down=linear[6],
+        q_norm=heads[0][0] if heads else None,
+        k_norm=heads[1][0] if heads else None,
+        head_eps=heads[0][1] if heads else 0.0,
+        d=d,
+        scale=float(getattr(attention, "scaling", d**-0.5)),
     )
 
 

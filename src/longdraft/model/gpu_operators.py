@@ -7,7 +7,6 @@ The functions here are their definitions in plain torch, which serve on a CPU. O
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +101,3 @@ for _name, _schema in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
     _LIBRARY.impl(_name, globals()[_name], "CPU")
     _LIBRARY.impl(_name, _launching(_name), "CUDA")
-
-
-def available() -> bool:
-    """True if Triton, which compiles the kernels, is installed."""
-    return importlib.util.find_spec("triton") is not None

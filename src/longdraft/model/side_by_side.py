@@ -7,6 +7,7 @@ so nothing is kept twice. A model that a user brings is never changed; its layer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ class Products:
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self._pairs = [(x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in layers]
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+            (x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in layers
+        ]
         self._sizes = [x.out_features for x in layers]
         biases = [bias for _, bias in self._pairs if bias is not None]
         matrix, bias = whole([weight for weight, _ in self._pairs]), whole(biases)
@@ -63,7 +66,7 @@ def join(model: nn.Module) -> None:
     """
     for parent in model.modules():
         for names in TOGETHER:
-            layers = [layer for name in names if type(layer := getattr(parent, name, None)) is nn.Linear]
+            layers: list[Any] = [x for name in names if type(x := getattr(parent, name, None)) is nn.Linear]
             if len(layers) == len(names):
                 _join([layer.weight for layer in layers])
                 _join([layer.bias for layer in layers if layer.bias is not None])
@@ -73,6 +76,6 @@ def _join(parameters: Sequence[nn.Parameter]) -> None:
     alike = {(p.dtype, p.device, p.shape[1:]) for p in parameters}
     if len(alike) != 1 or not all(map(is_plain, parameters)) or whole(parameters) is not None:
         return
-    joined = torch.cat([p.detach() for p in parameters])
+    joined = torch.cat(list(parameters))
     for parameter, view in zip(parameters, joined.split([p.shape[0] for p in parameters]), strict=True):
         parameter.data = view

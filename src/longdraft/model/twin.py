@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from transformers import PreTrainedModel
 
+from longdraft.attention import fusing
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
     calls,
     experts,
-    gpu_layers,
     hosting,
     own_code,
     packing,
@@ -144,7 +144,7 @@ class HostedModel:
 
     def _current(self) -> list[Any]:
         # The environment can switch kernels and packing off.
-        return [kernels(), packing.available(), gpu_layers.available(), *signature(self._model)]
+        return [kernels(), packing.available(), fusing.available(), *signature(self._model)]
 
 
 # Weak references: runners keep what they use, and a user's hook in a twin may refer to the model.
