@@ -69,9 +69,10 @@ class GpuLayer(NamedTuple):
         """
         block, (keys, values) = hosted.block, hosted.store.layer(layer)
         q, k, v = self.qkv(ops.rms_norm(x, self.norm, self.eps))
+        into = getattr(block, "into_t", None)  # where a recorded block is written, if not behind its prefix
+        first = (block.lengths_t, block.offset) if into is None else (into, 0)
         queries = ops.rope_write(
-            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps),
-            *(keys, values, block.slots_t, block.lengths_t, block.offset),
+            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps, keys, values, block.slots_t, *first)
         )
         if layer in hosted.query_layers:
             hosted.queries[layer] = queries
