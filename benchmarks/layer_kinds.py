@@ -2,8 +2,8 @@
 
     python benchmarks/layer_kinds.py [--context 4096] [--layers 4] [--hidden 1024] [--repeats 15] [KIND ...]
 
-A kind is a model of so many layers of that kind (the last is of full attention where it needs one), with random weights in bfloat16, which are read as stored; the
-text before the rows is of random tokens.
+A kind is a model of so many layers of that kind (the last is of full attention where it needs one), with random weights
+in bfloat16, which are read as stored; the text before the rows is of random tokens.
 
     step       ms of a forward of one row, head included; the median of forwards of random tokens
     8 rows     seconds of a forward of a chain of eight rows, over those of a step
@@ -31,6 +31,9 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored_experts import keep_experts
 
 VOCABULARY, VERIFIED, PIECE = 4096, 8, 512
+CHUNKS = {
+    "layer_types": "chunked_attention", "attention_chunk_size": 2048, "moe_layers": [], "intermediate_size_mlp": 3072,
+}  # fmt: skip
 # Kind -> model type, and what its configuration needs; the sizes are those of the command line.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
@@ -39,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full, caps": ("gemma2", {"layer_types": "full_attention"}),
     "windows, sinks": ("gpt_oss", {"layer_types": "sliding_attention", "num_local_experts": 4, "experts_per_token": 1}),
     "full, sinks": ("gpt_oss", {"layer_types": "full_attention", "num_local_experts": 4, "experts_per_token": 1}),
-    "chunks": ("llama4_text", {"layer_types": "chunked_attention", "attention_chunk_size": 2048, "moe_layers": [], "intermediate_size_mlp": 3072}),
+    "chunks": ("llama4_text", CHUNKS),
     "gated DeltaNet": ("qwen3_5_text", {"layer_types": "linear_attention", "last": "full_attention"}),
     "Mamba-2": ("mamba2", {"num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1}),
     "short convolution": ("lfm2", {"layer_types": "conv", "last": "full_attention"}),

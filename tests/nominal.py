@@ -64,6 +64,7 @@ class OnCard(torch.Tensor):
             storage_offset=real.storage_offset(),
             dtype=real.dtype,
             device="meta",
+            storage_size=real.untyped_storage().nbytes(),
         )
 
     def __init__(self, real: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from longdraft import Speculator
+from longdraft.engine import top_p
 from longdraft.model.graphs import Graphs
 from tests.exact_methods import EXACT, Specs
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
@@ -125,6 +126,22 @@ def test_sampled_tokens_are_read_together(method, sampling, specs, there):
         outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there, **settings)
     assert outputs == [list(r.token_ids) for r in expected]
     assert all(found[TOKENS] == 1 and "sample" not in found for found in waits[1:])
+
+
+@pytest.mark.parametrize("method", ["ar", "longspec"])
+def test_top_p_without_a_sort_of_the_vocabulary_samples_the_same_tokens(method, specs, there, monkeypatch):
+    monkeypatch.setattr(top_p, "LIKELIEST", 4)  # of 61 tokens: some nodes need more
+    settings = {"temperature": 1.2, "seed": 5, "top_p": 0.8}
+    options = specs.options(method)
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings)
+    moved(specs.model)
+    with pytest.MonkeyPatch.context() as patch:
+        generator = torch.Generator
+        patch.setattr(torch, "Generator", lambda *_: generator())
+        outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there, **settings)
+    assert outputs == [list(r.token_ids) for r in expected]
+    assert all(found[TOKENS] == 1 and "sample" not in found for found in waits[1:])
+    assert sum(found.get("accept", 0) for found in waits) > 0  # nodes on the path whose token was not known
 
 
 DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "depth": 5}

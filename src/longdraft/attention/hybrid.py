@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from longdraft.attention import tree_part
 from longdraft.attention.block import Block
 
 # A chain of at least so many rows keeps a GPU busy without splitting its keys.
@@ -171,7 +172,9 @@ def attend_at(
     if places.empty is not None:
         # The kernels return infinity or NaN for an empty prefix.
         o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
-    return _with_tree(q, keys, values, o, lse, places, scale) if places.hidden.shape[-1] else o
+    if not places.hidden.shape[-1]:
+        return o
+    return tree_part.chosen(q, keys, _with_tree)(q, keys, values, o, lse, places, scale)
 
 
 def _with_tree(

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from longdraft.engine import processors as row_processors
+from longdraft.engine import top_p
 from longdraft.engine.draws import Draws, OwnDraws
 from longdraft.errors import values_checked
 from longdraft.options import check_number, class_with_suggestions, whole_number
@@ -187,16 +188,17 @@ class Sampler:
             return int(self._scores(text, logits).argmax())
         return self.draws.sample(self.distribution(text, logits))
 
-    def samples(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+    def samples(self, logits: torch.Tensor, depths: Sequence[int], sort: bool = False) -> torch.Tensor | None:
         """Computes what :meth:`sample` would choose at each of several nodes, without waiting for the device.
 
         Args:
             logits: (n, vocabulary) of the nodes.
             depths: for each node, the tokens that are sampled before its own.
+            sort: sort whole vocabularies for top-p, so that no node is left out.
 
         Returns:
-            (n,) token ids; None if they depend on more than logits and known random numbers. A caller that uses them
-            then calls :meth:`Draws.advance`.
+            (n,) token ids, -1 for a node whose token needs ``sort``; None if they depend on more than logits and known
+            random numbers. A caller that uses them then calls :meth:`Draws.advance`.
         """
         # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
         if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):
@@ -205,9 +207,14 @@ class Sampler:
             return None
         numbers = [x for x in map(self.draws.ahead, range(max(depths) + 1)) if x is not None]
         scores = logits.float()
-        for processor in self.processors:
+        drawn = torch.stack([numbers[depth] for depth in depths])
+        *first, last = self.processors or [None]
+        for processor in first:
             scores = processor(None, scores)
-        return (scores.softmax(-1) / torch.stack([numbers[depth] for depth in depths])).argmax(-1)
+        if type(last) is TopPLogitsWarper and not sort and top_p.pays(scores.shape[-1]):
+            return top_p.samples(scores, last.top_p, drawn)
+        scores = scores if last is None else last(None, scores)
+        return (scores.softmax(-1) / drawn).argmax(-1)
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """(vocabulary,) the processed probabilities; arguments as of :meth:`sample`."""

@@ -23,7 +23,7 @@ MOST = 128
 # The same for bfloat16 and float16 if the machine has instructions that multiply them.
 MOST_HALVES = 8
 # Layers of one module that get the same input: their products are one call.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @cache
@@ -159,7 +159,7 @@ def _together(module: nn.Module, layers: list[nn.Module]) -> Iterator[list[nn.Mo
     """Groups the layers that get the same rows."""
     remaining = dict.fromkeys(layers)
     for parent in module.modules():
-        for names in _TOGETHER:
+        for names in TOGETHER:
             members = [m for m in (getattr(parent, name, None) for name in names) if m in remaining]
             if len(members) == len(names) and len({*map(_computes_in, members)}) == 1:
                 yield members

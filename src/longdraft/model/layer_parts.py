@@ -54,21 +54,21 @@ def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     inside = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.
-    if attention is None or any(map(_touched, inside)) or "forward" in vars(layer):
+    if attention is None or any(map(touched, inside)) or "forward" in vars(layer):
         return None
     modules = [getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS]
     products = [None if p is None else weights_of(p) for p in modules]
     names = _GEMMA if hasattr(layer, _GEMMA["mlp_norm"]) else _LLAMA
     of_layer = {name: getattr(layer, theirs, None) for name, theirs in names.items()}
     of_heads = {name: own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None}
-    norms = {name: _norm(module) for name, module in (of_layer | of_heads).items()}
-    gelu = _gelu(getattr(mlp, "act_fn", None))
+    norms = {name: norm_of(module) for name, module in (of_layer | of_heads).items()}
+    gelu = is_gelu(getattr(mlp, "act_fn", None))
     if None in products or None in norms.values() or gelu is None:
         return None
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
         return None
-    plus = _plus((of_layer | of_heads).values())
+    plus = plus_of((of_layer | of_heads).values())
     d = int(getattr(attention, "head_dim", head_dim))
     if plus is None or d % HEAD_UNIT:
         return None
@@ -88,16 +88,17 @@ def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
     """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final = getattr(decoder, "norm", None)
-    norm, weights = _norm(final), weights_of(head)
+    norm, weights = norm_of(final), weights_of(head)
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
-    if norm is None or weights is None or any(map(_touched, modules)):
+    if norm is None or weights is None or any(map(touched, modules)):
         return None
-    plus = _plus([final])
+    plus = plus_of([final])
     cap = getattr(decoder_config(model), "final_logit_softcapping", None)
     return None if plus is None else Ends(norm, plus, weights, cap)
 
 
-def _norm(module: nn.Module | None) -> Norm | None:
+def norm_of(module: nn.Module | None) -> Norm | None:
+    """Weight and epsilon of an RMSNorm; None if the module has none."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
         return None
@@ -105,7 +106,7 @@ def _norm(module: nn.Module | None) -> Norm | None:
 
 
 @torch.inference_mode()
-def _plus(norms: Iterable[nn.Module | None]) -> float | None:
+def plus_of(norms: Iterable[nn.Module | None]) -> float | None:
     """What norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
     found = set()
     for norm in norms:
@@ -113,13 +114,13 @@ def _plus(norms: Iterable[nn.Module | None]) -> float | None:
         weight = norm.weight
         assert isinstance(weight, torch.Tensor)
         # An RMS norm of ones is its weight.
-        ones = norm(torch.ones(1, weight.numel()))[0]
+        ones = norm(weight.new_ones(1, weight.numel()))[0]
         found.add(float((ones - weight - 1).abs().sum() < (ones - weight).abs().sum()))
     return found.pop() if len(found) == 1 else None
 
 
 @torch.inference_mode()
-def _gelu(activation: nn.Module | None) -> bool | None:
+def is_gelu(activation: nn.Module | None) -> bool | None:
     """True for GELU by tanh, False for SiLU, None for another function: by its values, as names differ."""
     if not isinstance(activation, nn.Module):
         return None
@@ -130,6 +131,6 @@ def _gelu(activation: nn.Module | None) -> bool | None:
     return None
 
 
-def _touched(module: nn.Module) -> bool:
+def touched(module: nn.Module) -> bool:
     """True if a module has hooks, or a forward that replaces its class's."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

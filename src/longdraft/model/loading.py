@@ -12,7 +12,7 @@ import torch
 
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.model import stored
+from longdraft.model import side_by_side, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
@@ -77,6 +77,8 @@ def load(
         else:
             loaded = read.named(os.fspath(model))
     network = loaded.model.to(place).eval().requires_grad_(False)
+    if place.type == "cuda":
+        side_by_side.join(network)
     return LoadedModel(network, loaded.tokenizer)
 
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from transformers import PreTrainedModel
 
+from longdraft.attention import fusing
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
     calls,
@@ -145,7 +146,7 @@ class HostedModel:
 
     def _current(self) -> list[Any]:
         # The environment can switch kernels and packing off.
-        return [kernels(), packing.available(), *signature(self._model)]
+        return [kernels(), packing.available(), fusing.available(), *signature(self._model)]
 
 
 # Weak references: runners keep what they use, and a user's hook in a twin may refer to the model.

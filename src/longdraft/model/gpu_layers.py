@@ -1,0 +1,167 @@
+"""Decoder layers on a GPU in few launches: norms, RoPE with the KV write, and SwiGLU are kernels of ours.
+
+A layer of the Llama kind launches some fifty kernels by its own code, each of a microsecond or two for the rows of a
+verification. Here it launches nine and those of its attention. Products are torch's; those of the same rows are one if
+the weights lie side by side (:mod:`.side_by_side`). :mod:`.fused` compares a layer with its own code before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from longdraft.attention import fusing
+from longdraft.model import gpu_operators as gpu_operators  # defines the operators
+from longdraft.model import hosting
+from longdraft.model.layer_parts import is_gelu, norm_of, plus_of, touched
+from longdraft.model.layer_rows import UNTURNED, CosSin, LayerKinds
+from longdraft.model.side_by_side import Products
+
+# Numbers of a row that a program of the norm kernel holds in registers.
+MAX_HIDDEN = 32768
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ops = torch.ops.longdraft
+
+
+def serves(model: PreTrainedModel) -> bool:
+    """True if the kernels can run where a model is, in its dtype."""
+    there = model.device.type == "cuda" and torch.version.hip is None
+    return there and model.dtype in _DTYPES and fusing.available()
+
+
+class GpuLayer(NamedTuple):
+    """The parts of a decoder layer of the Llama kind.
+
+    Attributes:
+        norm, mlp_norm: weights (hidden,) of the norms before the attention and before the MLP.
+        eps, mlp_eps, head_eps: their epsilons, and that of ``q_norm`` and ``k_norm``.
+        qkv, gate_up: the products that get the same rows.
+        out, down: the attention's and the MLP's last product.
+        q_norm, k_norm: weights (d,) of the heads' norms; None if heads are not normed.
+        d, scale: size of a head, and factor of the scores.
+    """
+
+    norm: torch.Tensor
+    eps: float
+    mlp_norm: torch.Tensor
+    mlp_eps: float
+    qkv: Products
+    out: nn.Linear
+    gate_up: Products
+    down: nn.Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    head_eps: float
+    d: int
+    scale: float
+
+    def run(self, x: torch.Tensor, cos_sin: CosSin, hosted: hosting.Hosted, layer: int) -> torch.Tensor:
+        """x (B, T, hidden) -> the layer's output, in a new tensor.
+
+        Args:
+            cos_sin: (B or 1, T, r) each.
+            layer: index of its rows in the store.
+        """
+        block, (keys, values) = hosted.block, hosted.store.layer(layer)
+        q, k, v = self.qkv(ops.rms_norm(x, self.norm, self.eps))
+        into = block.into_t  # where a recorded block is written, if not behind its prefix
+        first = (block.lengths_t, block.offset) if into is None else (into, 0)
+        queries = ops.rope_write(
+            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps, keys, values, block.slots_t, *first)
+        )
+        if layer in hosted.query_layers:
+            hosted.queries[layer] = queries
+        hosted.layers_seen += 1
+        attended = hosted.attend(queries, keys, values, block, self.scale).transpose(1, 2).flatten(2)
+        total, normed = ops.add_rms_norm(x, _product(self.out, attended), self.mlp_norm, self.mlp_eps)
+        gate, up = self.gate_up(normed)
+        return total + _product(self.down, ops.silu_times(gate, up))
+
+
+def _product(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def layer_of(layer: nn.Module, head_dim: int) -> GpuLayer | None:
+    """A layer for the kernels; None if it is of another kind, or if the user has hooks inside it.
+
+    Args:
+        head_dim: where the attention does not say it.
+    """
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    inside = [m for m in layer.modules() if m is not layer]
+    # Hooks of the layer itself do no harm: they run around any forward.
+    if attention is None or mlp is None or any(map(touched, inside)) or "forward" in vars(layer):
+        return None
+    found = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    found += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    linear = [x for x in found if type(x) is nn.Linear]
+    modules: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    modules += [own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None]
+    norms = [own for module in modules if (own := norm_of(module)) is not None]
+    if len(linear) < len(found) or len(norms) < len(modules) or len(modules) == 3:
+        return None
+    parameters = list(layer.parameters())
+    read = {id(p) for module in (*linear, *modules) for p in module.parameters()}
+    # Quantised weights and shares of several processes are subclasses that hold other tensors.
+    plain = not any(hasattr(type(p), "__tensor_flatten__") for p in parameters)
+    if not plain or len({(p.dtype, p.device) for p in parameters}) > 1:
+        return None
+    scored = [getattr(attention, name, None) for name in ("attn_logit_softcapping", "sinks", "sliding_window")]
+    # A parameter that is not read belongs to a part that these kernels know nothing of.
+    if {id(p) for p in parameters} != read or any(x is not None for x in scored):
+        return None
+    (norm, eps), (mlp_norm, mlp_eps), *heads = norms
+    d = int(getattr(attention, "head_dim", head_dim))
+    if len({own[1] for own in heads}) > 1 or any(own[0].shape != (d,) for own in heads) or norm.numel() > MAX_HIDDEN:
+        return None
+    if plus_of(modules) != 0 or is_gelu(getattr(mlp, "act_fn", None)) is not False:
+        return None
+    return GpuLayer(
+        norm=norm,
+        eps=eps,
+        mlp_norm=mlp_norm,
+        mlp_eps=mlp_eps,
+        qkv=Products(linear[:3]),
+        out=linear[3],
+        gate_up=Products(linear[4:6]),
+        down=linear[6],
+        q_norm=heads[0][0] if heads else None,
+        k_norm=heads[1][0] if heads else None,
+        head_eps=heads[0][1] if heads else 0.0,
+        d=d,
+        scale=float(getattr(attention, "scaling", d**-0.5)),
+    )
+
+
+class GpuForward:
+    """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve.
+
+    Attributes:
+        d: size of a head.
+    """
+
+    def __init__(
+        self, layer: GpuLayer, kinds: LayerKinds, index: int, original: Callable[..., Any] | None = None
+    ) -> None:
+        self.d = layer.d
+        self._layer, self._original = layer, original
+        self._place, self._rope = kinds.places[index].layer, kinds.of_layers[kinds.numbers[index]].rope
+
+    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
+        hosted, weight = named["longdraft_hosted"], self._layer.norm
+        cos_sin = named["position_embeddings"] if self._rope is not None else UNTURNED
+        if self._original is not None:
+            like = weight.dtype, weight.device
+            # A model may be cast or moved during a run.
+            fits = all((x.dtype, x.device) == like for x in (hidden_states, cos_sin[0]) if x.numel())
+            if not (hosted.fused and fits):
+                return self._original(hidden_states, *more, **named)
+        if self._rope is None:
+            cos_sin = tuple(x.to(weight) for x in cos_sin)
+        return self._layer.run(hidden_states, cos_sin, hosted, self._place)

@@ -1,0 +1,62 @@
+"""Attention to a tree behind a known prefix as one operator: the kernel and the definition against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from longdraft.attention import reference, tree_kernel, tree_part
+from longdraft.attention.hybrid import Places
+from tests.attention.cases import TOLERANCE, case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE_OF = TOLERANCE | {torch.float32: 1e-5}
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def arguments(lengths, size, **settings):
+    """Arguments of with_tree, and the attention of the whole by its definition."""
+    q, keys, values, block, scale = case(lengths, size, device=DEVICE, **settings)
+    mask = torch.stack([block.block_mask(b, q.device) for b in range(block.batch)])
+    o, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+        found = reference.partial_attention(q[b], keys[slot, :, :n], values[slot, :, :n], scale)
+        o[b], lse[b] = found[0].to(q.dtype), found[1]
+    places = Places.of(keys, block.slots_t, block.lengths_t, max(lengths), mask)
+    whole = reference.attend(q, keys, values, block, scale)
+    return (q, keys, values, o, lse, places.tree, places.hidden, scale), whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("lengths", "size", "settings"),
+    [
+        ([30, 0, 7], 5, {"heads": (6, 2), "head_dim": 16}),
+        ([9], 40, {"heads": (4, 4), "head_dim": 24}),
+        ([12, 3], 3, {"heads": (4, 1), "head_dim": 32, "behind": 70}),
+    ],
+    ids=str,
+)
+def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths, size, settings):
+    given, whole = arguments(lengths, size, dtype=dtype, **settings)
+    for found in (tree_kernel.with_tree(*given), tree_part.with_tree(*given)):
+        assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()  # as the next product reads it
+        tolerance = TOLERANCE_OF[dtype]
+        torch.testing.assert_close(found.float(), whole.float(), atol=tolerance, rtol=tolerance)
+
+
+@given(st.integers(1, 3), st.integers(2, 20), st.sampled_from(DTYPES))
+def test_a_sequence_does_not_depend_on_the_others(batch, size, dtype):
+    given, _ = arguments([10 * b for b in range(batch)], size, dtype=dtype, heads=(4, 2), head_dim=16)
+    q, keys, values, o, lse, tree, hidden, scale = given
+    whole = tree_kernel.with_tree(*given)
+    for b in range(batch):
+        own = slice(b, b + 1)
+        alone = tree_kernel.with_tree(
+            *(q[own], keys, values, o[own], lse[own], tree.view(batch, -1)[b], hidden[own], scale)
+        )
+        assert torch.equal(whole[own], alone)

@@ -1,0 +1,59 @@
+"""Counts launches: operations of torch that start a kernel on a GPU, and our own operators, each of which is one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations that start nothing: they make tensors without numbers. (So do views, which their schemas tell.)
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+# Flash attention that splits its keys joins the parts afterwards.
+_TWO = {"_flash_attention_forward"}
+
+
+class Launches(TorchDispatchMode):
+    """While it is on and ``open``, counts launches by the operation's name. Put it around the simulated GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self.counts: Counter[str] = Counter()
+        self.forwards = 0
+
+    @property
+    def of_a_layer(self) -> float:
+        """Launches of one forward of the layer that :func:`watch` watches."""
+        return sum(self.counts.values()) / self.forwards
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if self.open and name not in _NOTHING and not _is_view(func):
+            self.counts[name] += 2 if name in _TWO else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    """True if an operation returns another look at its input's numbers."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def watch(counting: Launches, layer: torch.nn.Module) -> None:
+    """Counts what a layer launches. A hook of a model is kept by its twin."""
+
+    def begin(*_: Any) -> None:
+        counting.open = True
+        counting.forwards += 1
+
+    def end(*_: Any) -> None:
+        counting.open = False
+
+    layer.register_forward_pre_hook(begin)
+    layer.register_forward_hook(end)
