@@ -1,0 +1,52 @@
+"""GGUF files of architectures beyond transformers' own list: the weights that the file stands for, as it stores them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import longdraft
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.model.loading import load
+from longdraft.model.stored import is_stored
+from longdraft.native import kernels
+from tests.gguf_architectures import ARCHITECTURES, write
+from tests.gguf_files import write_gguf
+
+pytest.importorskip("gguf")
+PROMPT = (torch.arange(40) * 7 % 61 + 1)[None]
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [("Q8_0", 64), ("Q4_K", 256), ("F16", 64), ("F32", 64)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_the_weights_are_those_that_the_file_stands_for(architecture, kind, hidden, tmp_path):
+    over = {"linear_key_head_dim": 64, "linear_value_head_dim": 64} if kind == "Q4_K" and "qwen" in architecture else {}
+    written = write(tmp_path / "a.gguf", architecture, kind, hidden, **over)
+    expected, logits = written.state_dict(), written(PROMPT).logits
+    for weights in ("stored", "float32"):
+        model = load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32").model
+        assert type(model) is type(written) and is_stored(model) == (weights == "stored")
+        found = model.state_dict()
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():  # a file has 1 + the weight of a norm, and minus exp of A_log
+            torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-6)
+        own = model(PROMPT).logits
+        torch.testing.assert_close(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_drafts_write_what_plain_decoding_writes(architecture, tmp_path):
+    written = write(tmp_path / "a.gguf", architecture)
+    for arithmetic in ("float32", "int8") if kernels() is not None else ("float32",):
+        model, tokenizer = load(tmp_path / "a.gguf", device="cpu", arithmetic=arithmetic)
+        plain, drafted = (
+            longdraft.Speculator(method, target=model, tokenizer=tokenizer)
+            .generate([PROMPT[0].tolist()], max_new_tokens=24, eos_token_ids=[])[0]
+            .token_ids
+            for method in ("ar", "prompt-lookup")
+        )
+        assert plain == drafted
+        if arithmetic == "float32":
+            own = written.generate(PROMPT, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert plain == own[0, PROMPT.shape[1] :].tolist()
