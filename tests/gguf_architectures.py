@@ -86,7 +86,9 @@ def tiny(architecture: str, hidden: int = 64, seed: int = 0, **over: Any) -> Pre
     """A model whose greedy texts do not repeat at once."""
     model_type, own, _ = ARCHITECTURES[architecture]
     inner = dict.fromkeys(_INNER, hidden)
-    config = AutoConfig.for_model(model_type, **{**_BASE, "hidden_size": hidden, "head_dim": hidden // 4, **inner, **own, **over})
+    config = AutoConfig.for_model(
+        model_type, **{**_BASE, "hidden_size": hidden, "head_dim": hidden // 4, **inner, **own, **over}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -129,7 +131,9 @@ def write(
             values = flat[at]
             if at.dim() == 1 or "conv" in theirs or "ffn_gate_inp" in theirs:
                 values = values + 1 if architecture in _ONE_MORE and _is_norm(theirs) else values
-                writer.add_tensor(theirs, np.ascontiguousarray((-values.exp() if "ssm_a" in theirs else values).numpy()))
+                writer.add_tensor(
+                    theirs, np.ascontiguousarray((-values.exp() if "ssm_a" in theirs else values).numpy())
+                )
                 continue
             usual = words if theirs.startswith(("token_embd.", "output.")) else kind
             chosen = gguf.GGMLQuantizationType[kinds(theirs) if kinds else usual]

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import longdraft
-from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.loading import load
 from longdraft.model.stored import is_stored
 from longdraft.native import kernels
 from tests.gguf_architectures import ARCHITECTURES, write
-from tests.gguf_files import write_gguf
 
 pytest.importorskip("gguf")
 PROMPT = (torch.arange(40) * 7 % 61 + 1)[None]
