@@ -1,4 +1,4 @@
-"""GGUF files of architectures beyond transformers' own list: the weights that the file stands for, as it stores them."""
+"""GGUF files of architectures that transformers does not read: the weights that they stand for, as they store them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PROMPT = (torch.arange(40) * 7 % 61 + 1)[None]
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.no_grad()
 def test_the_weights_are_those_that_the_file_stands_for(architecture, kind, hidden, tmp_path):
-    over = {"linear_key_head_dim": 64, "linear_value_head_dim": 64} if kind == "Q4_K" and "qwen" in architecture else {}
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    over = heads if kind == "Q4_K" and "qwen" in architecture else {}
     written = write(tmp_path / "a.gguf", architecture, kind, hidden, **over)
     expected, logits = written.state_dict(), written(PROMPT).logits
     for weights in ("stored", "float32"):

@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import mmap
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -79,13 +81,9 @@ class File:
         Raises:
             CapabilityError: transformers does not know this scaling of rotary frequencies.
         """
-        config = (
-            gguf_configs.config_of(self._header())
-            if self.architecture in gguf_configs.KINDS
-            else self._by_transformers()
-        )
+        config = self._by_transformers() if self.kind is None else gguf_configs.config_of(self._header, self.kind)
         known = self.architecture in ARCHITECTURES
-        if self.architecture in _THEIRS:
+        if self.kind is None and known:
             # Some versions of transformers ignore this field, and some take the rotated dimensions for a head's.
             size = self._value(f"{self.architecture}.attention.key_length")
             config.head_dim = config.hidden_size // config.num_attention_heads if size is None else int(size)
@@ -98,6 +96,8 @@ class File:
             config.query_pre_attn_scalar = (
                 config.hidden_size // config.num_attention_heads if largest else config.head_dim
             )
+        if self.architecture == "gemma4":
+            return config  # its rope_freqs only say which frequencies are not used
         if scaled := self._rope(config if known else None):
             # With parameters by kind of layer, windowed layers have their own base and are never scaled.
             full = config.rope_parameters.get("full_attention")
@@ -106,9 +106,18 @@ class File:
             config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
+    @cached_property
+    def kind(self) -> gguf_configs.Kind | None:
+        """How the configuration is made; None if transformers makes it."""
+        return gguf_configs.kind_of(self._header)
+
+    @cached_property
     def _header(self) -> gguf_configs.Header:
         names, tokens = {t.name for t in self._tensors}, self._reader.fields.get("tokenizer.ggml.tokens")
-        return gguf_configs.Header(self.architecture, self._value, names, 0 if tokens is None else len(tokens.data))
+        factors = [np.mean(t.data < 1e9) for t in self._tensors if t.name == _FACTORS]
+        rotated = float(factors[0]) if factors else 1.0
+        count = 0 if tokens is None else len(tokens.data)
+        return gguf_configs.Header(self.architecture, self._value, names, count, rotated)
 
     def _by_transformers(self) -> Any:
         """The configuration as transformers makes it."""
@@ -123,7 +132,7 @@ class File:
             return AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.architecture in gguf_configs.KINDS:
+        if self.architecture not in _THEIRS and self._value("tokenizer.ggml.model") == "gpt2":
             return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
         with instead(self._reader):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -195,6 +204,9 @@ class File:
                     parts = [tensors[each] for each in found]
                     weights[name] = gguf_layout.weight(self.architecture, parts, config, parameter.shape)
         _put_in(model, weights, self.path, wrong)
+        for name, buffer in model.named_buffers():
+            if (at := gguf_layout.buffer_name(name)) in tensors:
+                buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, self.path)
@@ -278,8 +290,7 @@ def read_gguf(
     with reading(failure, _REMEDY), quiet():
         file = File(path)
         why = file.unserved()
-        theirs = file.architecture not in gguf_configs.KINDS
-        unpacked = theirs and (dtype != torch.float32 or file.architecture not in ARCHITECTURES)
+        unpacked = file.kind is None and (dtype != torch.float32 or file.architecture not in ARCHITECTURES)
         metadata = None if unpacked else file.metadata(say)
         config = file.config() if metadata is None else metadata.config
         if weights == "stored" and why:

@@ -5,6 +5,7 @@ llama.cpp's converter does these changes, and they are undone here. Blocks of qu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,29 @@ if TYPE_CHECKING:
 Weight = torch.Tensor | Stored | Arranged
 
 # Rows of queries and keys lie in pairs, as the first Llama rotated them.
-_PAIRED = ("llama",)
+_PAIRED = ("llama", "smollm3", "granite")
 # These models multiply by 1 + the weight of a norm, and their files have the sum.
 _ONE_MORE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 # Value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by side.
 _TILED = ("qwen35", "qwen35moe")
 # Tensors of another shape, by the first part of their name in a layer.
 _RESHAPED = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
+
+# Ends of the names of buffers -> ends of tensors' names.
+_BUFFERS = {
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
+}
+# Parameters that gguf has no names for.
+_OTHERS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def buffer_name(buffer: str) -> str | None:
+    """The tensor of a file that a model's buffer is, or None."""
+    layer, end = _LAYER.search(buffer), _BUFFERS.get(buffer.rpartition(".")[2])
+    return f"blk.{layer[1]}.{end}" if layer and end else None
 
 
 def tensor_names(parameter: str, known: Callable[[str], str | None], present: Collection[str]) -> tuple[str, ...]:
@@ -37,17 +54,21 @@ def tensor_names(parameter: str, known: Callable[[str], str | None], present: Co
         present: the file's tensors.
     """
     path, _, leaf = parameter.rpartition(".")
+    layer = _LAYER.search(parameter)
+    for ours, theirs in _OTHERS.items():
+        if layer and parameter.endswith(f".{ours}"):
+            return (f"blk.{layer[1]}.{theirs}",)
+    if path == "lm_head":
+        return (f"output.{leaf}",)
     if leaf == "dt_bias":
         path, leaf = f"{path}.dt_proj", "bias"
     elif (whole := known(parameter)) is not None:
         return (whole if whole in present else f"{whole}.weight",)  # not a layer's weight or bias
     if path.endswith(".in_proj_qkvz"):
         # Two tensors, but one in files of the first converter.
-        halves = [known(path.replace("in_proj_qkvz", half)) for half in ("in_proj_qkv", "in_proj_z")]
-        layer = (known(path) or "").rpartition(".")[0]
-        names = tuple(half or f"{layer}.{other}" for half, other in zip(halves, ("attn_qkv", "attn_gate"), strict=True))
-        if f"{names[0]}.{leaf}" in present:
-            return tuple(f"{name}.{leaf}" for name in names)
+        names = tuple(f"blk.{layer[1] if layer else ''}.{name}.{leaf}" for name in ("attn_qkv", "attn_gate"))
+        if names[0] in present:
+            return names
     name = known(path)
     return () if name is None else (f"{name}.{leaf}",)
 
@@ -131,7 +152,7 @@ def _value_heads(config: Any) -> torch.Tensor | None:
 
 
 def _by_key_head(config: Any) -> torch.Tensor:
-    """Place of each row in queries, keys, values and gates one behind the other, where a key head has all of its own."""
+    """Place in queries, keys, values and gates of each row, where rows of a key head are side by side."""
     heads, size = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
     begin, found = 0, []
