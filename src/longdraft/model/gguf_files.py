@@ -187,9 +187,7 @@ class File:
         """
         with stored.without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        mixtures = {
-            t.name: gguf_layout.weight(self.architecture, [t], config) for t in self._tensors if "_exps." in t.name
-        }
+        mixtures = {t.name: gguf_layout.as_stored(t) for t in self._tensors if "_exps." in t.name}
         wrong = [
             each
             for path, module in list(gguf_experts.mixtures(model))

@@ -73,17 +73,15 @@ def tensor_names(parameter: str, known: Callable[[str], str | None], present: Co
     return () if name is None else (f"{name}.{leaf}",)
 
 
-def weight(
-    architecture: str, tensors: Sequence[ReaderTensor], config: Any, wanted: Sequence[int] | None = None
-) -> Weight:
+def weight(architecture: str, tensors: Sequence[ReaderTensor], config: Any, wanted: Sequence[int]) -> Weight:
     """A parameter of the model, of one tensor or several: as it is stored, or floats.
 
     Args:
-        wanted: the parameter's shape; None for experts, which keep their own.
+        wanted: the parameter's shape.
     """
     tensor = tensors[0]
     part = _part(tensor.name)
-    parts = [_read(each) for each in tensors]
+    parts = [as_stored(each) for each in tensors]
     rows, columns = _rows(architecture, part, parts, config), _columns(architecture, part, config)
     packed = tuple(each for each in parts if isinstance(each, Stored))
     if len(packed) == len(parts):
@@ -96,7 +94,7 @@ def weight(
     data = data if columns is None else data[:, columns]
     if part == "ssm_a":
         data = (-data).log()  # the file has -exp of it
-    if part in _RESHAPED and wanted is not None and data.numel() == torch.Size(wanted).numel():
+    if part in _RESHAPED and data.numel() == torch.Size(wanted).numel():
         data = data.reshape(*wanted)
     more = architecture in _ONE_MORE and tensor.name.endswith("norm.weight") and part != "ssm_norm"
     return data - 1 if more else data
@@ -108,7 +106,8 @@ def _part(name: str) -> str:
     return pieces[2] if pieces[0] == "blk" else pieces[0]
 
 
-def _read(tensor: ReaderTensor) -> torch.Tensor | Stored:
+def as_stored(tensor: ReaderTensor) -> torch.Tensor | Stored:
+    """A tensor in its file's order: a matrix, or those of several experts one behind the other, or floats."""
     kind, data = tensor.tensor_type.name, torch.from_numpy(tensor.data)
     if kind in FORMATS and len(tensor.shape) > 1 and tensor.shape[0] % FORMATS[kind][0] == 0:
         return Stored(data.view(torch.uint8).flatten(0, -2), kind)
