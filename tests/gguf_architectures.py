@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -197,13 +198,15 @@ def tiny(case: str, hidden: int = 64, seed: int = 0, **over: Any) -> PreTrainedM
 
 def write(
     file: Path, case: str, kind: str = "Q8_0", hidden: int = 64, words: str = "F16",
-    kinds: Callable[[str], str] | None = None, **over: Any,
+    kinds: Callable[[str], str] | None = None, fields: Mapping[str, Any] = MappingProxyType({}), split: str = "qwen35",
+    **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Writes a tiny model. Returns the model of the weights that the file stands for.
 
     Args:
         kind: of the matrices. words: of the embedding and the head.
         kinds: name of a tensor -> its kind, in place of ``kind``.
+        fields: more of them. split: how the tokenizer splits texts.
         over: options of the configuration.
     """
     import gguf
@@ -212,9 +215,9 @@ def write(
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_name("Tiny")
-    for name, value in (_sizes(config) | ARCHITECTURES[case][3](config)).items():
+    for name, value in (_sizes(config) | ARCHITECTURES[case][3](config) | dict(fields)).items():
         _add(writer, f"{architecture}.{name}", value)
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, split)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, weight in model.named_parameters():
@@ -328,10 +331,23 @@ def _add(writer: Any, name: str, value: Any) -> None:
         writer.add_key_value(name, value, kinds[type(value)])
 
 
-def _add_tokenizer(writer: Any) -> None:
+def _add_tokenizer(writer: Any, split: str) -> None:
+    if split == "gemma4":
+        letters = [*"abcdefghijklmnopqrstuvwxyz", "he", "the", "▁"]
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<pad>", "<bos>", "<eos>", "<unk>", *letters, *(f"<unused{i}>" for i in range(31))])
+        writer.add_token_scores([-1000.0] * VOCABULARY)
+        writer.add_token_types([3, 3, 3, 3] + [1] * (VOCABULARY - 4))
+        writer.add_token_merges(["h e", "t he"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_pad_token_id(0)
+        writer.add_unk_token_id(3)
+        writer.add_add_space_prefix(False)
+        return
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "Ċ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list([*words, *(f"<spare{i}>" for i in range(VOCABULARY - len(words)))])
     writer.add_token_types([3, 3, 3] + [1] * (VOCABULARY - 3))
     writer.add_token_merges(["h e", "t he"])

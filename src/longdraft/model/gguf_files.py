@@ -134,7 +134,12 @@ class File:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self.architecture not in _THEIRS and self._value("tokenizer.ggml.model") == "gpt2":
             return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
-        with instead(self._reader):
+        reader = self._reader
+        if self.kind is not None:  # transformers, which makes a configuration first, may misread the other fields
+            reader = copy.copy(reader)
+            kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
+            reader.fields = type(reader.fields)(kept)
+        with instead(reader):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(self.path.parent), gguf_file=self.path.name, local_files_only=True
             )
