@@ -1,17 +1,16 @@
-"""Reads GGUF files of Llama, Mistral, Qwen, Gemma and gpt-oss, whose weights our kernels use as they are stored.
+"""Reads GGUF files, whose weights our kernels use as they are stored.
 
-The package gguf reads the file, and transformers makes the configuration and the tokenizer from it. The weights are
-mapped, not read, so a model of any size loads in about a second.
+The package gguf reads the file. transformers makes the configuration and the tokenizer from it, or for architectures
+that not every version of it knows, gguf_configs.py and gguf_tokenizer.py. The weights are mapped, not read, so a model
+of any size loads in about a second.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import mmap
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,22 +20,22 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model import gguf_cache, gguf_experts, stored
+from longdraft.model import gguf_cache, gguf_configs, gguf_experts, gguf_layout, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
-from longdraft.model.collector import paused
 from longdraft.model.gguf_cache import Metadata
+from longdraft.model.gguf_reader import instead, needs, reader_of
 from longdraft.model.gguf_rope import RopeError, scaling
+from longdraft.model.gguf_tokenizer import tokenizer_of
+from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
-# Names in GGUF files. Llama's have rows of queries and keys in pairs, as the first Llama rotated them.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", *gguf_experts.ARCHITECTURES)
-_PAIRED = ("llama",)
-# Gemma multiplies by 1 + the weight of a norm, and its files have the sum.
-_ONE_MORE = ("gemma2", "gemma3")
+# Names in GGUF files: of those that transformers makes a configuration of, and of all.
+_THEIRS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", *gguf_experts.ARCHITECTURES)
+ARCHITECTURES = (*_THEIRS, *gguf_configs.KINDS)
 # Layers of the largest models, whose scores are scaled by the hidden size; the files do not say so.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 # "stored" keeps matrices as they are stored, "float32" unpacks them.
@@ -82,17 +81,9 @@ class File:
         Raises:
             CapabilityError: transformers does not know this scaling of rotary frequencies.
         """
-        reader = copy.copy(self._reader)
-        if f"{self.architecture}.vocab_size" in reader.fields:  # otherwise transformers counts the tokens
-            hidden = {f"tokenizer.ggml.{name}" for name in _WORDS}
-            reader.fields = type(reader.fields)((n, f) for n, f in reader.fields.items() if n not in hidden)
-        reader.fields = type(reader.fields)(
-            (n, f) for n, f in reader.fields.items() if not n.startswith(gguf_experts.MISREAD)
-        )
-        with _instead(reader):
-            config = AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
+        config = self._by_transformers() if self.kind is None else gguf_configs.config_of(self._header, self.kind)
         known = self.architecture in ARCHITECTURES
-        if known:
+        if self.kind is None and known:
             # Some versions of transformers ignore this field, and some take the rotated dimensions for a head's.
             size = self._value(f"{self.architecture}.attention.key_length")
             config.head_dim = config.hidden_size // config.num_attention_heads if size is None else int(size)
@@ -105,6 +96,8 @@ class File:
             config.query_pre_attn_scalar = (
                 config.hidden_size // config.num_attention_heads if largest else config.head_dim
             )
+        if self.architecture == "gemma4":
+            return config  # its rope_freqs only say which frequencies are not used
         if scaled := self._rope(config if known else None):
             # With parameters by kind of layer, windowed layers have their own base and are never scaled.
             full = config.rope_parameters.get("full_attention")
@@ -113,8 +106,40 @@ class File:
             config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
+    @cached_property
+    def kind(self) -> gguf_configs.Kind | None:
+        """How the configuration is made; None if transformers makes it."""
+        return gguf_configs.kind_of(self._header)
+
+    @cached_property
+    def _header(self) -> gguf_configs.Header:
+        names, tokens = {t.name for t in self._tensors}, self._reader.fields.get("tokenizer.ggml.tokens")
+        factors = [np.mean(t.data < 1e9) for t in self._tensors if t.name == _FACTORS]
+        rotated = float(factors[0]) if factors else 1.0
+        count = 0 if tokens is None else len(tokens.data)
+        return gguf_configs.Header(self.architecture, self._value, names, count, rotated)
+
+    def _by_transformers(self) -> Any:
+        """The configuration as transformers makes it."""
+        reader = copy.copy(self._reader)
+        if f"{self.architecture}.vocab_size" in reader.fields:  # otherwise transformers counts the tokens
+            hidden = {f"tokenizer.ggml.{name}" for name in _WORDS}
+            reader.fields = type(reader.fields)((n, f) for n, f in reader.fields.items() if n not in hidden)
+        reader.fields = type(reader.fields)(
+            (n, f) for n, f in reader.fields.items() if not n.startswith(gguf_experts.MISREAD)
+        )
+        with instead(reader):
+            return AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        with _instead(self._reader):
+        if self.architecture not in _THEIRS and self._value("tokenizer.ggml.model") == "gpt2":
+            return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
+        reader = self._reader
+        if self.kind is not None:  # transformers, which makes a configuration first, may misread the other fields
+            reader = copy.copy(reader)
+            kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
+            reader.fields = type(reader.fields)(kept)
+        with instead(reader):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(self.path.parent), gguf_file=self.path.name, local_files_only=True
             )
@@ -135,7 +160,10 @@ class File:
     @property
     def tokens(self) -> list[str]:
         """The vocabulary, in the order of its ids."""
-        return list(self._reader.fields["tokenizer.ggml.tokens"].contents())
+        return self._strings("ggml.tokens")
+
+    def _strings(self, name: str) -> list[str]:
+        return list(self._reader.fields[f"tokenizer.{name}"].contents())
 
     def _rope(self, config: Any) -> dict[str, Any]:
         """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
@@ -164,53 +192,43 @@ class File:
         """
         with stored.without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        mixtures = {t.name: self._weights(t, config) for t in self._tensors if "_exps." in t.name}
+        mixtures = {t.name: gguf_layout.as_stored(t) for t in self._tensors if "_exps." in t.name}
         wrong = [
             each
             for path, module in list(gguf_experts.mixtures(model))
             for each in gguf_experts.put_in(model, path, module, mixtures)
         ]
-        names = self._names(model)
-        weights = {names[t.name]: self._weights(t, config) for t in self._tensors if t.name in names}
+        known, tensors = self._known(config), {t.name: t for t in self._tensors}
+        weights = {}
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:  # otherwise an expert's, which is there already
+                found = gguf_layout.tensor_names(name, known, tensors)
+                if found and all(each in tensors for each in found):
+                    parts = [tensors[each] for each in found]
+                    weights[name] = gguf_layout.weight(self.architecture, parts, config, parameter.shape)
         _put_in(model, weights, self.path, wrong)
+        for name, buffer in model.named_buffers():
+            if (at := gguf_layout.buffer_name(name)) in tensors:
+                buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, self.path)
 
-    def _names(self, model: PreTrainedModel) -> dict[str, str]:
-        """Name of each tensor in the file -> its name in the model."""
+    def _known(self, config: Any) -> Callable[[str], str | None]:
+        """Gives gguf's name of a module or parameter of transformers, or None."""
         import gguf
 
-        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
-        known = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
-        names = {}
-        for name, weight in model.named_parameters():
-            if not weight.is_meta:  # an expert's, which is there already
-                continue
-            path, _, leaf = name.rpartition(".")
-            whole = known.get_name(name)  # of what is no layer's weight or bias
-            names[f"{known.get_name(path)}.{leaf}" if whole is None else f"{whole}.weight"] = name
-        return names
-
-    def _weights(self, tensor: ReaderTensor, config: Any) -> torch.Tensor | Stored:
-        kind, data = tensor.tensor_type.name, torch.from_numpy(tensor.data)
-        if self.architecture in _PAIRED and (name := tensor.name.split(".")[2:3]) in (["attn_q"], ["attn_k"]):
-            heads = config.num_attention_heads if name == ["attn_q"] else config.num_key_value_heads
-            size = data.shape[0] // heads
-            pairs = torch.arange(data.shape[0]).view(heads, size // 2, 2)
-            data = data[pairs.transpose(1, 2).reshape(-1)]
-        if kind in FORMATS and len(tensor.shape) > 1 and tensor.shape[0] % FORMATS[kind][0] == 0:
-            return Stored(data.view(torch.uint8).flatten(0, -2), kind)
-        if kind != "F32":
-            import gguf
-
-            data = torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
-        if ".ffn_gate_inp_shexp." in tensor.name:
-            data = data.view(1, -1)
-        return data - 1 if self.architecture in _ONE_MORE and tensor.name.endswith("norm.weight") else data
+        kind = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
+        if kind is None:
+            raise CheckpointError(
+                f"{self.path} is a model of the kind {self.architecture}, which the installed package gguf does not "
+                "know: pip install -U gguf"
+            )
+        known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+        return lambda name: known.get_name(name)
 
 
-def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], file: Path, wrong: list[str]) -> None:
+def _put_in(model: PreTrainedModel, weights: dict[str, gguf_layout.Weight], file: Path, wrong: list[str]) -> None:
     """Gives the modules of a model without memory their weights, and raises an error if some are ``wrong``."""
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
     wrong += [f"{n} (not there)" for n in wanted if n not in weights]
@@ -227,6 +245,10 @@ def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], f
         modules.setdefault(path, {})[leaf] = tensor
     for path, leaves in modules.items():
         module, weight = model.get_submodule(path), leaves.get("weight")
+        parent, _, own = path.rpartition(".")
+        if isinstance(weight, Arranged):
+            setattr(model.get_submodule(parent), own, ArrangedLinear(weight))
+            continue
         if isinstance(weight, Stored) and not isinstance(module, nn.Linear | nn.Embedding):
             leaves["weight"] = weight = stored.unpacked(weight)  # a router's
         if isinstance(weight, Stored):
@@ -236,8 +258,7 @@ def _put_in(model: PreTrainedModel, weights: dict[str, torch.Tensor | Stored], f
                 if embeds
                 else stored.StoredLinear(weight, leaves.get("bias"))
             )
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, made)
+            setattr(model.get_submodule(parent), own, made)
         else:
             for leaf, floats in leaves.items():
                 setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
@@ -272,7 +293,7 @@ def read_gguf(
     with reading(failure, _REMEDY), quiet():
         file = File(path)
         why = file.unserved()
-        unpacked = dtype != torch.float32 or file.architecture not in ARCHITECTURES
+        unpacked = file.kind is None and (dtype != torch.float32 or file.architecture not in ARCHITECTURES)
         metadata = None if unpacked else file.metadata(say)
         config = file.config() if metadata is None else metadata.config
         if weights == "stored" and why:
@@ -292,9 +313,10 @@ def read_gguf(
         )
         # transformers names the folder here; a draft for this model finds its tokenizer by the name.
         loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
-    elif why or weights == "float32" or (weights is None and kernels() is None):
+    elif why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
         say(unpacking)
-        loaded = LoadedModel(stored.in_float32(loaded.model), loaded.tokenizer)
+        model = stored.in_float32(loaded.model)
+        loaded = LoadedModel(model.to(dtype) if isinstance(dtype, torch.dtype) else model, loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored.use_int8(loaded.model)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
@@ -321,49 +343,3 @@ def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
     if kernels() is None:
         return f"there are no kernels for it here ({missing()})"
     return "none of its weights are stored in 8 bits or fewer"
-
-
-def needs(package: str, path: Path) -> None:
-    """Raises CheckpointError if a package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
-
-
-@contextmanager
-def _instead(reader: GGUFReader) -> Iterator[None]:
-    """Makes transformers use this reader, as it would read the file anew for configuration and tokenizer."""
-    import gguf
-
-    theirs = gguf.GGUFReader
-    gguf.GGUFReader = lambda *_args, **_named: reader
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = theirs
-
-
-def reader_of(path: Path) -> GGUFReader:
-    """gguf's reader of a file, with a faster way to read arrays: a tokenizer's strings would take it seconds."""
-    import gguf
-
-    class Reader(gguf.GGUFReader):
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
-                return super()._get_field_parts(orig_offs, raw_type)
-            data = self.data._mmap
-            kind, count = struct.unpack_from("<IQ", data, orig_offs)
-            of, at, parts = gguf.GGUFValueType(kind), orig_offs + 12, []
-            if of is gguf.GGUFValueType.STRING:
-                for _ in range(count):
-                    (length,) = struct.unpack_from("<Q", data, at)
-                    parts.append(np.frombuffer(data, np.uint8, length, at + 8))
-                    at += 8 + length
-            elif of in self.gguf_scalar_to_np:
-                numbers = np.frombuffer(data, self.gguf_scalar_to_np[of], count, at)
-                parts, at = [numbers[i : i + 1] for i in range(count)], at + numbers.nbytes
-            else:
-                return super()._get_field_parts(orig_offs, raw_type)
-            return at - orig_offs, parts, list(range(count)), [gguf.GGUFValueType.ARRAY, *[of] * bool(count)]
-
-    with paused():
-        return Reader(path, "c")

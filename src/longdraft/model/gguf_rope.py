@@ -29,7 +29,7 @@ def scaling(value: Callable[[str], Any], factors: torch.Tensor | None, config: A
         config: the model's configuration; None if the architecture is unknown, whose frequencies must be plain.
 
     Raises:
-        RopeError: transformers does not know this scaling, or only a part of each head is rotated.
+        RopeError: transformers does not know this scaling, or another part of each head is rotated than it says.
     """
     if factors is not None and bool((factors == 1).all()):
         factors = None
@@ -38,16 +38,21 @@ def scaling(value: Callable[[str], Any], factors: torch.Tensor | None, config: A
         if named or factors is not None:
             raise RopeError(named.get("rope_type", "rope_freqs"))
         return {}
-    rotated = value("dimension_count")
-    if rotated is not None and int(rotated) != config.head_dim:
+    rotated, size = value("dimension_count"), _size(config)
+    if rotated is not None and int(rotated) != size:
         raise RopeError(f"{rotated} of each head's {config.head_dim} dimensions are rotated")
     if factors is None:
         return named
     if named:
         raise RopeError(f"{named['rope_type']} together with rope_freqs")
-    if len(factors) != config.head_dim // 2:
-        raise RopeError(f"rope_freqs for {len(factors)} frequencies, where there are {config.head_dim // 2}")
+    if len(factors) != size // 2:
+        raise RopeError(f"rope_freqs for {len(factors)} frequencies, where there are {size // 2}")
     return _divided(factors.double(), config)
+
+
+def _size(config: Any) -> int:
+    """The number of dimensions of a head that are rotated."""
+    return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def _named(value: Callable[[str], Any], context: int) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def _named(value: Callable[[str], Any], context: int) -> dict[str, Any]:
 
 def _divided(factors: torch.Tensor, config: Any) -> dict[str, Any]:
     """The parameters that divide the frequencies by these factors."""
-    size = config.head_dim
+    size = _size(config)
     by_kind = config.rope_parameters.get("full_attention")
     base = (by_kind or config.rope_parameters)["rope_theta"]
     turns = base ** -(torch.arange(0, size, 2, dtype=torch.double) / size) / (2 * math.pi)  # in one token

@@ -17,7 +17,7 @@ import torch
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.checkpoints import check_gguf, reading
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
-from longdraft.model.gguf_files import needs, reader_of
+from longdraft.model.gguf_reader import needs, reader_of
 from longdraft.model.rotary import Rotary
 
 if TYPE_CHECKING:

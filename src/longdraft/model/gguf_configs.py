@@ -1,0 +1,263 @@
+"""Configurations of GGUF files whose architectures transformers does not read, or not in every version of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig
+
+from longdraft.errors import CapabilityError
+
+# Field of a file behind its architecture's name -> field of the configuration.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_TOKENS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "padding_token_id": "pad_token_id"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields of a file.
+
+    Attributes:
+        whole: gives the value of a whole name, or None.
+        tensors: names of the tensors.
+        tokens: size of the vocabulary.
+        rotated: share of the frequencies that the tensor ``rope_freqs`` does not turn off.
+    """
+
+    architecture: str
+    whole: Callable[[str], Any]
+    tensors: Collection[str]
+    tokens: int
+    rotated: float = 1.0
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """The value of a name behind the architecture's."""
+        found = self.whole(f"{self.architecture}.{name}")
+        return default if found is None else found
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, without those that predict further tokens."""
+        return int(self("block_count")) - int(self("nextn_predict_layers", 0))
+
+    @property
+    def head_dim(self) -> int:
+        size = self("attention.key_length")
+        return int(self("embedding_length")) // int(self("attention.head_count")) if size is None else int(size)
+
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An architecture.
+
+    Attributes:
+        model_type: transformers' name of it.
+        fields: more of the file's fields -> the configuration's.
+        more: what follows from several fields.
+    """
+
+    model_type: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    more: Callable[[Header], Settings] = lambda header: {}
+
+
+def _delta(header: Header) -> Settings:
+    """Layers of gated DeltaNet beside full attention with a gate."""
+    heads = int(header("ssm.time_step_rank"))
+    recurrent = header("attention.recurrent_layers")
+    if not isinstance(recurrent, list):
+        every = int(header("full_attention_interval", 4))
+        recurrent = [(layer + 1) % every != 0 for layer in range(header.layers)]
+    kinds = ["linear_attention" if each else "full_attention" for each in recurrent[: header.layers]]
+    rope: Settings = {"partial_rotary_factor": int(header("rope.dimension_count")) / header.head_dim}
+    if sections := header("rope.dimension_sections"):
+        rope |= {"mrope_section": [int(each) for each in sections[:3]], "mrope_interleaved": True}
+    return {
+        "layer_types": kinds,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": int(header("ssm.inner_size")) // heads,
+        "rope_parameters": rope,
+    }
+
+
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+}
+
+
+def _lfm2(header: Header) -> Settings:
+    heads = [int(each) for each in header("attention.head_count_kv")]
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.tensors),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in header.tensors),
+        "routed_scaling_factor": float(header("expert_weights_scale", 1.0)),
+        "norm_topk_prob": True,
+    }
+
+
+_LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+
+
+def _partial(header: Header) -> Settings:
+    """RoPE that rotates a part of each head."""
+    size = int(header("rope.dimension_count", header.head_dim))
+    return {"rope_parameters": {"partial_rotary_factor": size / header.head_dim}}
+
+
+def _glm4(header: Header) -> Settings:
+    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors, **_partial(header)}
+
+
+def _glm4_moe(header: Header) -> Settings:
+    return {
+        **_glm4(header),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
+        "norm_topk_prob": bool(header("expert_weights_norm", False)),
+    }
+
+
+_GLM4_MOE = _EXPERTS | {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+
+def _windows(every: int) -> Callable[[Header], Settings]:
+    """Windowed layers beside full ones, of which each ``every``-th is full where the file does not say more."""
+
+    def settings(header: Header) -> Settings:
+        window, pattern = header("attention.sliding_window"), header("attention.sliding_window_pattern", every)
+        if window is None:
+            return {"sliding_window": None, "layer_types": ["full_attention"] * header.layers}
+        if not isinstance(pattern, list):
+            pattern = [(layer + 1) % int(pattern) != 0 for layer in range(header.layers)]
+        kinds = ["sliding_attention" if each else "full_attention" for each in pattern[: header.layers]]
+        return {"sliding_window": int(window), "layer_types": kinds}
+
+    return settings
+
+
+def _olmo2(header: Header) -> Settings:
+    if header("attention.sliding_window") is not None:
+        raise CapabilityError("OLMo 3 is not read from GGUF files: give the model's Hugging Face folder or id.")
+    return {}
+
+
+def _seed_oss(header: Header) -> Settings:
+    biased = {name: f"blk.0.{name}.bias" in header.tensors for name in ("attn_q", "attn_output")}
+    return {"attention_bias": biased["attn_q"], "attention_out_bias": biased["attn_output"]}
+
+
+def _gemma4(header: Header) -> Settings:
+    windows = _windows(6)(header)
+    full = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "full_attention"]
+    heads, inner = header("attention.head_count_kv"), header("feed_forward_length")
+    by_layer = heads if isinstance(heads, list) else [heads] * header.layers
+    inners = inner if isinstance(inner, list) else [inner]
+    windowed = [layer for layer in range(header.layers) if layer not in full]
+    experts = header("expert_count")
+    return windows | {
+        "head_dim": int(header("attention.key_length_swa", header.head_dim)),
+        "global_head_dim": header.head_dim,
+        "num_key_value_heads": int(by_layer[windowed[0]]) if windowed else int(by_layer[0]),
+        "num_global_key_value_heads": int(by_layer[full[0]]) if full else None,
+        "attention_k_eq_v": bool(full) and f"blk.{full[0]}.attn_v.weight" not in header.tensors,
+        "intermediate_size": int(min(inners)),
+        "use_double_wide_mlp": max(inners) > min(inners),
+        "enable_moe_block": bool(experts),
+        "num_experts": experts,
+        "vocab_size_per_layer_input": int(header("vocab_size", header.tokens)),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": float(header("rope.freq_base_swa", 1e4))},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": float(header("rope.freq_base", 1e6)),
+                "partial_rotary_factor": header.rotated,
+            },
+        },
+    }
+
+
+_GEMMA4 = {
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_COHERE2 = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+KINDS = {
+    "qwen35": Kind("qwen3_5_text", _DELTA, _delta),
+    "qwen35moe": Kind("qwen3_5_moe_text", _DELTA | _EXPERTS, _delta),
+    "qwen3next": Kind("qwen3_next", _DELTA | _EXPERTS, _delta),
+    "lfm2": Kind("lfm2", _LFM2, _lfm2),
+    "lfm2moe": Kind("lfm2_moe", _LFM2 | _EXPERTS | {"leading_dense_block_count": "num_dense_layers"}, _lfm2),
+    "gemma4": Kind("gemma4_text", _GEMMA4, _gemma4),
+    "glm4": Kind("glm4", {}, _glm4),
+    "glm4moe": Kind("glm4_moe", _GLM4_MOE, _glm4_moe),
+    "smollm3": Kind("smollm3"),
+    "olmo2": Kind("olmo2", {}, _olmo2),
+    "exaone4": Kind("exaone4", {}, _windows(4)),
+    "cohere2": Kind("cohere2", _COHERE2, lambda header: _windows(4)(header) | _partial(header)),
+    "seed_oss": Kind("seed_oss", {}, _seed_oss),
+    "granite": Kind("granite", _GRANITE),
+}
+# Files of the first Llama's architecture with experts.
+_MIXTRAL = Kind("mixtral", {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"})
+
+
+def kind_of(header: Header) -> Kind | None:
+    """The kind of a file's architecture; None if transformers reads it, or nobody."""
+    if header.architecture == "llama" and header("expert_count"):
+        return _MIXTRAL
+    return KINDS.get(header.architecture)
+
+
+def config_of(header: Header, kind: Kind) -> Any:
+    """The configuration of a file, with rotary frequencies that are not scaled."""
+    found: Settings = {"num_hidden_layers": header.layers, "head_dim": header.head_dim}
+    for names, value in (
+        (_FIELDS | dict(kind.fields), header),
+        (_TOKENS, lambda n: header.whole(f"tokenizer.ggml.{n}")),
+    ):
+        found |= {ours: x for theirs, ours in names.items() if (x := value(theirs)) is not None}
+    found |= kind.more(header)
+    rope = found.get("rope_parameters", {})
+    if not any(isinstance(each, dict) for each in rope.values()):
+        plain = {"rope_type": "default", "rope_theta": float(header("rope.freq_base", 1e4))}
+        found["rope_parameters"] = plain | rope
+    found["vocab_size"] = int(header("vocab_size", header.tokens))
+    found["tie_word_embeddings"] = "output.weight" not in header.tensors
+    return AutoConfig.for_model(kind.model_type, **found)

@@ -1,0 +1,166 @@
+"""How tensors lie in GGUF files where transformers has them otherwise: order of rows and columns, changed numbers.
+
+llama.cpp's converter does these changes, and they are undone here. Blocks of quantised weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longdraft.model.stored_parts import Arranged
+from longdraft.native import Stored
+from longdraft.native.dequantise import FORMATS
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+Weight = torch.Tensor | Stored | Arranged
+
+# Rows of queries and keys lie in pairs, as the first Llama rotated them.
+_PAIRED = ("llama", "smollm3", "granite")
+# These models multiply by 1 + the weight of a norm, and their files have the sum.
+_ONE_MORE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+# Value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by side.
+_TILED = ("qwen35", "qwen35moe")
+# Tensors of another shape, by the first part of their name in a layer.
+_RESHAPED = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
+
+# Ends of the names of buffers -> ends of tensors' names.
+_BUFFERS = {
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
+}
+# Parameters that gguf has no names for.
+_OTHERS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def buffer_name(buffer: str) -> str | None:
+    """The tensor of a file that a model's buffer is, or None."""
+    layer, end = _LAYER.search(buffer), _BUFFERS.get(buffer.rpartition(".")[2])
+    return f"blk.{layer[1]}.{end}" if layer and end else None
+
+
+def tensor_names(parameter: str, known: Callable[[str], str | None], present: Collection[str]) -> tuple[str, ...]:
+    """The tensors of a file that a model's parameter consists of; empty if gguf has no name for it.
+
+    Args:
+        known: gguf's name of a module or parameter of transformers, or None.
+        present: the file's tensors.
+    """
+    path, _, leaf = parameter.rpartition(".")
+    layer = _LAYER.search(parameter)
+    for ours, theirs in _OTHERS.items():
+        if layer and parameter.endswith(f".{ours}"):
+            return (f"blk.{layer[1]}.{theirs}",)
+    if path == "lm_head":
+        return (f"output.{leaf}",)
+    if leaf == "dt_bias":
+        path, leaf = f"{path}.dt_proj", "bias"
+    elif (whole := known(parameter)) is not None:
+        return (whole if whole in present else f"{whole}.weight",)  # not a layer's weight or bias
+    if path.endswith(".in_proj_qkvz"):
+        # Two tensors, but one in files of the first converter.
+        names = tuple(f"blk.{layer[1] if layer else ''}.{name}.{leaf}" for name in ("attn_qkv", "attn_gate"))
+        if names[0] in present:
+            return names
+    name = known(path)
+    return () if name is None else (f"{name}.{leaf}",)
+
+
+def weight(architecture: str, tensors: Sequence[ReaderTensor], config: Any, wanted: Sequence[int]) -> Weight:
+    """A parameter of the model, of one tensor or several: as it is stored, or floats.
+
+    Args:
+        wanted: the parameter's shape.
+    """
+    tensor = tensors[0]
+    part = _part(tensor.name)
+    parts = [as_stored(each) for each in tensors]
+    rows, columns = _rows(architecture, part, parts, config), _columns(architecture, part, config)
+    packed = tuple(each for each in parts if isinstance(each, Stored))
+    if len(packed) == len(parts):
+        if len(packed) > 1 or columns is not None:
+            return Arranged(packed, rows, columns)
+        return packed[0] if rows is None else packed[0].rows(rows)
+    floats = [each.floats() if isinstance(each, Stored) else each for each in parts]
+    data = floats[0] if len(floats) == 1 else torch.cat(floats)
+    data = data if rows is None else data[rows]
+    data = data if columns is None else data[:, columns]
+    if part == "ssm_a":
+        data = (-data).log()  # the file has -exp of it
+    if part in _RESHAPED and data.numel() == torch.Size(wanted).numel():
+        data = data.reshape(*wanted)
+    more = architecture in _ONE_MORE and tensor.name.endswith("norm.weight") and part != "ssm_norm"
+    return data - 1 if more else data
+
+
+def _part(name: str) -> str:
+    """The first part of a tensor's name behind its layer."""
+    pieces = name.split(".")
+    return pieces[2] if pieces[0] == "blk" else pieces[0]
+
+
+def as_stored(tensor: ReaderTensor) -> torch.Tensor | Stored:
+    """A tensor in its file's order: a matrix, or those of several experts one behind the other, or floats."""
+    kind, data = tensor.tensor_type.name, torch.from_numpy(tensor.data)
+    if kind in FORMATS and len(tensor.shape) > 1 and tensor.shape[0] % FORMATS[kind][0] == 0:
+        return Stored(data.view(torch.uint8).flatten(0, -2), kind)
+    if kind == "F32":
+        return data
+    import gguf
+
+    return torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
+
+
+def _rows(architecture: str, part: str, parts: Sequence[torch.Tensor | Stored], config: Any) -> torch.Tensor | None:
+    """Place in the file of each row; None if they are in order."""
+    if architecture in _PAIRED and part in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+        count = parts[0].shape[0]
+        return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    if architecture == "qwen3next" and len(parts) == 2:
+        return _by_key_head(config)
+    if architecture in _TILED and (heads := _value_heads(config)) is not None:
+        if part in ("attn_qkv", "ssm_conv1d"):
+            keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+            return torch.cat([torch.arange(keys), keys + _each(heads, config.linear_value_head_dim)])
+        if part == "attn_gate":
+            return _each(heads, config.linear_value_head_dim)
+        if part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
+            return heads
+    return None
+
+
+def _columns(architecture: str, part: str, config: Any) -> torch.Tensor | None:
+    """Place in the file of each column; None if they are in order."""
+    if architecture in _TILED and part == "ssm_out" and (heads := _value_heads(config)) is not None:
+        return _each(heads, config.linear_value_head_dim)
+    return None
+
+
+def _value_heads(config: Any) -> torch.Tensor | None:
+    """Place in a tiled file of each value head; None if there are as many as key heads."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    return None if keys == values else torch.arange(values).view(-1, keys).T.reshape(-1)
+
+
+def _by_key_head(config: Any) -> torch.Tensor:
+    """Place in queries, keys, values and gates of each row, where rows of a key head are side by side."""
+    heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    begin, found = 0, []
+    for each in (size, size, values, values):
+        found.append(begin + torch.arange(heads * each).view(heads, each))
+        begin += heads * each
+    return torch.cat(found, dim=1).reshape(-1)
+
+
+def _each(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """Places of heads -> places of their rows."""
+    return (heads[:, None] * size + torch.arange(size)).reshape(-1)

@@ -1,0 +1,87 @@
+"""Byte-level tokenizers of GGUF files whose architectures transformers does not know in every version of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from longdraft.errors import CapabilityError
+
+_CONTROL, _USERS = 3, 4  # types of tokens that are found in texts before they are split
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(short)s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(short)s"
+    r"|\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+_LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
+_QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}|{_SPACES}"
+_QWEN35 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TEKKEN = _CASED % {"short": "", "digits": ""}
+_GPT4O = _CASED % {"short": f"{_SHORT}?", "digits": "{1,3}"}
+# How texts are split into words, by the file's name of it: the expressions are applied one after the other.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4", "mpt", "trillion", "a.x-4.0", "mellum", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+}  # fmt: skip
+# Words that are tokens themselves are not merged from their letters.
+_WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "glm4", "glm5", "tekken")
+
+
+def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[str]]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file.
+
+    Args:
+        value: gives the value of a name behind ``tokenizer.``, or None.
+        strings: gives the strings of an array.
+
+    Raises:
+        CapabilityError: the tokenizer is of another kind, or splits texts in a way that is not known here.
+    """
+    kind, split = value("ggml.model"), value("ggml.pre")
+    if kind != "gpt2" or split not in _SPLITS:
+        raise CapabilityError(
+            f"the tokenizer ({kind}, {split}) is not read from a file of this architecture: give the model's Hugging "
+            "Face folder."
+        )
+    tokens = strings("ggml.tokens")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in strings("ggml.merges"))]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    own = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _WHOLE))
+    own.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[split]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    own.decoder = decoders.ByteLevel()
+    types = value("ggml.token_type") or [1] * len(tokens)
+    for special in (True, False):
+        kept = [t for t, type_ in zip(tokens, types, strict=False) if type_ == (_CONTROL if special else _USERS)]
+        added = [AddedToken(token, normalized=False, special=special) for token in kept]
+        own.add_special_tokens(added) if special else own.add_tokens(added)
+    ids = {role: value(f"ggml.{name}_token_id") for role, name in _ROLES.items()}
+    begin = ids["bos_token"]
+    if value("ggml.add_bos_token") and begin is not None:
+        own.post_processor = processors.TemplateProcessing(
+            single="$bos $A",
+            pair="$bos $A $bos:1 $B:1",
+            special_tokens=[{"id": "$bos", "ids": [int(begin)], "tokens": [tokens[int(begin)]]}],
+        )
+    named = {role: tokens[int(number)] for role, number in ids.items() if number is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=value("chat_template"), **named)
+
+
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
