@@ -151,7 +151,7 @@ class GpuForward:
     ) -> None:
         self.d = layer.d
         self._layer, self._original = layer, original
-        self._place, self._rope = kinds.places[index].layer, kinds.of_layers[kinds.numbers[index]].rope
+        self._place, self._rope = kinds.of_stack[index], kinds.of_layers[kinds.numbers[index]].rope
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
         hosted, weight = named["longdraft_hosted"], self._layer.norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -52,36 +52,53 @@ def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
         head_dim: where the attention does not say it.
     """
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    inside = [m for m in layer.modules() if m is not layer]
-    # Hooks of the layer itself do no harm: they run around any forward.
-    if attention is None or any(map(touched, inside)) or "forward" in vars(layer):
+    if attention is None or not is_untouched(layer):
         return None
-    modules = [getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS]
-    products = [None if p is None else weights_of(p) for p in modules]
+    products = products_of([getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS])
     names = _GEMMA if hasattr(layer, _GEMMA["mlp_norm"]) else _LLAMA
     of_layer = {name: getattr(layer, theirs, None) for name, theirs in names.items()}
     of_heads = {name: own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None}
-    norms = {name: norm_of(module) for name, module in (of_layer | of_heads).items()}
+    norms = norms_of(of_layer | of_heads)
     gelu = is_gelu(getattr(mlp, "act_fn", None))
-    if None in products or None in norms.values() or gelu is None:
-        return None
-    tensors = [t for m in inside for t in m.parameters(recurse=False)]
-    if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
+    if products is None or norms is None or gelu is None:
         return None
     plus = plus_of((of_layer | of_heads).values())
     d = int(getattr(attention, "head_dim", head_dim))
     if plus is None or d % HEAD_UNIT:
         return None
-    q, k = (w[0].shape[0] // d for w in products[:2] if w is not None)
+    # Not those that q gives: it may give gates too.
+    out = products[3][0].shape[1]
     return DecoderLayer(
-        {name: norm for name, norm in norms.items() if norm is not None},
-        [w for w in products if w is not None],
-        *(q, k, d, float(getattr(attention, "scaling", d**-0.5))),
+        norms,
+        products,
+        *(out // d, products[1][0].shape[0] // d, d, float(getattr(attention, "scaling", d**-0.5))),
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=getattr(attention, "sinks", None),
         gelu=gelu,
         plus=plus,
     )
+
+
+def is_untouched(layer: nn.Module) -> bool:
+    """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks."""
+    inside = [m for m in layer.modules() if m is not layer]
+    # Hooks of the layer itself do no harm: they run around any forward.
+    if any(map(touched, inside)) or "forward" in vars(layer):
+        return False
+    tensors = [t for m in inside for t in m.parameters(recurse=False)]
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+
+
+def products_of(modules: Iterable[nn.Module | None]) -> list[Weights] | None:
+    """The weights of all products; None if one is missing or of another kind."""
+    found = [None if module is None else weights_of(module) for module in modules]
+    return None if None in found else [weights for weights in found if weights is not None]
+
+
+def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
+    """All norms by name; None if one is missing or of another kind."""
+    found = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
+    return found if len(found) == len(modules) else None
 
 
 def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:

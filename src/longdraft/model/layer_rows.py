@@ -4,6 +4,7 @@ a row sees, and how its positions turn heads."""
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,13 +42,13 @@ class LayerKinds(NamedTuple):
     """The kinds of a model's layers.
 
     Attributes:
-        places: where each decoder layer finds its rows.
-        numbers: the number of each decoder layer's kind.
+        places: where each decoder layer finds its rows; None for a recurrent layer.
+        numbers: the number of each decoder layer's kind; 0 for a recurrent layer.
         of_layers: the kinds.
         rotary: the rotary embedding.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Place | None, ...]
     numbers: tuple[int, ...]
     of_layers: tuple[Kind, ...]
     rotary: nn.Module
@@ -56,21 +57,36 @@ class LayerKinds(NamedTuple):
     def of(cls, model: PreTrainedModel) -> LayerKinds | None:
         """None if layers do more than attend once, to rows of their own, or if there is no rotary embedding."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
-        places = layout.places
-        if rotary is None or len(places) != len(layers) or layout.recurrent:
+        attends = [hasattr(layer, "self_attn") for layer in layers]
+        if rotary is None or sum(attends) != len(layout.places) or len(layers) - sum(attends) != len(layout.recurrent):
             return None
-        if not all(place.writes for place in places):
+        if not layout.places or not all(place.writes for place in layout.places):
             return None
         typed = "layer_type" in inspect.signature(rotary.forward).parameters
         names = getattr(hosting.decoder_config(model), "layer_types", None) if typed else [ONLY] * len(layers)
         if names is None or len(names) < len(layers):
             return None
         turned = [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in layers]
+        rest = iter(layout.places)
+        places = [next(rest) if attending else None for attending in attends]
         found = [
-            Kind(place.window, name if turn else None) for place, name, turn in zip(places, names, turned, strict=False)
+            None if place is None else Kind(place.window, name if turn else None)
+            for place, name, turn in zip(places, names, turned, strict=False)
         ]
-        kinds = tuple(dict.fromkeys(found))
-        return cls(places, tuple(kinds.index(kind) for kind in found), kinds, rotary)
+        kinds = tuple(dict.fromkeys(kind for kind in found if kind is not None))
+        numbers = tuple(0 if kind is None else kinds.index(kind) for kind in found)
+        return cls(tuple(places), numbers, kinds, rotary)
+
+    @property
+    def attending(self) -> int:
+        """Number of layers that attend."""
+        return sum(place is not None for place in self.places)
+
+    @property
+    def of_stack(self) -> list[int]:
+        """For each layer its place among the layers of its keys and values, or among the recurrent layers."""
+        recurrent = itertools.count()
+        return [next(recurrent) if place is None else place.layer for place in self.places]
 
     @property
     def ropes(self) -> tuple[str | None, ...]:
@@ -83,7 +99,8 @@ class LayerKinds(NamedTuple):
 
     def decoder_layer(self, kv_layer: int) -> int:
         """The number of the decoder layer that keeps the rows ``kv_layer`` of the whole text."""
-        return next(i for i, place in enumerate(self.places) if place.window is None and place.layer == kv_layer)
+        found = enumerate(self.places)
+        return next(i for i, p in found if p is not None and p.window is None and p.layer == kv_layer)
 
     def rotate(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
         """cos and sin (B, T, d or less) of a kind's positions."""

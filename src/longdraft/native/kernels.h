@@ -36,16 +36,18 @@ struct Layer {
   Scoring scoring;
   Matrix q, k, v, o, gate, up, down;
   std::int64_t hidden, heads, kv_heads, d, inner;
-  std::int64_t gelu;  // 1: the MLP's gate goes through GELU by tanh; 0: through SiLU
+  std::int64_t gelu;   // 1: the MLP's gate goes through GELU by tanh; 0: through SiLU
+  std::int64_t gates;  // 1: q also gives d gates behind each head's query; the sigmoids multiply what the head attends to
 };
 
 // Consecutive layers, and the norm and head that turn the last output into logits.
 struct Stack {
-  const Layer *const *layers;
+  const Layer *const *layers;   // null where a layer is recurrent
+  const struct DeltaLayer *const *deltas;  // null where a layer attends
   const std::int64_t *kinds;   // (count,): which Batch and KeysValues a layer takes
   const std::int64_t *places;  // (count,): which of the layers of these keys and values are its own
-  std::int64_t count;
-  const float *norm;  // (hidden,)
+  std::int64_t count, size;  // of the layers; hidden
+  const float *norm;         // (hidden,)
   float eps, plus;
   float cap;  // logits s become cap * tanh(s / cap); 0: they are not capped
   Matrix head;
@@ -161,6 +163,30 @@ struct ConvolutionSequence {
   float *out;  // (count, channels)
 };
 
+// A decoder layer whose mixer is a gated DeltaNet: norm, products, short convolution, delta rule, norm with gate, product; and
+// the norm and MLP of a Layer.
+struct DeltaLayer {
+  const float *norm, *mlp_norm;  // (hidden,)
+  const float *out_norm;         // (values,): of each head's output, nothing added to it
+  float eps, mlp_eps, out_eps;
+  float plus;                    // what is added to the first two norms' weights
+  Matrix mixed, z, b, a, o, gate, up, down;  // mixed: queries, keys and values, which are convolved; z: the gates of outputs
+  Convolution convolution;
+  Recurrence recurrence;  // its key heads are those of the rows that are kept
+  const float *decay, *bias;  // (heads,): -exp(A_log), dt_bias
+  const std::int64_t *order;  // (heads,): the heads in the order in which o has them, or null
+  std::int64_t key_heads;     // of `mixed`
+  std::int64_t hidden, inner, gelu;
+};
+
+// The rows of B sequences for all recurrent layers.
+struct DeltaRows {
+  const std::int64_t *const *places;  // (B,): as ConvolutionSequence has them, of each sequence
+  float *const *inputs;               // (layers, B): all rows' inputs of the convolution, of which the new ones are written
+  const float *const *windows;        // (layers, B)
+  RecurrentSequence *sequences;       // (layers, B): of the rows those from `first` on are written; out is not read
+};
+
 // Floats that a vector holds.
 int longdraft_lanes();
 
@@ -212,9 +238,13 @@ void longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_
 // queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. Of each row, or of the last of
 // a sequence's T rows alone where `last`: logits (rows, vocabulary), or null; and the `best` largest log-probabilities, the
 // largest first, with the places of their tokens in the head, unless best is 0.
-void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, float *x, float *const *queries,
-                     float *const *hidden, int last, float *logits, std::int64_t best, float *log_probs,
+// rows: of the recurrent layers, or null if there are none.
+void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows, float *x,
+                     float *const *queries, float *const *hidden, int last, float *logits, std::int64_t best, float *log_probs,
                      std::int64_t *tokens, int threads);
+// Layer `number` of the recurrent ones: x (B, T, hidden) becomes its output. See DeltaRows for what is written.
+void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, std::int64_t number, std::int64_t sequences,
+                     std::int64_t size, float *x, int threads);
 // out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest
 // log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.

@@ -2,8 +2,7 @@
 // Gemma kind (norms behind the attention and the MLP too), and the head.
 //
 // With few rows a layer's products take some tenths of a millisecond; the operations between them would take as long in Python.
-#include "packed.h"
-#include "parts.h"
+#include "mlp.h"
 
 using std::int64_t;
 
@@ -22,33 +21,23 @@ void turn_first(const float *x, const float *cos, const float *sin, int64_t turn
   std::copy_n(x + turned, d - turned, y + turned);
 }
 
-// x += the product of rows `in`, with a norm between if there is one; room: as large as x.
-void add_product(const Matrix &m, const float *in, int64_t size, const float *norm, float eps, float plus, float *x,
-                 int64_t rows, float *room, int threads) {
-  const Matrix product = into(m, norm ? room : x, !norm);
-  longdraft_linear(in, rows, size, &product, 1, threads);
-  if (!norm) return;
-  rms_norm(room, rows, m.outs, norm, eps, room, plus);
-  each_number(x, room, rows, m.outs, threads, [](vec a, vec b) { return a + b; });
-}
-
 // x becomes the layer's output.
 void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x, float *kept_queries, int threads) {
   const int64_t count = batch.sequences * batch.size, size = batch.size, d = l.d;
   const int64_t q_size = l.heads * d, kv_size = l.kv_heads * d;
   static thread_local Scratch scratch;
-  const int64_t sizes[] = {l.hidden, q_size, kv_size, kv_size, q_size, q_size, q_size, l.inner, l.inner};
-  float *parts[9];
-  int64_t total = 0;
-  for (int64_t n : sizes) total += Scratch::whole_lines(count * n);
-  parts[0] = scratch.of(total);
-  for (int i = 1; i < 9; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(count * sizes[i - 1]);
-  const auto [normed, q, k, v, turned, folded, attended, gate, up] = parts;
+  const int64_t more = l.gates ? q_size : 0;
+  const auto [normed, q, k, v, turned, folded, attended, both, gates] =
+      divided<9>(scratch, count, {l.hidden, q_size, kv_size, kv_size, q_size, q_size, q_size, 2 * more, more});
   float *queries = kept_queries ? kept_queries : turned;
 
   rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
-  const Matrix inputs[] = {into(l.q, q, false), into(l.k, k, false), into(l.v, v, false)};
+  const Matrix inputs[] = {into(l.q, l.gates ? both : q, false), into(l.k, k, false), into(l.v, v, false)};
   longdraft_linear(normed, count, l.hidden, inputs, 3, threads);
+  for (int64_t i = 0; l.gates && i < count * l.heads; i++) {
+    std::copy_n(both + 2 * i * d, d, q + i * d);
+    std::copy_n(both + (2 * i + 1) * d, d, gates + i * d);
+  }
   norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps, l.plus);
   norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps, l.plus);
 
@@ -84,25 +73,25 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
       }
     }
   }
+  if (l.gates) each_number(attended, gates, count, q_size, threads, [](vec a, vec g) { return a * sigmoid(g); });
   add_product(l.o, attended, q_size, l.attended_norm, l.attended_eps, l.plus, x, count, normed, threads);
-
-  rms_norm(x, count, l.hidden, l.mlp_norm, l.mlp_eps, normed, l.plus);
-  const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
-  longdraft_linear(normed, count, l.hidden, wide, 2, threads);
-  gated(gate, up, count, l.inner, threads, l.gelu);
-  add_product(l.down, gate, l.inner, l.done_norm, l.done_eps, l.plus, x, count, normed, threads);
+  compute_mlp(l, l.done_norm, l.done_eps, x, count, threads);
 }
 
 }  // namespace
 
-void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, float *x, float *const *queries,
-                     float *const *hidden, int last, float *logits, int64_t best, float *log_probs, int64_t *tokens,
-                     int threads) {
-  const int64_t size = stack->layers[0]->hidden, count = batches->sequences * batches->size;
+void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows_of, float *x,
+                     float *const *queries, float *const *hidden, int last, float *logits, int64_t best, float *log_probs,
+                     int64_t *tokens, int threads) {
+  const int64_t size = stack->size, count = batches->sequences * batches->size;
   Team::with(threads, [=] {
     for (int64_t i = 0; i < stack->count; i++) {
       const int64_t kind = stack->kinds[i];
-      compute(*stack->layers[i], batches[kind], of_layer(kv[kind], stack->places[i]), x, queries[i], threads);
+      if (stack->deltas[i]) {
+        longdraft_delta(stack->deltas[i], rows_of, stack->places[i], batches->sequences, batches->size, x, threads);
+      } else {
+        compute(*stack->layers[i], batches[kind], of_layer(kv[kind], stack->places[i]), x, queries[i], threads);
+      }
       if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
     }
     if (!logits && !best) return;

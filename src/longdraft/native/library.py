@@ -22,7 +22,18 @@ from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
-from longdraft.native.structures import DecoderStack, KeysValues, Long, Matrix, Pointer, Rows, Scoring, Weights
+from longdraft.native.structures import (
+    DecoderLayer,
+    DecoderStack,
+    HasStructure,
+    KeysValues,
+    Long,
+    Matrix,
+    Pointer,
+    Rows,
+    Scoring,
+    Weights,
+)
 
 logger = logging.getLogger("longdraft")
 
@@ -60,7 +71,7 @@ class Kernels:
         # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
         rows = (Pointer, Pointer, *(Long,) * 4)
         self._on = declared(library, "attend_on", Pointer, kv, *rows, ctypes.c_float, *(Pointer,) * 3, threads)
-        self._stack = declared(library, "stack", *(Pointer,) * 6, threads, Pointer, Long, Pointer, Pointer, threads)
+        self._stack = declared(library, "stack", *(Pointer,) * 7, threads, Pointer, Long, Pointer, Pointer, threads)
         self._draft = declared(library, "draft", *(Pointer,) * 4, Long, *(Pointer,) * 4, threads)
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
@@ -211,6 +222,7 @@ class Kernels:
         logits: Literal["all", "last", "none"] = "none",
         best: int = 0,
         more: Sequence[tuple[Rows, KeptRows, KeptRows]] = (),
+        recurrent: HasStructure | None = None,
     ) -> StackOutput:
         """Runs decoder layers, and writes the rows' keys and values.
 
@@ -221,10 +233,12 @@ class Kernels:
             logits: the rows whose logits are computed.
             best: return only so many of the likeliest tokens of these rows; 0 for all logits.
             more: the same rows, keys and values for each further kind of layer.
+            recurrent: the rows of the recurrent layers (:class:`~longdraft.native.delta.DeltaRows`).
         """
         batch, size, _ = x.shape
         out, best = StackOutput(), min(best, stack.vocabulary)
-        out.queries = {i: torch.empty(batch, stack.layers[i].heads, size, stack.layers[i].d) for i in queries}
+        attending = {i: layer for i, layer in enumerate(stack.layers) if isinstance(layer, DecoderLayer)}
+        out.queries = {i: torch.empty(batch, attending[i].heads, size, attending[i].d) for i in queries}
         out.hidden = {i: torch.empty_like(x) for i in hidden}
         rows_each = size if logits == "all" else 1
         if best:
@@ -238,7 +252,8 @@ class Kernels:
         kinds = [(rows, keys, values), *more]
         batches = (type(rows.struct) * len(kinds))(*(each.struct for each, _, _ in kinds))
         kv = (KeysValues * len(kinds))(*(KeysValues.of(k, v) for _, k, v in kinds))
-        structures = (ctypes.addressof(s) for s in (stack.struct, batches, kv))
+        own = None if recurrent is None else recurrent.struct
+        structures = (None if s is None else ctypes.addressof(s) for s in (stack.struct, batches, kv, own))
         arrays = (ctypes.addressof(places) for places in kept)
         found, *chosen = (None if t is None else t.data_ptr() for t in (out.logits, out.log_probs, out.places))
         arguments = (*structures, x.data_ptr(), *arrays, int(logits == "last"), found, best, *chosen)

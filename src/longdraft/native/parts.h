@@ -48,6 +48,11 @@ inline vec silu(vec x) {
   return x * (x < 0 ? e : every(1.0f)) / (1.0f + e);
 }
 
+inline vec sigmoid(vec x) {
+  const vec e = exponential(x < 0 ? x : -x);
+  return (x < 0 ? e : every(1.0f)) / (1.0f + e);
+}
+
 // By tanh, as Gemma's: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 inline vec gelu(vec x) {
   return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * fused(0.044715f * x * x, x, x)));

@@ -13,7 +13,9 @@ from longdraft.native.operators import declared, launch
 from longdraft.native.structures import Long, Pointer
 
 
-class _Recurrence(ctypes.Structure):
+class Recurrence(ctypes.Structure):
+    """See kernels.h."""
+
     _fields_ = [
         *((name, Long) for name in ("heads", "key_heads", "keys", "values", "corrected", "normalised", "by_key")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
@@ -21,21 +23,27 @@ class _Recurrence(ctypes.Structure):
     ]
 
 
-class _Rows(ctypes.Structure):
+class RowsOf(ctypes.Structure):
+    """See kernels.h."""
+
     _fields_ = [("count", Long), *((name, Pointer) for name in ("q", "k", "v", "g", "beta"))]
 
 
-class _Sequence(ctypes.Structure):
+class SequenceOf(ctypes.Structure):
+    """See kernels.h."""
+
     _fields_ = [
         ("state", Pointer),
-        *((name, _Rows) for name in ("pending", "rows")),
+        *((name, RowsOf) for name in ("pending", "rows")),
         *((name, Pointer) for name in ("parents", "order", "inner")),
         *((name, Long) for name in ("needed", "first")),
         ("out", Pointer),
     ]
 
 
-class _Convolution(ctypes.Structure):
+class Convolution(ctypes.Structure):
+    """See kernels.h."""
+
     _fields_ = [
         *((name, Long) for name in ("channels", "inputs")),
         *((name, Pointer) for name in ("weight", "bias")),
@@ -70,6 +78,13 @@ class LinearRecurrence:
     bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None
 
+    def struct(self, heads: int, key_heads: int, keys: int, values: int, by_key: bool) -> Recurrence:
+        """by_key: each key has a decay of its own."""
+        return Recurrence(
+            *(heads, key_heads, keys, values, self.corrected, self.normalised, by_key, self.scale, 1e-6),
+            *(None if x is None else x.data_ptr() for x in (self.a, self.bias, self.skip)),
+        )
+
 
 @dataclass(frozen=True)
 class RecurrentInputs:
@@ -89,8 +104,8 @@ class RecurrentInputs:
     beta: torch.Tensor | None
 
     @property
-    def struct(self) -> _Rows:
-        return _Rows(len(self.v), *(None if x is None else x.data_ptr() for x in self.tensors))
+    def struct(self) -> RowsOf:
+        return RowsOf(len(self.v), *(None if x is None else x.data_ptr() for x in self.tensors))
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -116,6 +131,12 @@ class RecurrentTree:
     parents: Sequence[int]
     order: Sequence[int]
     first: int
+
+
+def numbers_of(parents: Sequence[int], order: Sequence[int]) -> list[ctypes.Array[ctypes.c_int64]]:
+    """Parents, the order to compute rows in, and for each of these whether others come behind it."""
+    behind = {parents[row] for row in order}
+    return [(Long * len(x))(*x) for x in (parents, order, [row in behind for row in order])]
 
 
 class RecurrentKernels:
@@ -146,7 +167,7 @@ class RecurrentKernels:
         count = len(places[0])
         out = torch.empty(len(inputs), count, channels)
         weight = weight.contiguous()
-        kind = _Convolution(channels, size, weight.data_ptr(), None if bias is None else bias.data_ptr(), silu)
+        kind = Convolution(channels, size, weight.data_ptr(), None if bias is None else bias.data_ptr(), silu)
         sequences = (_Convolved * len(inputs))(
             *(
                 _Convolved(window.data_ptr(), rows.data_ptr(), seen.data_ptr(), count, out[i].data_ptr())
@@ -161,22 +182,15 @@ class RecurrentKernels:
         """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first`` on."""
         heads, keys, values = trees[0].state.shape
         rows = trees[0].rows
-        constants = (recurrence.a, recurrence.bias, recurrence.skip)
-        kind = _Recurrence(
-            *(heads, rows.k.shape[1], keys, values, recurrence.corrected, recurrence.normalised, rows.g.dim() == 3),
-            *(recurrence.scale, 1e-6),
-            *(None if x is None else x.data_ptr() for x in constants),
-        )
+        kind = recurrence.struct(heads, rows.k.shape[1], keys, values, by_key=rows.g.dim() == 3)
         out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values)
-        sequences, alive = (_Sequence * len(trees))(), []
+        sequences, alive = (SequenceOf * len(trees))(), []
         for i, tree in enumerate(trees):
-            behind = {tree.parents[row] for row in tree.order}
-            inner = [row in behind for row in tree.order]
-            numbers = [(Long * len(x))(*x) for x in (tree.parents, tree.order, inner)]
+            numbers = numbers_of(tree.parents, tree.order)
             alive.append(numbers)
-            pending = _Rows(0) if tree.pending is None else tree.pending.struct
+            pending = RowsOf(0) if tree.pending is None else tree.pending.struct
             places = (ctypes.addressof(x) for x in numbers)
-            sequences[i] = _Sequence(
+            sequences[i] = SequenceOf(
                 tree.state.data_ptr(),
                 pending,
                 tree.rows.struct,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -55,7 +56,7 @@ class _Layer(ctypes.Structure):
         ("plus", ctypes.c_float),
         ("scoring", Scoring),
         *((name, Matrix) for name in _PRODUCTS),
-        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "gelu")),
+        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "gelu", "gates")),
     ]
 
 
@@ -71,8 +72,8 @@ class _Batch(ctypes.Structure):
 
 class _Stack(ctypes.Structure):
     _fields_ = [
-        *((name, Pointer) for name in ("layers", "kinds", "places")),
-        ("count", Long),
+        *((name, Pointer) for name in ("layers", "deltas", "kinds", "places")),
+        *((name, Long) for name in ("count", "size")),
         ("norm", Pointer),
         *((name, ctypes.c_float) for name in ("eps", "plus", "cap")),
         ("head", Matrix),
@@ -108,6 +109,29 @@ class KeysValues(ctypes.Structure):
 Norm = tuple[torch.Tensor, float]
 
 
+class HasStructure(Protocol):
+    """Keeps alive what its structure points to."""
+
+    struct: ctypes.Structure
+
+
+class StackLayer(Protocol):
+    """A layer of a :class:`DecoderStack`.
+
+    Attributes:
+        hidden: size of its rows.
+        recurrent: it keeps a state in the place of keys and values.
+        struct: its structure.
+    """
+
+    recurrent: ClassVar[bool]
+    hidden: int
+    struct: ctypes.Structure
+
+    def changed(self, change: Callable[[Weights], Weights]) -> StackLayer:
+        """The layer with other weights."""
+
+
 class DecoderLayer:
     """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP. Or of the Gemma kind, with
     norms behind the attention and the MLP too.
@@ -115,7 +139,8 @@ class DecoderLayer:
     Args:
         norms: name -> norm, for some of :data:`NORMS`: for the inputs of the attention ("norm") and the MLP, for their
             outputs ("attended_norm", "done_norm"), each (hidden,), and for each head's queries and keys (d,).
-        products: q, k, v, o, gate, up and down projection.
+        products: q, k, v, o, gate, up and down projection. If q gives twice the heads' sizes, the second half of each
+            head's numbers are gates, whose sigmoids multiply the attention's output.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
         scale: the softmax scale.
         softcap: of the attention's scores; None for no cap.
@@ -123,6 +148,8 @@ class DecoderLayer:
         gelu: True if the MLP's gate goes through GELU by tanh, False for SiLU.
         plus: added to the norms' weights: 1 in Gemma's.
     """
+
+    recurrent: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -138,17 +165,18 @@ class DecoderLayer:
         gelu: bool = False,
         plus: float = 0.0,
     ) -> None:
-        self.heads, self.d = heads, d
+        self.heads, self.d, self.hidden = heads, d, norms["norm"][0].shape[0]
         self.products = products
         sinks = None if sinks is None else sinks.detach().float().contiguous()
         self._norms, self._sinks = norms, sinks  # the structure points into them, and into the products
         self._sizes = heads, kv_heads, d, scale
         self._more = {"softcap": softcap, "sinks": sinks, "gelu": gelu, "plus": plus}
         own = [norms.get(name) for name in NORMS]
-        self.struct = _Layer(
+        self.struct: ctypes.Structure = _Layer(
             *(None if n is None else n[0].data_ptr() for n in own), *(0.0 if n is None else n[1] for n in own),
             plus, Scoring(scale, softcap or 0.0, None if sinks is None else sinks.data_ptr()),
-            *map(Matrix.of, products), norms["norm"][0].shape[0], heads, kv_heads, d, products[4][0].shape[0], gelu,
+            *map(Matrix.of, products), self.hidden, heads, kv_heads, d, products[4][0].shape[0], gelu,
+            products[0][0].shape[0] == 2 * heads * d,
         )  # fmt: skip
 
     def changed(self, change: Callable[[Weights], Weights]) -> DecoderLayer:
@@ -163,7 +191,8 @@ class DecoderStack:
     Args:
         kinds: for each layer the number of its kind: of the rows, keys and values that a call gives for it. None if
             all layers are of one kind.
-        places: for each layer its place among the layers of these keys and values; None if it is the layer's number.
+        places: for each layer its place among the layers of these keys and values, or among the recurrent layers; None
+            if it is the layer's number.
         softcap: of the logits; None for no cap.
         plus: added to the norm's weight.
 
@@ -173,7 +202,7 @@ class DecoderStack:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[StackLayer],
         norm: Norm | None = None,
         head: Weights | None = None,
         *,
@@ -185,14 +214,27 @@ class DecoderStack:
         self.layers = layers
         self.kinds, self.places = kinds or [0] * len(layers), places or range(len(layers))
         self.vocabulary = 0 if head is None else head[0].shape[0]
-        pointers = (Pointer * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+        pointers = [
+            (Pointer * len(layers))(
+                *(ctypes.addressof(layer.struct) if layer.recurrent == recurrent else None for layer in layers)
+            )
+            for recurrent in (False, True)
+        ]
         numbers = [(Long * len(layers))(*x) for x in (self.kinds, self.places)]
         self._norm, self._head, self._softcap, self._plus = norm, head, softcap, plus
         self._alive = pointers, numbers
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         self.struct = _Stack(
-            *(ctypes.addressof(pointers), *(ctypes.addressof(x) for x in numbers)),
-            *(len(layers), weight, eps, plus, softcap or 0.0, Matrix() if head is None else Matrix.of(head)),
+            *(*map(ctypes.addressof, pointers), *map(ctypes.addressof, numbers)),
+            *(
+                len(layers),
+                layers[0].hidden,
+                weight,
+                eps,
+                plus,
+                softcap or 0.0,
+                Matrix() if head is None else Matrix.of(head),
+            ),
         )
 
     def changed(

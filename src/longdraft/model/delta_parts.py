@@ -1,0 +1,99 @@
+"""Reads the parts of decoder layers with a gated DeltaNet for our kernels, and the rows of a forward for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from longdraft.attention.block import Block
+from longdraft.memory.recurrent import LayerSlot, RecurrentStates
+from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
+from longdraft.model.model_code import own_forward
+from longdraft.model.tree_paths import last_inputs, needed, parents_of
+from longdraft.native.delta import DeltaLayer, DeltaRows, DeltaSequence, DeltaSizes
+
+_MIXER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def delta_layer_of(layer: nn.Module) -> DeltaLayer | None:
+    """A layer for our kernels, with the parts of Qwen3.5's; None if it is of another kind."""
+    mixer, mlp = getattr(layer, "linear_attn", None), getattr(layer, "mlp", None)
+    convolution = getattr(mixer, "conv1d", None)
+    if mixer is None or not isinstance(convolution, nn.Conv1d) or not _is_untouched(layer, mixer):
+        return None
+    products = products_of([*(getattr(mixer, n, None) for n in _MIXER), *(getattr(mlp, n, None) for n in _MLP)])
+    of_layer = {name: getattr(layer, theirs, None) for name, theirs in _NORMS.items()}
+    norms, gelu = norms_of(of_layer | {"out_norm": getattr(mixer, "norm", None)}), is_gelu(getattr(mlp, "act_fn", None))
+    if products is None or norms is None or gelu is None or (plus := plus_of(of_layer.values())) is None:
+        return None
+    heads, values = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
+    mixed, keys = products[0][0].shape[0] - heads * values, int(mixer.head_k_dim)
+    key_heads = mixed // (2 * keys)
+    # Some versions of the mixer repeat queries and keys before they are kept.
+    repeated = "repeat_interleave" in own_forward(mixer).words
+    weight, bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
+    return DeltaLayer(
+        norms,
+        products,
+        (weight, None if bias is None else bias.detach()),
+        -mixer.A_log.detach().float().exp(),
+        mixer.dt_bias.detach().float().contiguous(),
+        DeltaSizes(heads, key_heads, keys, values, heads if repeated else key_heads),
+        gelu=gelu,
+        plus=plus,
+    )
+
+
+def _is_untouched(layer: nn.Module, mixer: nn.Module) -> bool:
+    """The same as of other layers, but for the forward of the mixer, which is ours."""
+    own = vars(mixer).pop("forward", None)
+    try:
+        return is_untouched(layer)
+    finally:
+        if own is not None:
+            vars(mixer)["forward"] = own
+
+
+def delta_rows(
+    states: RecurrentStates, block: Block, layers: Sequence[DeltaLayer], numbers: Sequence[int]
+) -> DeltaRows:
+    """The rows of a block for recurrent layers, which write what is kept of them.
+
+    Args:
+        numbers: of the layers, as ``states`` has them.
+    """
+    parents, offset = parents_of(block), block.offset
+    found = []
+    for layer, number in zip(layers, numbers, strict=True):
+        sequences = []
+        for slot in (states.layer(slot, number) for slot in block.slots):
+            slot.begin(block.width, prompt=False)
+            inputs, *rows = _room(layer.sizes, block.width)
+            if offset:
+                for new, old in zip((inputs, *rows), (slot.inputs[0], *slot.rows), strict=True):
+                    new[:offset] = old[:offset]
+            assert slot.now.state is not None
+            sequences.append(
+                DeltaSequence(slot.now.windows[0], slot.now.state, _pending(slot, layer.sizes), inputs, rows)
+            )
+            slot.inputs, slot.rows, slot.pending = {0: inputs}, tuple(rows), []
+        found.append(sequences)
+    orders = [needed(each, offset) for each in parents]
+    return DeltaRows(found, parents, orders, offset, last_inputs(block, layers[0].inputs))
+
+
+def _room(sizes: DeltaSizes, rows: int) -> list[torch.Tensor]:
+    """Memory for what is kept of some rows, in one piece."""
+    counts = [rows * torch.Size(size).numel() for size in sizes.kept]
+    parts = torch.empty(sum(counts)).split(counts)
+    return [part.view(rows, *size) for part, size in zip(parts, sizes.kept, strict=True)]
+
+
+def _pending(slot: LayerSlot, sizes: DeltaSizes) -> Sequence[torch.Tensor] | None:
+    if len(slot.pending) < 2:
+        return slot.pending[0] if slot.pending else None
+    return tuple(map(torch.cat, zip(*slot.pending, strict=True)))
