@@ -11,10 +11,11 @@ from longdraft.attention.block import Block
 from longdraft.memory.recurrent import LayerSlot, RecurrentStates
 from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
 from longdraft.model.model_code import own_forward
+from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native.delta import DeltaLayer, DeltaRows, DeltaSequence, DeltaSizes
 
-_MIXER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+_MIXER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -25,7 +26,9 @@ def delta_layer_of(layer: nn.Module) -> DeltaLayer | None:
     convolution = getattr(mixer, "conv1d", None)
     if mixer is None or not isinstance(convolution, nn.Conv1d) or not _is_untouched(layer, mixer):
         return None
-    products = products_of([*(getattr(mixer, n, None) for n in _MIXER), *(getattr(mlp, n, None) for n in _MLP)])
+    last, order = _in_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
+    modules = [*(getattr(mixer, n, None) for n in _MIXER), last, *(getattr(mlp, n, None) for n in _MLP)]
+    products = products_of(modules)
     of_layer = {name: getattr(layer, theirs, None) for name, theirs in _NORMS.items()}
     norms, gelu = norms_of(of_layer | {"out_norm": getattr(mixer, "norm", None)}), is_gelu(getattr(mlp, "act_fn", None))
     if products is None or norms is None or gelu is None or (plus := plus_of(of_layer.values())) is None:
@@ -43,9 +46,24 @@ def delta_layer_of(layer: nn.Module) -> DeltaLayer | None:
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach().float().contiguous(),
         DeltaSizes(heads, key_heads, keys, values, heads if repeated else key_heads),
+        order=order,
         gelu=gelu,
         plus=plus,
     )
+
+
+def _in_order(module: nn.Module | None, values: int) -> tuple[nn.Module | None, torch.Tensor | None]:
+    """A product, and the order of heads in which it has its inputs; None for the heads' own."""
+    if not isinstance(module, ArrangedLinear) or module.places is None:
+        return module, None
+    heads = module.places.view(-1, values)
+    if len(module.parts) > 1 or module.rows is not None or not torch.equal(heads % values, _counted(heads)):
+        return None, None
+    return module.parts[0], heads[:, 0] // values
+
+
+def _counted(heads: torch.Tensor) -> torch.Tensor:
+    return torch.arange(heads.shape[1]).expand_as(heads)
 
 
 def _is_untouched(layer: nn.Module, mixer: nn.Module) -> bool:

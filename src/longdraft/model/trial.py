@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVStore
 from longdraft.model import calls, hosting, own_code, positions, quantised, recurrent, stored
+from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_of
 
@@ -82,7 +83,8 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> calls.Recorded:
     generator = torch.Generator().manual_seed(0)
     vocabulary = stored.weight_shape(copy.get_input_embeddings())[0]
     try:
-        with _short_windows(copy):
+        # On a CPU transformers advises to install kernels for GPUs.
+        with _short_windows(copy), quiet() if copy.device.type == "cpu" else nullcontext():
             for _ in range(_TRIALS):
                 tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
                 config._attn_implementation = own
