@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
+    adapters,
     calls,
     experts,
     hosting,
@@ -65,7 +66,7 @@ class Twin:
         if not (compared or shared or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        self.few_rows = FewRowsModule(self.model)
+        self.few_rows = FewRowsModule(self.model, adapters.replacing_weights(self.model))
         row_activations.install(self.model, self._decoding)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         row_functions.install(self.model, self._decoding)
