@@ -1,7 +1,8 @@
-"""Tiny checkpoints as other projects quantise and save them, written by hand."""
+"""Tiny checkpoints as other projects quantise and save them, written by hand or by their packages."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,6 +40,43 @@ def quantised_folder(out: Path, kind: str) -> Path:
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return out
+
+
+def compressed_folder(out: Path, preset: str) -> Path:
+    """A checkpoint that compressed-tensors writes, by the name of one of its schemes."""
+    quantization = importlib.import_module("compressed_tensors.quantization")
+    compressors = importlib.import_module("compressed_tensors.compressors")
+    model = tiny_model(**SIZES)
+    groups = {"group_0": quantization.preset_name_to_scheme(preset, ["Linear"])}
+    config = quantization.QuantizationConfig(config_groups=groups, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            _calibrate(module, module.quantization_scheme.weights)
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(out)
+    compressor.update_config(out)
+    tiny_tokenizer().save_pretrained(out)
+    return out
+
+
+def _calibrate(layer: Any, settings: Any) -> None:
+    """Sets the scales of a layer that compressed-tensors quantises: of its weights, and of what it receives."""
+    weight, shared = layer.weight.data, getattr(layer, "weight_global_scale", None)
+    parts = weight.unflatten(1, (-1, settings.group_size or weight.shape[1]))
+    if shared is not None:
+        shared.data.fill_(448 * 6 / weight.abs().max())
+    compute = importlib.import_module("compressed_tensors.quantization.utils").calculate_qparams
+    scale, zero = compute(parts.amin(-1), parts.amax(-1), settings, global_scale=shared)
+    if layer.weight_scale.numel() == 1:
+        scale, zero = compute(weight.amin(), weight.amax(), settings)
+    layer.weight_scale.data.copy_(scale.view_as(layer.weight_scale))
+    if hasattr(layer, "weight_zero_point"):
+        layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))
+    for name, number in (("input_scale", 0.03), ("input_zero_point", 0), ("input_global_scale", 448 * 6 / 10)):
+        if hasattr(layer, name):
+            getattr(layer, name).data.fill_(number)
 
 
 def _nibbles(numbers: torch.Tensor, axis: int, order: Iterable[int] = range(8)) -> torch.Tensor:
@@ -102,6 +140,23 @@ def _packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def _bitnet(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Numbers -1, 0 and 1, four quarters of the rows in a byte."""
+    scale = 1 / weight.abs().mean()
+    quarters = ((weight * scale).round().clamp(-1, 1).to(torch.uint8) + 1).view(4, -1, weight.shape[1])
+    packed = sum(quarter << (2 * i) for i, quarter in enumerate(quarters))
+    assert isinstance(packed, torch.Tensor)
+    return {"weight": packed, "weight_scale": scale.view(1)}
+
+
+def _gemma(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Two numbers 0 to 15 around 8 in a byte, and scales of what goes in and comes out."""
+    scale = weight.abs().amax(1, keepdim=True) / 7
+    numbers = ((weight / scale).round() + 8).to(torch.uint8)
+    scales = {f"{side}_activation_scale": torch.tensor(0.1) for side in ("input", "output")}
+    return {"weight": numbers[:, ::2] | numbers[:, 1::2] << 4, "weight_scale": scale, **scales}
+
+
 def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
@@ -135,6 +190,8 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, torch.
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, _fp8_blocks),
+    "bitnet": ({"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}, _bitnet),
+    "gemma": ({"quant_method": "gemma", "num_bits": 4, "modules_to_not_convert": ["lm_head"]}, _gemma),
     "w4a16": (_compressed("pack-quantized", _scheme("int", "group", 4, group_size=GROUP)), _packed),
     "w8a8": (_compressed("int-quantized", _scheme("int", "channel"), _BY_TOKEN), _INT8),
     "w8a8-by-tensor": (_compressed("int-quantized", _scheme("int", "channel"), _BY_TENSOR), _INT8),

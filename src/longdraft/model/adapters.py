@@ -19,6 +19,7 @@ from longdraft.model.stored import numbers
 # Kinds of PEFT that compute more than a layer's rows one by one.
 _OTHER_KINDS = {
     "ADAPTION_PROMPT": "changes what attention reads",
+    "LILY": "mixes its parts by all rows of its input together",
     "POLY": "takes the number of a task with each forward",
     "SHADOW": "carries a state from layer to layer",
     "XLORA": "chooses its experts by the whole text",
@@ -47,6 +48,21 @@ def check(model: nn.Module) -> None:
             f"generate was given {given}: longdraft decodes all rows with one adapter. Leave it out, choose with "
             "set_adapter, and make a call for each adapter."
         )
+
+
+def replacing_weights(model: nn.Module) -> set[nn.Module]:
+    """Modules whose weights an active adapter replaces while they compute, with the adapter's layers around them.
+
+    PEFT does so with ``target_parameters``. What takes the place of such a module's forward must not keep its weights.
+    """
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        if hasattr(module, "parameter_name") and _active(module) and not _merged(module):
+            inner: Any = module
+            while isinstance(inner, nn.Module) and inner not in found:
+                found.add(inner)
+                inner = getattr(inner, "base_layer", None)
+    return found
 
 
 def described(model: nn.Module) -> Iterator[str | torch.Tensor]:

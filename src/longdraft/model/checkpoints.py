@@ -145,6 +145,11 @@ def check_folder(folder: Path) -> bool:
     Raises CheckpointError naming the file that is missing or truncated.
     """
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{folder} holds an adapter, not a model: load its base model, put the adapter on it with "
+                "peft.PeftModel.from_pretrained(model, folder), and give the result as the target."
+            )
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from longdraft.model import adapters
 from longdraft.model.expert_parts import Experts, after_of, between_of
 from longdraft.model.hosting import decoder_config
 from longdraft.model.model_code import own_forward, present_forward, replace_forward
@@ -47,7 +48,9 @@ def install(model: PreTrainedModel, wanted: Callable[[], bool]) -> None:
 
     known: dict[type, bool] = {}  # kinds of experts -> whether our kernels compute them
     exact: dict[type, bool] = {}  # kinds of mixtures -> whether their rows are exact
-    for block in [m for m in model.modules() if any(_has_experts(name, child) for name, child in m.named_children())]:
+    left_out = adapters.replacing_weights(model)
+    blocks = [m for m in model.modules() if any(_has_experts(name, child) for name, child in m.named_children())]
+    for block in [block for block in blocks if block not in left_out]:
         for experts in block.children():
             _take_over(experts, ours_wanted, known)
         for inner in block.modules():

@@ -6,7 +6,7 @@ cannot be compiled, oneDNN's packed product (packing.py) does nearly as well, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, cached_property
 
 import torch
@@ -66,15 +66,17 @@ class FewRowsModule:
     Args:
         module: a module of our own. Plain ``nn.Linear`` on the CPU take part, and layers with ``kernel_weights``
             (:class:`~longdraft.native.Stored`).
+        left_out: layers that do not take part.
 
     Attributes:
         most: our kernel computes up to this number of rows, and torch more rows; None: our kernel computes any number.
             The two differ in the last bits, so a row's result is independent of the rows beside it only with None.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, left_out: Collection[nn.Module] = ()) -> None:
         self.most: int | None = MOST
-        layers = [m for m in module.modules() if weights_of(m) is not None and "forward" not in vars(m)]
+        plain_forward = [m for m in module.modules() if m not in left_out and "forward" not in vars(m)]
+        layers = [m for m in plain_forward if weights_of(m) is not None]
         own = kernels() if layers else None
         self._groups: list[_Group] = []
         self._packed: dict[nn.Module, PackedLinear] = {}

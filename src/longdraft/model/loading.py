@@ -17,6 +17,7 @@ from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_fold
 from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf_files import Arithmetic, Weights, no_int8, read_gguf
+from longdraft.model.quantised import unpack_into
 from longdraft.model.stored_experts import keep_experts
 from longdraft.options import with_suggestions
 
@@ -124,6 +125,8 @@ class _Reader:
         loaded = read_checkpoint(
             name, "auto" if keep else self.dtype, self.rope_factor, quantised_dtype=self.dtype, **source
         )
+        if isinstance(self.dtype, torch.dtype):
+            unpack_into(loaded.model, self.dtype)
         if not keep:
             return loaded
         if not getattr(loaded.model, "is_quantized", False):

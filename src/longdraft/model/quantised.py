@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from longdraft.errors import UnsupportedModelError, reason_of
+from longdraft.model import adapters
 from longdraft.model.few_rows import is_plain, is_shared_out
 from longdraft.native import kernels
 
@@ -31,6 +32,11 @@ _FEWER = (1, 3, 5)
 # rounding is less, and a scale that depends on them is more.
 _LARGER_ROWS = 100.0
 _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-3, 2e-2
+# By how much the result for a row between two others may differ from the value between theirs, of its largest number:
+# a product rounds by less, and rounding the row itself to eight bits or fewer changes it by more.
+_STRAIGHT, _STRAIGHT_IN_HALVES = 1e-4, 1e-2
+# Smallest share of different numbers among results in float32 that are not rounded to fewer bits afterwards.
+_DIFFERENT = 0.9
 _SCALED = "scales all rows of its input together"
 # Methods whose weights transformers unpacks while it loads them where it has no kernels for them.
 _UNPACKED = ("fp8", "mxfp4", "mxfp8")
@@ -41,10 +47,12 @@ class _Tried:
     """Attributes:
     sizes: sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found.
     outside: the layer does not compute in torch's inference mode.
+    rounds: the layer rounds its rows before it multiplies them.
     """
 
     sizes: tuple[int, ...]
     outside: bool
+    rounds: bool
 
 
 def stays_quantised(config: Any) -> bool:
@@ -65,6 +73,19 @@ def unpack(model: nn.Module) -> None:
     registered = model._forward_pre_hooks.get(getattr(hook, "id", -1))
     if registered is not None:
         registered(model, ())
+
+
+def unpack_into(model: nn.Module, dtype: torch.dtype) -> None:
+    """:func:`unpack` for a model that was just loaded: it computes in ``dtype``, also where weights came out in another.
+
+    compressed-tensors unpacks floats of four bits into bfloat16, whatever the model's dtype is.
+    """
+    unpack(model)
+    for module in model.modules():
+        if _word(getattr(module, "quantization_status", None)) == "decompressed":
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    parameter.data = parameter.data.to(dtype)
 
 
 def simplify(model: nn.Module) -> None:
@@ -96,6 +117,7 @@ def _in_place(table: Any) -> bool:
 
 def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linear layers of a model that are no plain ones of torch, by name."""
+    changed = adapters.replacing_weights(model)
     for name, module in model.named_modules():
         sizes = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
         # Adapters are layers around layers, of which each is looked at by itself.
@@ -104,7 +126,7 @@ def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         weight = getattr(module, "weight", None)
         # A model's own kinds of linear layers, such as routers, do more than a product.
         known = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
-        plain = known and is_plain(weight) and not hasattr(module, "quantization_scheme")
+        plain = known and is_plain(weight) and not hasattr(module, "quantization_scheme") and module not in changed
         if not plain and not is_shared_out(weight):
             yield name, module
 
@@ -119,27 +141,18 @@ def check(model: nn.Module) -> None:
             raise _refusal(model, name, module, why)
 
 
-def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[], bool], warn: bool = True) -> None:
+def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[], bool]) -> None:
     """Tries the layers, and gives those that need it their rows in blocks. The model must be a copy of our own.
 
     Args:
         served: layers that our kernels compute.
         wanted: called in each forward; while it returns False, layers get their rows as they come.
-        warn: log a warning for each kind that rounds a row differently with the number of rows.
 
     Raises:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
     """
-    known: dict[tuple[object, ...], _Tried] = {}  # by kind and size of a layer
     warned: set[str] = set()
-    for name, module in list(layers_of_others(model)):
-        if module in served:
-            continue
-        weight = getattr(module, "weight", None)
-        like = (type(module), type(weight), module.in_features, module.out_features)
-        if like in known:
-            _first_call(model, module)
-        tried = known[like] if like in known else known.setdefault(like, _try(model, name, module))
+    for module, tried in _all_tried(model, served):
         forward = module.forward
         if tried.outside:
             forward = vars(module)["forward"] = _outside(forward)
@@ -148,13 +161,56 @@ def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[]
             continue
         if tried.sizes:
             vars(module)["forward"] = _in_blocks(forward, tried.sizes, wanted)
-        elif warn and (kind := _kind(module)) not in warned:
+        elif (kind := _kind(module)) not in warned:
             warned.add(kind)
             logger.warning(
                 "%s rounds a row differently with the number of rows: where two tokens are all but equally likely, "
                 "text may differ from what is decoded without drafts.",
                 kind,
             )
+
+
+def install_for_trial(model: nn.Module) -> None:
+    """Tries the layers of a copy that is compared with the model's own forward: none of them rounds its rows then.
+
+    Two ways to attend differ in last bits, which decide now and then how a number is rounded: a layer that rounds its
+    rows to eight bits makes a percent of that, which hides what is compared. Such layers get a product of made-up
+    weights, for the model's own forward too.
+
+    Raises:
+        UnsupportedModelError: as :func:`install` does.
+    """
+    for module, tried in _all_tried(model, ()):
+        if tried.rounds:
+            vars(module)["forward"] = _made_up_product(module)
+        elif tried.outside:
+            vars(module)["forward"] = _outside(module.forward)
+
+
+def _all_tried(model: nn.Module, served: Collection[nn.Module]) -> Iterator[tuple[nn.Module, _Tried]]:
+    """The layers that our kernels do not compute, with what was found of their kind and size."""
+    known: dict[tuple[object, ...], _Tried] = {}
+    for name, module in list(layers_of_others(model)):
+        if module in served:
+            continue
+        weight = getattr(module, "weight", None)
+        like = (type(module), type(weight), module.in_features, module.out_features)
+        if like in known:
+            _first_call(model, module)
+        yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
+
+
+def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """A forward whose results are some numbers of the row, with made-up signs: a product that needs no weights."""
+    size, count = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(size)
+    places = torch.randint(size, (count,), generator=generator)
+    signs = torch.randint(2, (count,), generator=generator) * 2 - 1
+
+    def product(x: torch.Tensor, *_more: Any, **_named: Any) -> torch.Tensor:
+        return x[..., places.to(x.device)] * signs.to(x)
+
+    return product
 
 
 @torch.no_grad()
@@ -190,7 +246,7 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
         ) from error
     if depends:
         raise _refusal(model, name, module, "computes another result for a row beside larger ones")
-    return _Tried(sizes, _only_outside(compute, rows[:1]))
+    return _Tried(sizes, _only_outside(compute, rows[:1]), _rounds(compute, rows[:2]))
 
 
 def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
@@ -199,6 +255,15 @@ def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     alone, beside = (compute(x)[0].double() for x in (rows, larger))
     tolerance = _TOLERANCE_OF_HALVES if rows.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
     return not bool((alone - beside).abs().max() <= tolerance * alone.abs().max())
+
+
+@torch.no_grad()
+def _rounds(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
+    """True if the result for the row between two rows is not between their results."""
+    between = compute(rows.mean(0, keepdim=True)).double()
+    straight = compute(rows).double().mean(0, keepdim=True)
+    tolerance = _STRAIGHT_IN_HALVES if rows.dtype in (torch.bfloat16, torch.float16) else _STRAIGHT
+    return not bool((between - straight).abs().max() <= tolerance * between.abs().max())
 
 
 def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
@@ -211,6 +276,8 @@ def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     # Another place in the block, and other rows in it.
     if not torch.equal(by(ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
         return ()
+    if rows.dtype == torch.float32 and len(expected.unique()) < _DIFFERENT * expected.numel():
+        return (ROWS,)  # rounded results would hide that other blocks add up in another order
     larger = tuple(size for size in LARGER if torch.equal(by(size), expected))
     fewer = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _FEWER)
     return (1,) if fewer and larger == LARGER else (ROWS, *larger)

@@ -52,7 +52,7 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
         module._forward_pre_hooks.clear()
     stored.use_int8(copy, False)
     # Layers of other packages are tried first: a refusal then names them.
-    quantised.install(copy, (), lambda: False, warn=False)
+    quantised.install_for_trial(copy)
     positions.install(copy)
     recurrent.install(copy)
     try:

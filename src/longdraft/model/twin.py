@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from longdraft.attention import fusing
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
+    adapters,
     calls,
     experts,
     hosting,
@@ -68,7 +69,7 @@ class Twin:
         if not (compared or shared or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        self.few_rows = FewRowsModule(self.model)
+        self.few_rows = FewRowsModule(self.model, adapters.replacing_weights(self.model))
         row_activations.install(self.model, self._decoding)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         row_functions.install(self.model, self._decoding)
