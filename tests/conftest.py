@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -22,10 +23,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():
-    # Read once, when triton is first imported, by whichever test that is.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 settings.register_profile(
     "longdraft",
     deadline=None,
@@ -34,6 +31,23 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longdraft")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs, so that tests compute the same on every machine; with ``-m gpu`` those that need one have it."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr or ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA is first asked for, and by programs that tests start
+    if not torch.cuda.is_available():
+        # Read once, when triton is first imported, by whichever test that is.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where none is, or none is to be seen."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and `pytest -m gpu`"))
 
 
 def pytest_collection_finish() -> None:

@@ -32,7 +32,9 @@ def test_every_kind_is_packed_and_read(kind, bits, tmp_path):
     assert found.config == whole.config and found.made_for == whole.made_for
     for name, weight in whole.weights.items():
         assert found.weights[name].shape == weight.shape
-        assert (found.weights[name].float() - weight.float()).abs().max() <= weight.abs().max() / (150 if bits == 8 else 8)
+        assert (found.weights[name].float() - weight.float()).abs().max() <= weight.abs().max() / (
+            150 if bits == 8 else 8
+        )
     stored = load_file(out / "model.safetensors")
     assert any(t.dtype in (torch.int8, torch.uint8) for t in stored.values())
     assert (out / "model.safetensors").stat().st_size < (folder / "model.safetensors").stat().st_size
