@@ -1,6 +1,6 @@
 """Splits large files into pieces for a machine that takes small transfers only, and joins them there.
 
-    python benchmarks/pieces.py split FILE... --out PIECES [--size 30]      # here; at most 60 MiB a piece
+    python benchmarks/pieces.py split FILE... --out PIECES [--size 28]      # here; at most 60 MiB a piece
     python benchmarks/pieces.py join PIECES --out FOLDER                    # there, after each transfer
 
 Each FILE becomes FILE.000, FILE.001, ... and FILE.pieces.json, which names the pieces with their SHA-256 and goes along
@@ -189,7 +189,7 @@ def main(words: list[str] | None = None) -> int:
     one = commands.add_parser("split", help="make pieces")
     one.add_argument("files", nargs="+", type=Path)
     one.add_argument("--out", type=Path, required=True, help="folder of the pieces")
-    one.add_argument("--size", type=int, default=30, help=f"MiB of a piece, {MOST} at most")
+    one.add_argument("--size", type=int, default=28, help=f"MiB of a piece, {MOST} at most")
     two = commands.add_parser("join", help="take pieces that have come")
     two.add_argument("pieces", type=Path, help="folder of the pieces")
     two.add_argument("--out", type=Path, required=True, help="folder of the files")
