@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# GPUs are hidden, so that tests compute the same on every machine; `pytest -m gpu` runs those that need one, and says
+# so to its workers. Now, as CUDA and triton read it when they are first asked for: other conftest.py import them.
+_marks = re.search(r"\s-m[\s=]?(.*)", " " + " ".join(sys.argv[1:]))
+if _marks and re.search(r"(?<!not )\bgpu\b", _marks[1]):
+    os.environ["LONGDRAFT_TEST_GPU"] = "1"
+if os.environ.get("LONGDRAFT_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if not torch.cuda.is_available():
+    # Read once, when triton is first imported, by whichever test that is.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile(
     "longdraft",
     deadline=None,
@@ -31,15 +43,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longdraft")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs, so that tests compute the same on every machine; with ``-m gpu`` those that need one have it."""
-    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr or ""):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA is first asked for, and by programs that tests start
-    if not torch.cuda.is_available():
-        # Read once, when triton is first imported, by whichever test that is.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
