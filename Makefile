@@ -10,7 +10,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow test-arm test-engines test-sglang wheel lint format clean
+.PHONY: demo test test-slow test-gpu test-arm test-engines test-sglang wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -18,10 +18,14 @@ demo: $(VENV)/.demo
 	  --prompt "Which methods does the class TextWrapper have? Show the code of the most important ones."
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not gpu"
+
+# What needs an NVIDIA GPU; all other tests see none. PYTHON must have torch with CUDA, and pytest.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
 # The kernels for aarch64, compiled by Debian's cross compiler and run under qemu.
 test-arm: $(VENV)/.dev

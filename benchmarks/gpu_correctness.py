@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_cases import attention_case, filled, star
 from gpu_common import (
     Sizes,
     can_be_recorded,
@@ -24,7 +25,6 @@ from gpu_common import (
     short,
     sizes_of,
 )
-from gpu_measures import attention_case, filled, star
 from gpu_results import Rows, Skipped, Stage
 from gpu_texts import decode, exact_methods, prompts_of
 

@@ -6,17 +6,15 @@ import argparse
 import functools
 import itertools
 import json
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gpu_on_paper
 import kernel_timing
 import torch
+from gpu_cases import attention_case, call_ms, filled, median_ms, star
 from gpu_common import (
     Sizes,
     can_be_recorded,
@@ -33,38 +31,12 @@ from gpu_common import (
 from gpu_machine import peak
 from gpu_results import Rows, Skipped, Stage
 
-from longdraft.attention.block import Block
 from longdraft.engine.partial import partial_view
 from longdraft.engine.schedule import verify_trees
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory.store import KVStore
 from longdraft.model import graphs
 from longdraft.model.runner import Taps, TargetRunner
-from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
-
-Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block, float]
-
-
-def attention_case(
-    sizes: Sizes, lengths: tuple[int, ...], rows: int, device: torch.device, dtype: torch.dtype, chain: bool = False
-) -> Case:
-    """Arguments of an attention path: random q, keys and values, a tree of so many rows behind each prefix.
-
-    Args:
-        chain: rows form a causal chain instead of a tree.
-    """
-    batch, capacity = len(lengths), max(lengths) + rows
-    g = torch.Generator(device).manual_seed(rows)
-
-    def randn(heads: int, n: int) -> torch.Tensor:
-        return torch.randn(batch, heads, n, sizes.head_dim, generator=g, device=device, dtype=dtype)
-
-    mask = None if chain else kernel_timing.tree_mask(batch, rows)
-    block = Block.make(range(batch), lengths, rows, mask, device)
-    q, keys, values = randn(sizes.heads, rows), randn(sizes.kv_heads, capacity), randn(sizes.kv_heads, capacity)
-    return q, keys, values, block, sizes.head_dim**-0.5
-
 
 # --- one layer's attention ---
 
@@ -82,7 +54,7 @@ def kernels(stage: Stage, options: argparse.Namespace) -> None:
 
     def measured(context: int, rows: int, name: str, graph: bool) -> Rows:
         case = attention_case(sizes, (context,), rows, device, dtype)
-        ms = _milliseconds(lambda: attends[name](*case), graph, sizes.repeats, device)
+        ms = call_ms(lambda: attends[name](*case), graph, sizes.repeats, device)
         read = 2 * case[1].numel() * case[1].element_size()
         path = f"{name} graph" if graph else name
         row = {"what": "kernels", "context": context, "rows": rows, "path": path, "dtype": short(dtype), "ms": ms}
@@ -118,46 +90,7 @@ def triton_bounds(sizes: Sizes, device: torch.device) -> dict[tuple[int, int], f
     return found
 
 
-def _milliseconds(run: Callable[[], torch.Tensor], graph: bool, repeats: int, device: torch.device) -> float:
-    """Median milliseconds of a call, or of its CUDA graph; GPU time if there is a GPU."""
-    if device.type != "cuda":
-        return _median_ms(run, repeats, 1, device)
-    run()  # compiles and tunes, which no graph may record
-    return kernel_timing.milliseconds({"": kernel_timing.captured(run) if graph else run}, 3 * repeats)[""]
-
-
-def _median_ms(call: Callable[[], Any], repeats: int, warm_up: int, device: torch.device) -> float:
-    """Median milliseconds of a call on the host's clock, including the wait for its result."""
-    times = []
-    for i in range(warm_up + repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if i >= warm_up:
-            times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
 # --- steps of a large model ---
-
-
-def star(nodes: int) -> TokenTree:
-    """A root with nodes - 1 children."""
-    return TokenTree(tuple(range(nodes)), (-1, *[0] * (nodes - 1)))
-
-
-def filled(runner: TargetRunner, context: int, nodes: int) -> KVStore:
-    """A store of random rows: what a forward costs does not depend on what the keys say."""
-    store = runner.new_store(1, context + nodes)
-    g = torch.Generator(runner.device).manual_seed(0)
-    for tensor in (store.keys, store.values):
-        for layer in tensor:
-            layer.normal_(generator=g)
-    store.lengths[0] = context
-    return store
 
 
 @torch.inference_mode()
@@ -194,7 +127,7 @@ def _steps_at(runner: TargetRunner, name: str, context: int, sizes: Sizes) -> Ro
             "what": "steps", "setup": name, "context": context, "nodes": size, "budget": sizes.budget,
         }  # fmt: skip
         for kind, store in (("full", full), ("partial", partial.store)):
-            ms = _median_ms(
+            ms = median_ms(
                 lambda store=store, size=size: verify_trees(runner, store, [0], [star(size)], [context]),  # type: ignore[misc]
                 sizes.repeats,
                 graphs.USES + 2,

@@ -31,6 +31,8 @@ class Part:
 
 STAGES = {
     "environment": Part("gpu_machine:environment_stage", 1),
+    "probe": Part("gpu_probe:probe", 3),
+    "rounds": Part("gpu_round:rounds", 6, ("model", "large")),
     "correctness": Part("gpu_correctness:correctness", 6, ("model",)),
     "kernels": Part("gpu_measures:kernels", 3),
     "steps": Part("gpu_measures:steps", 4),

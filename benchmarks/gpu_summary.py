@@ -10,6 +10,28 @@ from gpu_results import Result
 # A row's "what" -> the title of its table, and the columns as heading: key.
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "environment": ("Environment", {"": "name", "found": "value"}),
+    "race": (
+        "Probe: one layer's attention by path, milliseconds",
+        {"tokens": "context", "rows": "rows", "capacity": "capacity", "fastest": "fastest", "hybrid": "hybrid",
+         "flash": "flash", "triton": "triton", "sdpa": "sdpa", "cpu": "cpu", "broken": "broken"},
+    ),
+    "recorded": (
+        "Probe: a forward of a few layers of an 8B model, kernel by kernel and recorded, milliseconds",
+        {"path": "path", "tokens": "context", "rows": "rows", "capacity": "capacity", "recorded": "recorded",
+         "eager": "eager_ms", "as a graph": "recorded_ms", "right": "right"},
+    ),
+    "profile": (
+        "Probe: kernels of an unrecorded forward",
+        {"tokens": "context", "rows": "rows", "launches a layer": "launches", "products": "products",
+         "attention": "attention", "small kernels": "small", "GPU busy, ms": "busy_ms", "forward, ms": "wall_ms",
+         "busy": "busy"},
+    ),
+    "rounds": (
+        "Rounds at the shape of an 8B model, milliseconds; beside a plain step",
+        {"model": "model", "method": "method", "tokens": "context", "room for": "room", "step": "step_ms",
+         "round": "round_ms", "steps a round": "steps_a_round", "tokens a round": "tokens_a_round",
+         "tokens/s": "tokens_per_second", "vs ar": "speedup_vs_ar", "repeats": "repeats"},
+    ),
     "attention": (
         "Attention paths against the reference in float32",
         {"path": "path", "dtype": "dtype", "lengths": "lengths", "largest error": "error",
@@ -65,7 +87,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }  # fmt: skip
 # Columns whose figures need more than two decimals.
-FINE = ("ms", "bound_ms", "error")
+FINE = ("ms", "bound_ms", "error", "hybrid", "flash", "triton", "sdpa", "cpu")
 
 
 def summary(found: Mapping[str, Result | None]) -> str:

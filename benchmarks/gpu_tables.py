@@ -41,8 +41,8 @@ def tables(stage: Stage, options: argparse.Namespace) -> None:
 
     def measured(context: int, number: int, contender: str) -> Rows:
         settings = Settings(
-            methods=(contender,), max_tokens=sizes.tokens, contexts=(context,), repeats=1, raw=options.smallest,
-            cold=False, own_options={contender: contenders[contender]},
+            methods=(contender,), max_tokens=sizes.tokens, contexts=(context,), repeats=sizes.rounds,
+            raw=options.smallest, cold=False, own_options={contender: contenders[contender]},
         )  # fmt: skip
         prompts = prepare(samples[number : number + 1], loaded, settings)
         rows = decode(stage, Bench(loaded, settings, progress=stage.say), [tuple(prompts)], "tables", target)

@@ -91,7 +91,7 @@ def texts(stage: Stage, options: argparse.Namespace) -> None:
     sizes, loaded = sizes_of(options), small_model(options)
     settings = Settings(
         methods=(*sound(stage, exact_methods(loaded.model)), "hf"), max_tokens=sizes.tokens, contexts=sizes.texts,
-        repeats=1, raw=options.smallest, ignore_eos=True, cold=False,
+        repeats=sizes.rounds, raw=options.smallest, ignore_eos=True, cold=False,
     )  # fmt: skip
     groups = [(prompt,) for prompt in prompts_of(loaded, settings, sizes.samples)]
     _measure(stage, loaded, settings, groups, "texts")
@@ -102,8 +102,8 @@ def batches(stage: Stage, options: argparse.Namespace) -> None:
     sizes, loaded = sizes_of(options), small_model(options)
     methods = [m for m in IN_BATCHES if m in usable(loaded.model)]
     settings = Settings(
-        methods=sound(stage, methods), max_tokens=sizes.tokens, batches=sizes.batches, repeats=1, raw=options.smallest,
-        ignore_eos=True, cold=False,
+        methods=sound(stage, methods), max_tokens=sizes.tokens, batches=sizes.batches, repeats=sizes.rounds,
+        raw=options.smallest, ignore_eos=True, cold=False,
     )  # fmt: skip
     samples = list(itertools.islice(itertools.cycle(tasks.read([tasks.BUILT_IN])), max(sizes.batches)))
     longest, groups = sizes.batch_text, []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# GPUs are hidden, so that tests compute the same on every machine; `pytest -m gpu` runs those that need one, and says
+# so to its workers. Now, as CUDA and triton read it when they are first asked for: other conftest.py import them.
+_marks = re.search(r"\s-m[\s=]?(.*)", " " + " ".join(sys.argv[1:]))
+if _marks and re.search(r"(?<!not )\bgpu\b", _marks[1]):
+    os.environ["LONGDRAFT_TEST_GPU"] = "1"
+if os.environ.get("LONGDRAFT_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if not torch.cuda.is_available():
     # Read once, when triton is first imported, by whichever test that is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -34,6 +43,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longdraft")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where none is, or none is to be seen."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and `pytest -m gpu`"))
 
 
 def pytest_collection_finish() -> None:

@@ -16,7 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longdraft import Speculator
+from longdraft.drafts import draft_folder
+from longdraft.drafts.kinds import kind_of
 from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.shared_parts import describe
+from tests.drafts import random_draft, random_eagle3
 from tests.nominal import answer
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -24,6 +29,10 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 CELLS = {
     "environment": {"name", "value"},
+    "race": {"context", "rows", "capacity", "fastest", "sdpa", "cpu"},
+    "recorded": {"path", "context", "rows", "capacity", "recorded", "eager_ms", "right"},
+    "profile": {"rows", "launches", "products", "attention", "small", "busy_ms", "wall_ms"},
+    "rounds": {"model", "method", "context", "room", "step_ms", "round_ms", "tokens_a_round", "speedup_vs_ar"},
     "attention": {"path", "dtype", "lengths", "error", "right"},
     "graphs": {"path", "dtype", "recorded", "nodes", "error", "right"},
     "exact": {"setup", "method", "context_tokens", "samples", "near_ties", "mismatches", "mean_accepted_length"},
@@ -34,6 +43,11 @@ CELLS = {
     "training": {"draft", "steps", "tokens_per_second"},
     "tables": {"method", "context_tokens", "tokens_per_second", "speedup_vs_ar", "mean_accepted_length"},
 }
+
+
+STAGES = (
+    "environment", "probe", "rounds", "correctness", "kernels", "steps", "texts", "batches", "training", "tables",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -60,7 +74,7 @@ def test_the_smallest_setting(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr[-3000:] + ended.stdout[-3000:]
     found: dict[str, list[dict]] = {}
-    for stage in ("environment", "correctness", "kernels", "steps", "texts", "batches", "training", "tables"):
+    for stage in STAGES:
         one = result(out, stage)
         assert one["state"] == "ended" and not (one["failed"] or one["skipped"] or one["left_out"]), stage
         assert one["header"]["device"] and "torch" in one["header"]["versions"] and one["header"]["date"][:2] == "20"
@@ -76,6 +90,8 @@ def test_the_smallest_setting(tmp_path):
     assert all(row["full_ms"] > 0 and row["partial_ms"] > 0 for row in found["steps"])
     assert {row["method"] for row in found["texts"]} >= {"ar", "hf"}
     assert {row["batch"] for row in found["batches"]} == {1, 2}
+    assert {row["method"] for row in found["rounds"]} >= {"longspec", "prompt-lookup"}
+    assert {row["room"] for row in found["rounds"]} == {108, 384}
     assert {row["method"] for row in found["tables"]} >= {"ar", "longspec", "specpv:longspec", "magicdec"}
     page = (out / "summary.md").read_text()
     assert "All right." in ended.stdout and page in ended.stdout
@@ -256,6 +272,12 @@ def test_what_is_wrong_ends_with_code_1(tmp_path):
     assert run(tmp_path, "wrong")[0] == 1 and log(tmp_path) == ["off"]
 
 
+def test_only_some_stages(tmp_path):
+    code, said = run(tmp_path, "good wrong breaks", "--only", "good")
+    assert code == 0 and log(tmp_path) == ["good 1", "good 2"] and "wrong: not measured" in said
+    assert run(tmp_path, "good", "--only", "none")[0] == 2
+
+
 def test_a_summary_of_part_of_the_results(module):
     page = module("gpu_summary").summary({"environment": None, "kernels": None})
     assert "kernels: not measured" in page and "nothing was measured" in page
@@ -280,6 +302,31 @@ def test_waits_are_counted_as_torch_warns_of_them(module, monkeypatch):
     loaded = LoadedModel(tiny_model(), tiny_tokenizer())
     found = module("gpu_correctness").counted(loaded, "ar", 8, switched.append)
     assert found["rounds"] > 3 and found["waits"] == 1 and switched == ["warn", "default"]
+
+
+@torch.inference_mode()
+def test_a_padded_model_and_its_drafts_write_what_the_small_ones_write(module, tmp_path):
+    widened, small = module("gpu_widened"), tiny_model(layers=6, vocab=61)
+    large = widened.Shape(192, 320, 9, 16, 4, 32)
+    device = torch.device("cpu")
+    model = widened.widened_model(small, large, 256, device, torch.float32)
+    assert widened.Shape.of(model) == large
+    ids = torch.tensor([[5, 9, 2, 44, 17, 8, 3, 30]])
+    expected, found = small(ids).logits, model(ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    prompt = [ids[0].tolist() * 3]
+    random_draft(tmp_path / "longspec", small)
+    random_eagle3(tmp_path / "eagle3", small, heads=6, kv_heads=2, head_dim=16)
+    for kind in ("longspec", "eagle3"):
+        folder = tmp_path / kind
+        draft = kind_of(folder).load(folder)
+        contents = widened.widened_draft(draft, 6, large, describe(model))
+        draft_folder.save(tmp_path / "padded" / kind, contents)
+        a, b = (
+            Speculator(kind, target=target, draft=place, plan="fixed").generate(prompt, max_new_tokens=24)[0]
+            for target, place in ((small, folder), (model, tmp_path / "padded" / kind))
+        )
+        assert (a.token_ids, a.rounds, a.drafted) == (b.token_ids, b.rounds, b.drafted)
 
 
 @pytest.fixture

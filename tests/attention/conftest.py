@@ -9,7 +9,7 @@ from tests import torch_kernels
 from tests.attention.paths import PATHS, forget_package, install, three, two
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.gpu] * (p.device == "cuda")) for n, p in PATHS.items()])
 def path(request, monkeypatch):
     """Each path, ready to run."""
     found = PATHS[request.param]

@@ -22,6 +22,7 @@ from longdraft.errors import CapabilityError  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] if CUDA else []  # one is to be seen with `-m gpu` alone
 if not CUDA and isinstance(triton.language.max, triton.JITFunction):
     # A skip would hide it. Triton's own library is decorated at its import, so whoever came first decided.
     raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set; set it in the shell or conftest.py")
@@ -244,7 +245,7 @@ def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch: pytest.Mon
         triton_backend.attend(q.cpu(), keys.cpu(), values.cpu(), block, 1.0)
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_captured_graph_follows_lengths_and_slots() -> None:
     """One capture, then other lengths and slots in the same device tensors: no synchronisation, no recapture."""
     q, keys, values, block, _ = make([900, 30], 8, heads=(8, 2), head_dim=64, dtype=torch.bfloat16)

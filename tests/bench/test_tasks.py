@@ -6,7 +6,6 @@ import json
 import sys
 import zipfile
 
-import datasets
 import pytest
 
 from longdraft.bench import tasks
@@ -14,6 +13,7 @@ from longdraft.bench.data import Sample, fitted
 from longdraft.errors import CapabilityError, PromptError
 from tests.tiny import tiny_tokenizer
 
+datasets = pytest.importorskip("datasets")
 LONGBENCH = [
     {"input": f"why {i}?", "context": f"long text {i}", "answers": ["x"], "dataset": "any", "length": 9}
     for i in range(3)

@@ -184,6 +184,20 @@ def test_export(shell, generate, eagle3, draft, tmp_path):
         assert ended.code == code and message in ended.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_a_draft_in_fewer_bytes(shell, generate, draft, tmp_path, bits):
+    ended = shell("export", draft, tmp_path / "out", "--to", "longdraft", "--bits", bits)
+    assert ended.code == 0 and "is written" in ended.err
+    small, whole = (folder / "model.safetensors" for folder in (tmp_path / "out", draft))
+    assert small.stat().st_size < whole.stat().st_size
+    found, plain = (last(generate("-p", "hello", "-n", 12, "--json", *words)) for words in (
+        ("--draft", tmp_path / "out"), ("--method", "ar")
+    ))  # fmt: skip
+    assert found["token_ids"] == plain["token_ids"] and found["method"] == "longspec"
+    assert "name another folder" in shell("export", draft, draft, "--to", "longdraft").err
+    assert "--verifier" in shell("export", draft, tmp_path / "out", "--to", "gguf").err
+
+
 def test_gguf_files_draft(shell, tmp_path):
     """The target's file and the draft's, wherever a draft folder can be named."""
     pytest.importorskip("gguf")

@@ -539,7 +539,7 @@ def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_graphs_on_a_gpu(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "triton")
     target = Target(None)

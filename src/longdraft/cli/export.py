@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.cli import console, method_options, options
+from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.drafts.speculators import MAX_POSITION, SPECULATIVE_TOKENS
-from longdraft.errors import CapabilityError
+from longdraft.errors import ArgumentError, CapabilityError
 from longdraft.folders import is_gguf
 from longdraft.integration import model_folder
 from longdraft.methods import method_of
@@ -25,6 +26,14 @@ class Layout(str, Enum):
     speculators = "speculators"
     custom_generate = "custom-generate"
     gguf = "gguf"
+    longdraft = "longdraft"
+
+
+class Bits(str, Enum):
+    """Bits of a packed weight."""
+
+    eight = "8"
+    four = "4"
 
 
 def export(
@@ -33,18 +42,19 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write, of gguf a file; what is there already is overwritten.")],
     verifier: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--verifier",
             help="The target, as it will be served: a Hugging Face id or a folder; for gguf its own .gguf file.",
+            show_default="needed, but for longdraft",
         ),
-    ],
+    ] = None,
     to: Annotated[
         Layout,
         typer.Option(
             "--to",
             help="The layout: speculators, which vLLM serves; custom-generate, a model folder for generate and "
-            "transformers serve; gguf, which llama.cpp drafts with.",
+            "transformers serve; gguf, which llama.cpp drafts with; longdraft, our own, smaller with --bits.",
         ),
     ] = Layout.speculators,
     max_position: Annotated[
@@ -54,6 +64,9 @@ def export(
         int,
         typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round that the folder proposes."),
     ] = SPECULATIVE_TOKENS,
+    bits: Annotated[
+        Bits, typer.Option("--bits", help="longdraft: bits of a weight, with a scale for each row (8) or each 32 (4).")
+    ] = Bits.eight,
     method: Annotated[
         str | None,
         typer.Option("--method", help="custom-generate: how to decode.", show_default="the method of the draft's name"),
@@ -67,13 +80,28 @@ def export(
     debug: options.Debug = False,
 ) -> None:
     """Write a draft for another program to serve."""
-    if to is Layout.custom_generate:
+    if to is Layout.longdraft:
+        remarks = _packed(draft, out, int(bits.value))
+    elif verifier is None:
+        raise ArgumentError("--verifier names the target, which this layout needs.")
+    elif to is Layout.custom_generate:
         remarks = _model_folder(draft, out, verifier, method, option or [], plan)
     else:
         remarks = _draft(draft, out, verifier, to, max_position, speculative_tokens)
     for sentence in remarks:
         console.note(sentence)
     console.note(f"{out} is written in the layout of {to.value}.")
+
+
+def _packed(draft: Path, out: Path, bits: int) -> list[str]:
+    """A draft in our own layout, with packed matrices."""
+    loaded = kind_of(draft).load(draft)
+    if not isinstance(loaded, TrainedDraft):
+        raise CapabilityError(f"{draft} is a language model as it is: only drafts that were trained here are packed.")
+    if out.resolve() == draft.resolve():
+        raise CapabilityError(f"{out} is the draft itself: name another folder to write to.")
+    loaded.save(out, bits)
+    return []
 
 
 def _draft(draft: Path, out: Path, verifier: str, to: Layout, max_position: int, speculative_tokens: int) -> list[str]:

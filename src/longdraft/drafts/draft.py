@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -135,14 +136,18 @@ class TrainedDraft(Draft[Bound]):
         """
         return cls(folder, draft_folder.load(folder))
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
         """Writes the draft to a folder, in our layout.
+
+        Args:
+            bits: 8 or 4 packs its matrices, by a matrix's name where they differ; None: in the dtype they have.
 
         Raises:
             CheckpointError: it cannot be written.
+            ValueError: other bits, or a name that is no matrix's.
         """
         table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids))}
-        draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for))
+        draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for), bits)
 
     @abstractmethod
     def module(self) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from longdraft.drafts import tensor_files
+from longdraft.drafts import packed, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
@@ -70,14 +70,19 @@ def trained(
     return DraftFolder(kind, described, tensors, dict(target))
 
 
-def save(folder: Path | str, draft: DraftFolder) -> None:
+def save(folder: Path | str, draft: DraftFolder, bits: int | Mapping[str, int] | None = None) -> None:
     """Writes a draft folder; each file appears whole or not at all.
+
+    Args:
+        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packed`), by a matrix's name where they differ; None: as
+            they are.
 
     Raises:
         CheckpointError: when it cannot be written (no space, no permission).
+        ValueError: other bits, or a name that is no matrix's.
     """
     config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
-    write(folder, config, draft.tensors)
+    write(folder, config, draft.tensors if bits is None else packed.packed(draft.tensors, bits))
 
 
 def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -191,10 +196,20 @@ def load(folder: Path | str) -> DraftFolder:
         CheckpointError: no such folder, no or broken config.json, missing or truncated weights.
     """
     config = read_config(folder)
-    tensors = tensor_files.read(folder)
+    tensors = read_tensors(config, folder)
     found = _kind(config, folder)
     config.pop("drafter", None)
     return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
+
+
+def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, torch.Tensor]:
+    """A folder's tensors by name, on the CPU; packed matrices of our layout as float32.
+
+    Raises:
+        CheckpointError: missing, truncated or damaged.
+    """
+    tensors = tensor_files.read(folder)
+    return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
 
 
 def shape_of(

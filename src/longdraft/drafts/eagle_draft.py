@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,10 +100,10 @@ class EagleDraft(TrainedDraft[Bound]):
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size}
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
         if self.layout != "longdraft":
             raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
-        super().save(folder)
+        super().save(folder, bits)
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from longdraft.drafts import draft_folder, tensor_files
+from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
 from longdraft.model.rotary import yarn
@@ -99,7 +99,7 @@ def read(
         raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
     given = {"head_dim": head_dim} if head_dim else {}
     try:
-        tensors = tensor_files.read(folder)
+        tensors = draft_folder.read_tensors(config, folder)
         if "longdraft_format" in config:
             found, rope = _ours(config | given, tensors, folder, kind)
         else:

@@ -131,8 +131,9 @@ def _config(
 
 
 def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
+    dtype = draft.weights["norm.weight"].dtype  # which packed matrices had before
     tensors = {
-        "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
+        "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor.to(dtype)
         for name, tensor in draft.weights.items()
     }
     if draft.ids is not None:
