@@ -272,7 +272,7 @@ def stored(folder: Path) -> PreTrainedModel:
 @pytest.mark.skipif(kernels() is None, reason="weights stay as they are stored with our kernels only")
 def test_adapters_on_weights_that_stay_as_they_are_stored(tmp_path: Path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="StoredLinear.* is not supported"):  # PEFT's own
+    with pytest.raises(ValueError, match=r"StoredLinear.* is not supported"):  # PEFT's own
         peft.get_peft_model(stored(tmp_path), config)
     config._register_custom_module({StoredLinear: peft.tuners.lora.Linear})
     model = peft.get_peft_model(stored(tmp_path), config).eval()
@@ -298,7 +298,7 @@ def test_an_adapter_on_a_model_in_int8_arithmetic(tmp_path: Path):
 
 def test_the_folder_of_an_adapter_is_refused_as_a_model(tmp_path: Path):
     adapted(r=4).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="holds an adapter.*PeftModel"):
+    with pytest.raises(CheckpointError, match=r"holds an adapter.*PeftModel"):
         longdraft.load(tmp_path)
 
 

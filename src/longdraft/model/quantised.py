@@ -76,7 +76,7 @@ def unpack(model: nn.Module) -> None:
 
 
 def unpack_into(model: nn.Module, dtype: torch.dtype) -> None:
-    """:func:`unpack` for a model that was just loaded: it computes in ``dtype``, also where weights came out in another.
+    """:func:`unpack` for a model that was just loaded: it computes in ``dtype``, whatever its weights came out in.
 
     compressed-tensors unpacks floats of four bits into bfloat16, whatever the model's dtype is.
     """
