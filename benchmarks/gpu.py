@@ -44,6 +44,7 @@ import gpu_results as results
 from gpu_summary import problems, summary, unfinished
 
 LEAST = 5.0  # seconds that a stage takes to begin; with less it is left for another call
+ENOUGH = 30.0  # seconds that it is given at least, where so many are left: its process imports torch first
 FOR_THE_SUMMARY = 2.0
 TICK = 0.1
 
@@ -78,7 +79,10 @@ class Conductor:
     def _stages(self, names: list[str], again: bool) -> None:
         for i, name in enumerate(names):
             weights = [self.stages[n].weight for n in names[i:]]
-            seconds = (self._end - time.monotonic()) * weights[0] / sum(weights)
+            left = self._end - time.monotonic()
+            seconds = left * weights[0] / sum(weights)
+            if not self.options.smallest:
+                seconds = min(left, max(seconds, ENOUGH))
             if seconds < (0.1 if self.options.smallest else LEAST):
                 self.say(f"{name}: no time")
                 continue
@@ -108,6 +112,8 @@ class Conductor:
             why = why or f"its process ended with code {process.exitcode}"
             self.say(f"{name}: {why}")
             if not file.exists() or file.stat().st_mtime < started:
+                if time.monotonic() >= end:
+                    return  # too little time to begin is no fault of its own
                 header = {"asked": self.stages[name].asked(self.options), "command": self.options.command}
                 results.note_start_failed(file, header, why)
                 return
