@@ -262,6 +262,9 @@ def test_adapters_of_experts(parameters):
     assert decoded(spec) == own_tokens(model) == decoded(Speculator("ar", target=model))
     with model.disable_adapter():
         assert decoded(spec) == own_tokens(model)
+    for change in (model.merge_adapter, model.unmerge_adapter):
+        change()
+        assert decoded(spec) == own_tokens(model) == decoded(Speculator("ar", target=model))
 
 
 def stored(folder: Path) -> PreTrainedModel:

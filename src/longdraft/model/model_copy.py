@@ -162,7 +162,8 @@ def _described(value: Any, known: set[int]) -> Iterator[Any]:
         yield value
         if type(value) in (list, tuple, dict, OrderedDict):
             items = value.values() if isinstance(value, dict) else value
-            yield from [item for item in items if isinstance(item, nn.Module | MethodType)]
+            # Strings: PEFT appends the names of adapters that it has merged into the weights.
+            yield from [item for item in items if isinstance(item, nn.Module | MethodType | str)]
     elif id(value) not in known:
         known.add(id(value))
         yield value
