@@ -66,6 +66,9 @@ class Speculator:
             decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
             most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
             tree, else what LONGDRAFT_PLAN says, else auto. The output is the same.
+        deterministic: plain decoding and every exact method agree to the bit on a GPU too, near ties included: each
+            forward of decoding has 64 rows, whatever is verified, and attention adds up in a fixed order. Slower where
+            few rows are verified, most of all plain decoding. On a CPU with our kernels it is so anyway.
         options: the method's own, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
@@ -87,6 +90,7 @@ class Speculator:
         offload: str | Path | None = None,
         plan: str | None = None,
         kv_dtype: str | None = None,
+        deterministic: bool = False,
         **options: Any,
     ) -> None:
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -99,6 +103,9 @@ class Speculator:
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
             self._plan = checked(plan)
+        if not isinstance(deterministic, bool):
+            raise RequestError(f"deterministic is True or False, got {deterministic!r}")
+        self.deterministic = deterministic
         self.tokenizer = tokenizer
         # Never changed in place, so it can be read without a lock. Whoever holds the second waits for no other lock.
         self._runners: list[TargetRunner] = []
@@ -221,7 +228,7 @@ class Speculator:
             with lock_of(target):
                 found = self._known(target)
                 if found is None:
-                    found = TargetRunner(target, self.offload, self._kv_dtype)
+                    found = TargetRunner(target, self.offload, self._kv_dtype, self.deterministic)
                     self._keep(found)
         return found
 

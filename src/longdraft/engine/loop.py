@@ -113,6 +113,8 @@ class Engine:
         trees = self.drafter.propose(chosen, limit) if chosen else []
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
         drafted = {s.index: tree.limited(self._room(s) - 1) for s, tree in zip(chosen, trees, strict=True)}
+        if self.runner.rows is not None:  # nor are nodes that take a forward more
+            drafted = {index: tree.best(self.runner.rows - 1) for index, tree in drafted.items()}
         return [drafted.get(s.index, roots[s.index]) for s in batch]
 
     def _room(self, s: Sequence) -> int:
