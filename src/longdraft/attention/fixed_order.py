@@ -106,7 +106,7 @@ def definition(
     Returns:
         (B, Hq, T, d) in q's dtype.
     """
-    (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
+    (batch, _, size, d), kv_heads = q.shape, keys.shape[1]
     rows = q.float().reshape(batch, kv_heads, -1, size, 1, d)
     n, ends = lengths.view(-1, 1, 1), (lengths.unsqueeze(1) + counts).unsqueeze(-1)
     top = torch.full(rows.shape[:4], -math.inf)

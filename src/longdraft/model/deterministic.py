@@ -2,8 +2,8 @@
 
 A product's kernel is chosen by its number of rows, and adds up in that kernel's order. So every forward of decoding,
 with a draft or without, has :data:`ROWS` rows: sequences x rows of each. Attention adds up in the order of a row's rank
-(:mod:`longdraft.attention.fixed_order`). What is left is whether a product's kernel treats all rows alike, wherever they
-are and whatever is beside them: :func:`check_products` asks that of each layer.
+(:mod:`longdraft.attention.fixed_order`). What is left is whether a product's kernel treats all rows alike, wherever
+they are and whatever is beside them: :func:`check_products` asks that of each layer.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def check_products(model: nn.Module, rows: int) -> None:
         beside = module.forward(larger[None])[0, 0]
         if not bool(((same == same[:1]).all() & (beside == same[0]).all()).item()):
             raise CapabilityError(
-                f"deterministic=True cannot be kept here: the product of {name} gives a row other bits at another place "
-                "of the block. Leave it out."
+                f"deterministic=True cannot be kept here: the product of {name} gives a row other bits at another "
+                "place of the block. Leave it out."
             )
 
 
