@@ -374,14 +374,14 @@ class Speculator:
                 waits until nobody else is decoded, and then has more taken.
             cache: KV of earlier runs to start from and to keep. Without, requests share what whole pieces of prompts
                 they have in common.
-            piece: prompt tokens that are read between two rounds of the others; None: 1,024, on a GPU 4,096.
+            piece: prompt tokens that are read between two rounds of the others; None: 1,024, on a GPU
+                4,096 unless the model has windows or recurrent layers.
 
         Raises:
             RequestError: ``batch`` or ``piece`` below 1.
         """
-        chosen, engine = self._engine(
-            batch, cache, None, context, None if piece is None else whole_number("piece", piece, 1)
-        )
+        size = None if piece is None else whole_number("piece", piece, 1)
+        chosen, engine = self._engine(batch, cache, None, context, size)
         return Session(engine, self.texts, chosen.method.name, chosen.method.exact)
 
     def _engine(

@@ -35,6 +35,13 @@ logger = logging.getLogger("longdraft")
 PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 1024, 4096
 
 
+def prefill_chunk(runner: TargetRunner) -> int:
+    """The number of prompt tokens that a target reads at most in one forward."""
+    # Buffers of windows and recurrent states have room for the smaller pieces.
+    bounded = bool(runner.twin.layout.windows) or runner.recurrent
+    return PREFILL_CHUNK if runner.device.type == "cpu" or bounded else PREFILL_CHUNK_ON_GPU
+
+
 class Engine:
     """Decodes sequences, as many at a time as there are slots.
 
@@ -47,7 +54,7 @@ class Engine:
         slots: sequences decoded at a time; fewer if memory does not hold the KV of so many.
         capacity: tokens of the longest text (prompt and output) that memory is first taken for, if no waiting text is
             longer. A longer text that comes later waits until nobody decodes, and then has more memory taken.
-        chunk: prompt tokens read between two rounds, and at most in one forward; None: 1,024, on a GPU 4,096.
+        chunk: prompt tokens read between two rounds, and at most in one forward; None: 1,024, on a GPU mostly 4,096.
 
     Attributes:
         stats: counters of each sequence, by index.
@@ -69,7 +76,7 @@ class Engine:
         self._keeps_outputs = cache is not None
         self.cache = PromptCache() if cache is None else cache
         self.planner, self.slots = planner, slots
-        self.chunk = chunk or (PREFILL_CHUNK if runner.device.type == "cpu" else PREFILL_CHUNK_ON_GPU)
+        self.chunk = prefill_chunk(runner) if chunk is None else chunk
         self.stats: dict[int, Stats] = {}
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()

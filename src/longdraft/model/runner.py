@@ -145,9 +145,10 @@ class TargetRunner:
             suited = f"models {_ROUNDED}; this one is {self._description}"
             if offload is not None:
                 suited = "KV that is not offloaded"
-            raise CapabilityError(
-                f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: leave it out."
-            )
+            advice = "leave it out"
+            if self.device.type == "cuda":  # no attention path there reads rounded keys
+                advice += '; on a GPU, offload="host" or a partial view (specpv, self) takes less of its memory'
+            raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: {advice}.")
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
