@@ -1,8 +1,9 @@
 """Measures which attention path is the fastest on this GPU, once, when a target is first loaded.
 
-All paths get the same random tensors: one row, a tree of 16 and a tree of 64 behind 16,384 keys, and a tree of 64 behind
-61,440, which takes arithmetic more than reading. The geometric mean of the four times decides. A path that raises, or whose output differs from torch's masked attention, is not used. All
-paths are run before the first is timed: the first runs compile, load libraries and wake the GPU.
+All paths get the same random tensors: one row, a tree of 16 and a tree of 64 behind 16,384 keys, and a tree of 64
+behind 61,440, which takes arithmetic more than reading. The geometric mean of the four times decides. A path that
+raises, or whose output differs from torch's masked attention, is not used. All paths are run before the first is timed:
+the first runs compile, load libraries and wake the GPU.
 """
 
 from __future__ import annotations
