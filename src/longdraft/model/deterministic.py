@@ -37,9 +37,9 @@ def rows_for(runner: TargetRunner) -> int | None:
     device, layout = runner.device, runner.twin.layout
     reason: str | None = None
     if device.type == "cpu":
-        if kernels() is not None and runner.attention_path == "cpu":
+        if kernels() is not None and runner.attention_path == "cpu" and runner.kv_shape.dtype == torch.float32:
             return None
-        reason = "on a CPU it needs longdraft's kernels (`longdraft doctor` says why there are none)"
+        reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why there are none)"
     elif device.type != "cuda":
         reason = f"it is for NVIDIA GPUs and CPUs, the model is on {device}"
     elif layout.windows or layout.recurrent or layout.own:

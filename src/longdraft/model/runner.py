@@ -404,7 +404,7 @@ class TargetRunner:
             The number of sizes.
         """
         with self.lock:
-            sizes, kept = self.graphs.sizes(store, rows), self._kept(taps, store)
+            sizes, kept = self.graphs.sizes(store, self.rows or rows), self._kept(taps, store)
             if self.rows is not None:
                 sizes = [size for size in sizes if size[0] * size[1] == self.rows]
             for i, (batch, size, length) in enumerate(sizes):
