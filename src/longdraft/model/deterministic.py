@@ -66,17 +66,17 @@ def check_products(model: nn.Module, rows: int) -> None:
     """
     tried: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
-        sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        if not all(isinstance(n, int) for n in sizes) or any(True for _ in module.children()):
+        size, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if not isinstance(size, int) or not isinstance(outputs, int) or any(True for _ in module.children()):
             continue
         weight = getattr(module, "weight", None)
-        kind = type(module), type(weight), getattr(weight, "dtype", None), *sizes
+        kind = type(module), type(weight), getattr(weight, "dtype", None), size, outputs
         if kind in tried:
             continue
         tried.add(kind)
         device = next((x.device for x in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
-        row = torch.randn(1, sizes[0], generator=generator).to(device, getattr(model, "dtype", torch.float32))
+        row = torch.randn(1, size, generator=generator).to(device, getattr(model, "dtype", torch.float32))
         same = module.forward(row.expand(1, rows, -1).contiguous())[0]
         larger = torch.cat([row, 100 * row.expand(rows - 1, -1)])
         beside = module.forward(larger[None])[0, 0]
