@@ -29,7 +29,7 @@ from triton_compiled import (
 import torch  # isort: skip
 from triton.runtime import driver
 
-from longdraft.attention import tree_kernel
+from longdraft.attention import fixed_order_kernel, tree_kernel
 from longdraft.model import gpu_kernels
 
 # Hidden size, MLP's size, query heads, KV heads, head size, norms of heads.
@@ -42,7 +42,12 @@ MODELS = {
 ROWS = (1, 64)
 
 recorded: list[Launch] = []
-for _module, _names in ((gpu_kernels, ("norm", "rope", "silu")), (tree_kernel, ("tree",))):
+FIXED_ORDER = "prefix_sums", "path_sums", "join"
+for _module, _names in (
+    (gpu_kernels, ("norm", "rope", "silu")),
+    (tree_kernel, ("tree",)),
+    (fixed_order_kernel, FIXED_ORDER),
+):
     for _name in _names:
         setattr(_module, f"{_name}_kernel", Recorder(getattr(_module, f"{_name}_kernel"), recorded))
 
@@ -80,6 +85,8 @@ def _layer(
         return
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
     tree_kernel.with_tree(q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5)
+    paths, counts = empty(1, rows, rows, dtype=torch.int32), empty(1, rows, dtype=torch.int32)
+    fixed_order_kernel.attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 
 
 def compiled(launch: Launch, target: int) -> dict[str, Any]:

@@ -14,9 +14,12 @@ import torch
 
 from longdraft import Speculator
 from longdraft.engine import top_p
+from longdraft.engine.loop import prefill_chunk
 from longdraft.model.graphs import Graphs
+from longdraft.model.runner import TargetRunner
 from tests.exact_methods import EXACT, Specs
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
+from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
 TOKENS, TREE, LEVEL = "decide", "to_trees", "levels"
@@ -169,6 +172,14 @@ def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, ther
         steps = spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[4])
         found.append([(step.sequence, step.drafted, step.accepted, step.token_ids) for step in steps])
     assert found[0] == found[1] and recorder.replays > len(found[0])
+
+
+def test_a_gpu_reads_prompts_in_larger_pieces(there):
+    model, prompt = tiny_model(context=8192), PROMPTS[0] * 90  # 4,320 tokens
+    assert prefill_chunk(TargetRunner(model)) == 1024
+    spec = Speculator("ar", target=moved(model))
+    steps = [step for step in spec.stream([prompt], max_new_tokens=1) if step.mode == "prefill"]
+    assert [step.prefilled for step in steps] == [4096, len(prompt)]
 
 
 # --- the simulated GPU itself ---

@@ -13,7 +13,7 @@ import torch
 
 from longdraft import integration
 from longdraft.drafts.draft import Draft
-from longdraft.engine.loop import PREFILL_CHUNK, Engine
+from longdraft.engine.loop import Engine
 from longdraft.engine.request import Prompt, Request, requests_of
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation, Session, batch_for
@@ -66,6 +66,9 @@ class Speculator:
             decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
             most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
             tree, else what LONGDRAFT_PLAN says, else auto. The output is the same.
+        deterministic: plain decoding and every exact method agree to the bit on a GPU too, near ties included: each
+            forward of decoding has 64 rows, whatever is verified, and attention adds up in a fixed order. Slower where
+            few rows are verified, most of all plain decoding. On a CPU with our kernels it is so anyway.
         options: the method's own, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
@@ -87,6 +90,7 @@ class Speculator:
         offload: str | Path | None = None,
         plan: str | None = None,
         kv_dtype: str | None = None,
+        deterministic: bool = False,
         **options: Any,
     ) -> None:
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -99,6 +103,9 @@ class Speculator:
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
             self._plan = checked(plan)
+        if not isinstance(deterministic, bool):
+            raise RequestError(f"deterministic is True or False, got {deterministic!r}")
+        self.deterministic = deterministic
         self.tokenizer = tokenizer
         # Never changed in place, so it can be read without a lock. Whoever holds the second waits for no other lock.
         self._runners: list[TargetRunner] = []
@@ -221,7 +228,7 @@ class Speculator:
             with lock_of(target):
                 found = self._known(target)
                 if found is None:
-                    found = TargetRunner(target, self.offload, self._kv_dtype)
+                    found = TargetRunner(target, self.offload, self._kv_dtype, self.deterministic)
                     self._keep(found)
         return found
 
@@ -357,7 +364,7 @@ class Speculator:
         *,
         context: int = 0,
         cache: PromptCache | None = None,
-        piece: int = PREFILL_CHUNK,
+        piece: int | None = None,
     ) -> Session:
         """A session, to which requests are added while others are decoded.
 
@@ -365,14 +372,16 @@ class Speculator:
             batch: requests decoded at a time; None: 8, on a GPU 32. Fewer where the memory does not hold so many.
             context: tokens of the longest text, prompt and output, that memory is taken for at once; a longer one
                 waits until nobody else is decoded, and then has more taken.
-            cache: KV of earlier runs to start from and to keep. Without, requests share what whole pieces of 1,024
-                prompt tokens they have in common.
-            piece: prompt tokens that are read between two rounds of the others.
+            cache: KV of earlier runs to start from and to keep. Without, requests share what whole pieces of prompts
+                they have in common.
+            piece: prompt tokens that are read between two rounds of the others; None: 1,024, on a GPU
+                4,096 unless the model has windows or recurrent layers.
 
         Raises:
             RequestError: ``batch`` or ``piece`` below 1.
         """
-        chosen, engine = self._engine(batch, cache, None, context, whole_number("piece", piece, 1))
+        size = None if piece is None else whole_number("piece", piece, 1)
+        chosen, engine = self._engine(batch, cache, None, context, size)
         return Session(engine, self.texts, chosen.method.name, chosen.method.exact)
 
     def _engine(
@@ -381,7 +390,7 @@ class Speculator:
         cache: PromptCache | None,
         most: int | None,
         context: int = 0,
-        piece: int = PREFILL_CHUNK,
+        piece: int | None = None,
     ) -> tuple[Recipe, Engine]:
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")

@@ -133,15 +133,26 @@ def test_without_memory_to_measure_with_the_first_path_is_taken_and_nothing_kept
 
 def test_a_path_whose_output_is_off_is_not_timed(monkeypatch):
     """The measurement itself, on a CPU with a clock of its own."""
-    monkeypatch.setattr(path_timing, "KEYS", 300)
+    monkeypatch.setattr(path_timing, "CASES", ((1, 300), (16, 300), (64, 700)))
     monkeypatch.setattr(path_timing, "_seconds", lambda call, device: float(call().shape[2]))
     modules = {name: f"longdraft.attention.{name}" for name in ("hybrid", "sdpa")}
     with torch_kernels.registered():
         measure = path_timing.on_gpu(torch.device("cpu"), torch.bfloat16, 64, modules)
-        assert measure("hybrid") == list(path_timing.ROWS)
+        assert measure("hybrid") == [1, 16, 64]
         monkeypatch.setattr(hybrid, "_with_tree", lambda q, *rest: torch.zeros_like(q))
         with pytest.raises(ArithmeticError, match=r"with 16 rows its output is off by 100\.0%"):
             measure("hybrid")
         monkeypatch.setattr(sdpa, "attend", lambda q, *rest: torch.full_like(q, math.nan))
         with pytest.raises(ArithmeticError):
             measure("sdpa")
+
+
+def test_other_kernels_in_the_place_of_torchs_are_measured_anew(gpu, monkeypatch):
+    """A user may swap torch's flash attention for FA3 or FA4, which hybrid attention then runs on."""
+    measured = gpu(hybrid=2e-4)
+    for swapped in (None, "FA3", "FA3"):
+        monkeypatch.setattr(
+            torch.nn.attention, "current_flash_attention_impl", lambda name=swapped: name, raising=False
+        )
+        dispatch.measured(CUDA, torch.bfloat16, 128, ("hybrid",))
+    assert measured.asked == ["hybrid"] * 4

@@ -111,6 +111,8 @@ def measured(
     for name in ("triton", "flash_attn", "flash_attn_3"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    if (swapped := hybrid.swapped_kernels()) is not None:
+        versions["torch's flash attention"] = swapped
     kind = path_timing.Kind(torch.cuda.get_device_name(device), head_dim, str(dtype), paths, versions)
     try:
         known = fastest.known(kind)

@@ -1,8 +1,9 @@
 """Measures which attention path is the fastest on this GPU, once, when a target is first loaded.
 
-All paths get the same random tensors: one row, a tree of 16 and a tree of 64 behind 16,384 keys. The geometric mean of
-the three times decides. A path that raises, or whose output differs from torch's masked attention, is not used. All
-paths are run before the first is timed: the first runs compile, load libraries and wake the GPU.
+All paths get the same random tensors: one row, a tree of 16 and a tree of 64 behind 16,384 keys, and a tree of 64
+behind 61,440, which takes arithmetic more than reading. The geometric mean of the four times decides. A path that
+raises, or whose output differs from torch's masked attention, is not used. All paths are run before the first is timed:
+the first runs compile, load libraries and wake the GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from longdraft.errors import reason_of
 
 logger = logging.getLogger("longdraft")
 
-# Query and KV heads as in a model with 8B parameters, rows of the prefix, and rows of the trees.
-HEADS, KEYS, ROWS = (32, 8), 16384, (1, 16, 64)
+# Query and KV heads as in a model with 8B parameters.
+HEADS = (32, 8)
+# Rows of the tree, and of the prefix.
+CASES = ((1, 16384), (16, 16384), (64, 16384), (64, 61440))
 RUNS = 5
 # The largest difference from masked attention, over its largest output. 16-bit rounding causes a tenth of it.
 OFF = 0.05
 
-# A path's name -> seconds of its attention with each of ROWS. It raises if the path does not run here.
+# A path's name -> seconds of its attention in each of CASES. It raises if the path does not run here.
 Measure = Callable[[str], Sequence[float]]
 
 
@@ -62,7 +65,7 @@ class Fastest:
 
     def __init__(self, folder: Path | None = None) -> None:
         # Raise the version when times mean something else than before, or a path has changed.
-        self._cache = MeasurementCache("attention", 2, folder)
+        self._cache = MeasurementCache("attention", 3, folder)
         self._known: dict[str, dict[str, float]] = {}
 
     def known(self, kind: Kind) -> dict[str, float] | None:
@@ -112,7 +115,7 @@ def on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int, modules: dic
     Args:
         modules: a path's name -> its module.
     """
-    cases = [_case(rows, device, dtype, head_dim) for rows in ROWS]
+    cases = [_case(rows, keys, device, dtype, head_dim) for rows, keys in CASES]
     scale = head_dim**-0.5
     with torch.inference_mode():
         expected = [sdpa.attend(*case, scale).float() for case in cases]
@@ -130,19 +133,19 @@ def on_gpu(device: torch.device, dtype: torch.dtype, head_dim: int, modules: dic
 
 
 def _case(
-    rows: int, device: torch.device, dtype: torch.dtype, head_dim: int
+    rows: int, length: int, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block]:
-    """q, keys, values, and a block with a binary tree of so many rows."""
+    """q, keys, values, and a block with a binary tree of so many rows behind a prefix of ``length``."""
     g = torch.Generator(device).manual_seed(rows)
     heads, kv_heads = HEADS
     q, keys, values = (
         torch.randn(1, h, n, head_dim, generator=g, device=device, dtype=dtype)
-        for h, n in ((heads, rows), (kv_heads, KEYS + rows), (kv_heads, KEYS + rows))
+        for h, n in ((heads, rows), (kv_heads, length + rows), (kv_heads, length + rows))
     )
     mask = torch.eye(rows, dtype=torch.bool)
     for i in range(1, rows):
         mask[i] |= mask[(i - 1) // 2]
-    return q, keys, values, Block.make([0], [KEYS], rows, mask.unsqueeze(0), device)
+    return q, keys, values, Block.make([0], [length], rows, mask.unsqueeze(0), device)
 
 
 def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:

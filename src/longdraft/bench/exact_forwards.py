@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from longdraft.engine.loop import PREFILL_CHUNK
+from longdraft.engine.loop import prefill_chunk
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetOutput, TargetRunner
 
@@ -32,7 +32,7 @@ def read(
     try:
         while (done := store.lengths[0]) < len(text):
             answer = logits_from is not None and done >= logits_from
-            end = done + ROWS if answer else min(done + PREFILL_CHUNK, logits_from or len(text))
+            end = done + ROWS if answer else min(done + prefill_chunk(runner), logits_from or len(text))
             piece = text[done:end]
             logits: Literal["all", "last", "none"] = "all" if answer else "last" if end >= len(text) else "none"
             block = store.block([0], [piece], prompt=not answer, text=len(text))

@@ -83,12 +83,18 @@ def batch(
     loading: options.ModelOptions,
     offload: options.Offload = None,
     kv_dtype: options.KVDtype = None,
+    deterministic: options.Deterministic = False,
     composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
     with options.settings_checked():
         sampling = choosing.sampling()
-        arguments: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
+        arguments: dict[str, Any] = {
+            "offload": offload,
+            "plan": plan,
+            "kv_dtype": kv_dtype,
+            "deterministic": deterministic,
+        }
         method_arguments = method_options.method_options(method, option or []) | drafting.options()
         arguments |= Speculator(method, **arguments, **method_arguments).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name

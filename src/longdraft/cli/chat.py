@@ -44,6 +44,7 @@ def chat(
     loading: options.ModelOptions,
     offload: options.Offload = None,
     kv_dtype: options.KVDtype = None,
+    deterministic: options.Deterministic = False,
     composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
@@ -51,7 +52,12 @@ def chat(
     with options.settings_checked():
         settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
         own = method_options.method_options(method, option or []) | drafting.options()
-        shared: dict[str, Any] = {"offload": offload, "plan": plan, "kv_dtype": kv_dtype}
+        shared: dict[str, Any] = {
+            "offload": offload,
+            "plan": plan,
+            "kv_dtype": kv_dtype,
+            "deterministic": deterministic,
+        }
         own = Speculator(method, **shared, **own).options
     documents = [reading.document(name) for name in file or []]
     with console.status() as status:

@@ -97,6 +97,7 @@ def generate(
     loading: options.ModelOptions,
     offload: options.Offload = None,
     kv_dtype: options.KVDtype = None,
+    deterministic: options.Deterministic = False,
     composed: options.Load = None,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
@@ -104,7 +105,9 @@ def generate(
         sampling = choosing.sampling()
         own_options = method_options.method_options(method, option or []) | drafting.options()
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
-        spec = Speculator(method, offload=offload, plan=plan, kv_dtype=kv_dtype, **own_options)
+        spec = Speculator(
+            method, offload=offload, plan=plan, kv_dtype=kv_dtype, deterministic=deterministic, **own_options
+        )
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -168,7 +171,8 @@ def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -
 
 def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
     """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
-    ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer, offload=spec.offload)
+    same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
+    ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer, **same)
     with console.status(animated=False) as status:
         status("Decoding the same prompt plainly (ar)")
         ar = run.start(ar_spec).results()[0]

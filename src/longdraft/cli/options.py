@@ -115,6 +115,13 @@ KVDtype = Annotated[
         show_default="not rounded",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="On a GPU: plain decoding and every exact method agree to the bit. Slower, as each forward has 64 rows.",
+    ),
+]
 Method = Annotated[
     str | None,
     typer.Option(

@@ -175,6 +175,7 @@ def serve(
     loading: options.ModelOptions,
     offload: options.Offload = None,
     kv_dtype: options.KVDtype = None,
+    deterministic: options.Deterministic = False,
     composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
@@ -199,7 +200,7 @@ def serve(
             loading,
             methods,
             first_arguments | drafting.options(),
-            {"offload": offload, "plan": plan, "kv_dtype": kv_dtype},
+            {"offload": offload, "plan": plan, "kv_dtype": kv_dtype, "deterministic": deterministic},
             tuple(composed or ()),
             context,
             settings,

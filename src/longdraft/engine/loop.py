@@ -31,8 +31,15 @@ from longdraft.trees.tree import TokenTree
 logger = logging.getLogger("longdraft")
 
 # Prompt tokens read between two rounds, and at most in one forward: enough to keep the matrix units busy, few enough to
-# bound memory and the time that the others wait.
-PREFILL_CHUNK = 1024
+# bound memory and the time that the others wait. A GPU reads the prefix's keys once for more rows.
+PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 1024, 4096
+
+
+def prefill_chunk(runner: TargetRunner) -> int:
+    """The number of prompt tokens that a target reads at most in one forward."""
+    # Buffers of windows and recurrent states have room for the smaller pieces.
+    bounded = bool(runner.twin.layout.windows) or runner.recurrent
+    return PREFILL_CHUNK if runner.device.type == "cpu" or bounded else PREFILL_CHUNK_ON_GPU
 
 
 class Engine:
@@ -47,7 +54,7 @@ class Engine:
         slots: sequences decoded at a time; fewer if memory does not hold the KV of so many.
         capacity: tokens of the longest text (prompt and output) that memory is first taken for, if no waiting text is
             longer. A longer text that comes later waits until nobody decodes, and then has more memory taken.
-        chunk: prompt tokens read between two rounds, and at most in one forward.
+        chunk: prompt tokens read between two rounds, and at most in one forward; None: 1,024, on a GPU mostly 4,096.
 
     Attributes:
         stats: counters of each sequence, by index.
@@ -63,12 +70,13 @@ class Engine:
         *,
         slots: int = 1,
         capacity: int = 0,
-        chunk: int = PREFILL_CHUNK,
+        chunk: int | None = None,
     ) -> None:
         self.runner, self.drafter, self.schedule = runner, drafter, schedule or Schedule()
         self._keeps_outputs = cache is not None
         self.cache = PromptCache() if cache is None else cache
-        self.planner, self.slots, self.chunk = planner, slots, chunk
+        self.planner, self.slots = planner, slots
+        self.chunk = prefill_chunk(runner) if chunk is None else chunk
         self.stats: dict[int, Stats] = {}
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
@@ -113,6 +121,8 @@ class Engine:
         trees = self.drafter.propose(chosen, limit) if chosen else []
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
         drafted = {s.index: tree.limited(self._room(s) - 1) for s, tree in zip(chosen, trees, strict=True)}
+        if self.runner.rows is not None:  # nor are nodes that take a forward more
+            drafted = {index: tree.best(self.runner.rows - 1) for index, tree in drafted.items()}
         return [drafted.get(s.index, roots[s.index]) for s in batch]
 
     def _room(self, s: Sequence) -> int:

@@ -115,7 +115,7 @@ class Schedule:
 
     def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
         """Runs one full forward of a batch of trees, padded to the largest."""
-        return verify_trees(self.runner, self.store, [s.slot for s in sequences], trees, taps=taps)
+        return self.runner.verify(tree_block(self.store, [s.slot for s in sequences], trees), self.store, taps)
 
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
         """Keeps the KV rows of the accepted path, and returns what became of the sequence."""

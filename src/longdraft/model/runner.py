@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.attention import dispatch, prefix
+from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
 from longdraft.memory import offload as offloading
@@ -18,6 +18,7 @@ from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
+from longdraft.model import deterministic as one_bucket
 from longdraft.model import hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
@@ -56,6 +57,25 @@ class TargetOutput:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def put(self, part: TargetOutput, block: Block, sequences: range, rows: range) -> None:
+        """Takes the results of some sequences' rows, which come first in ``part``, as those of a block."""
+        of, at = slice(sequences.start, sequences.stop), slice(rows.start, rows.stop)
+        assert part.logits is not None
+        if self.logits is None:
+            self.logits = _room(part.logits, block, 1)
+        self.logits[of, at] = part.logits[:, : len(rows)]
+        for layer, x in part.hidden.items():
+            self.hidden.setdefault(layer, _room(x, block, 1))[of, at] = x[:, : len(rows)]
+        for layer, x in part.queries.items():
+            self.queries.setdefault(layer, _room(x, block, 2))[of, :, at] = x[:, :, : len(rows)]
+
+
+def _room(like: torch.Tensor, block: Block, axis: int) -> torch.Tensor:
+    """An empty tensor for the rows of a block, which are the axis ``axis``."""
+    size = [block.batch, *like.shape[1:]]
+    size[axis] = block.size
+    return like.new_empty(size)
+
 
 def not_a_number() -> NumericalError:
     """The error to raise if a target's logits are NaN."""
@@ -73,6 +93,7 @@ class TargetRunner:
             is never changed: its twin computes (:mod:`longdraft.model.twin`).
         offload: place of the keys and values; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype that keys and values are rounded to; None for the arithmetic's own.
+        deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.deterministic`).
 
     Attributes:
         attention_path: name of the attention path on this machine.
@@ -81,6 +102,7 @@ class TargetRunner:
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
+        rows: rows of every forward of :meth:`verify`; None: as many as there are.
         recurrent: the model has recurrent layers.
         forks_cost: a branch of a tree costs more than its rows: a state of its own, or a forward of its own.
         own_kv_dtype: dtype of keys and values in that arithmetic.
@@ -92,7 +114,13 @@ class TargetRunner:
         CapabilityError: the device cannot offload that way.
     """
 
-    def __init__(self, model: PreTrainedModel, offload: Offload = None, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        offload: Offload = None,
+        kv_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
+    ) -> None:
         support.check_supported(model)
         offloading.check(offload, model.device)
         self.offload = offload
@@ -117,9 +145,10 @@ class TargetRunner:
             suited = f"models {_ROUNDED}; this one is {self._description}"
             if offload is not None:
                 suited = "KV that is not offloaded"
-            raise CapabilityError(
-                f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: leave it out."
-            )
+            advice = "leave it out"
+            if self.device.type == "cuda":  # no attention path there reads rounded keys
+                advice += '; on a GPU, offload="host" or a partial view (specpv, self) takes less of its memory'
+            raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: {advice}.")
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
@@ -130,6 +159,7 @@ class TargetRunner:
         # Of stores of whole texts and windows, and of views, which would take each other's.
         self._rooms, self._resident = Rooms(), Rooms()
         self._bound_to = _bound_to(model)
+        self.rows = one_bucket.rows_for(self) if deterministic else None
 
     @property
     def rooms(self) -> Rooms | None:
@@ -265,7 +295,7 @@ class TargetRunner:
                 "a view of all rows needs it, so take another."
             )
         with nullcontext() if self.share is None else self.share.room():
-            rows = capacity + self.graphs.padding(slots)
+            rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
             if dtype != self.kv_shape.dtype:
                 store: KVStore = PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
             else:
@@ -295,6 +325,7 @@ class TargetRunner:
         logits: Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
         check: bool = True,
+        fixed: bool = False,
     ) -> TargetOutput:
         """One forward. Writes the block's KV and features into the store behind each slot's prefix, uncommitted.
 
@@ -303,6 +334,7 @@ class TargetRunner:
             logits: the rows whose logits are computed.
             check: look for NaN, which waits for the device. Not needed for drafts, nor before
                 :func:`~longdraft.engine.accept.accept`, which checks for itself.
+            fixed: attend in an order that depends on each row's rank alone.
 
         Raises:
             NumericalError: a computed logit is NaN.
@@ -319,8 +351,9 @@ class TargetRunner:
             if self.share is not None:
                 self.share.check_same(block)
             kept = self._kept(taps, store)
-            replayed = self._replay(store, block, kept) if logits == "all" else None
-            computed, hidden, queries = replayed or self._compute(store, block, logits, kept)
+            # A padded plain step is recorded at once: there are few sizes.
+            replayed = self._replay(store, block, kept, fixed, fixed) if logits == "all" else None
+            computed, hidden, queries = replayed or self._compute(store, block, logits, kept, fixed)
             out = TargetOutput(None if computed is None else computed.float(), queries=queries)
             store.write_features(hidden, block)
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
@@ -329,17 +362,32 @@ class TargetRunner:
                 raise not_a_number()
             return out
 
+    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS) -> TargetOutput:
+        """One forward whose logits decide tokens: a plain step or a verification. Logits are not checked for NaN.
+
+        With :attr:`rows`, forwards of that many rows, one or several.
+        """
+        if self.rows is None:
+            return self.forward(block, store, taps=taps, check=False)
+        found = TargetOutput(None)
+        for sequences, part, padded in one_bucket.pieces(block, self.rows):
+            out = self.forward(padded, store, taps=taps, check=False, fixed=True)
+            found.put(out, block, sequences, part)
+        return found
+
     def _kept(self, taps: Taps, store: KVStore) -> Taps:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
 
-    def _replay(self, store: KVStore, block: Block, kept: Taps, now: bool = False) -> Computed | None:
+    def _replay(
+        self, store: KVStore, block: Block, kept: Taps, now: bool = False, fixed: bool = False
+    ) -> Computed | None:
         """A recorded forward over a block, recorded now if need be; None if there is none."""
 
         def compute(store: KVStore, block: Block) -> Computed:
-            return self._compute(store, block, "all", kept)
+            return self._compute(store, block, "all", kept, fixed)
 
         # A recording holds the addresses of one twin's weights.
-        return self.graphs.run(store, block, (kept, self.twin.number), compute, now)
+        return self.graphs.run(store, block, (kept, self.twin.number, fixed), compute, now)
 
     @torch.inference_mode()
     def record(
@@ -356,13 +404,15 @@ class TargetRunner:
             The number of sizes.
         """
         with self.lock:
-            sizes, kept = self.graphs.sizes(store, rows), self._kept(taps, store)
+            sizes, kept = self.graphs.sizes(store, self.rows or rows), self._kept(taps, store)
+            if self.rows is not None:
+                sizes = [size for size in sizes if size[0] * size[1] == self.rows]
             for i, (batch, size, length) in enumerate(sizes):
                 done(i / len(sizes))
                 zeros = [[0] * size] * batch
                 slots, lengths = range(batch), [length] * batch
                 block = Block.make(slots, lengths, size, device=self.device, tokens=zeros, positions=zeros)
-                self._replay(store, block, kept, now=True)
+                self._replay(store, block, kept, True, self.rows is not None)
             if sizes:
                 done(1.0)
             return len(sizes)
@@ -373,12 +423,13 @@ class TargetRunner:
         block: Block,
         logits: Literal["all", "last", "none"],
         taps: Taps,
+        fixed: bool = False,
     ) -> Computed:
         """Logits in the model's dtype, hidden states and queries of a block."""
         hosted = hosting.Hosted(
             store,
             replace(block),  # a copy: a recording must contain what attention derives from the block
-            self._attend,
+            fixed_order.attend if fixed else self._attend,
             self.twin.layout,
             frozenset(taps.queries),
             frozenset(taps.hidden),

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from longdraft import native
-from longdraft.engine.schedule import verify_trees
 from longdraft.errors import MemoryBudgetError
 from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
@@ -31,6 +30,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import is_stored
 from longdraft.planning.load import OtherProcesses
 from longdraft.planning.machine import device_name
+from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -290,7 +290,7 @@ def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
     tree = _tree(rows, runner.vocab_size, runner.forks_cost)
     _wait(runner.device)
     start = time.perf_counter()
-    verify_trees(runner, store, [0], [tree])
+    runner.verify(tree_block(store, [0], [tree]), store)
     _wait(runner.device)
     return time.perf_counter() - start
 
@@ -303,6 +303,7 @@ def _wait(device: torch.device) -> None:
 def _key(runner: TargetRunner) -> dict[str, object]:
     """Everything that a table depends on."""
     shape = {"rows": "chain"} if runner.forks_cost else {}
+    shape |= {} if runner.rows is None else {"bucket": str(runner.rows)}
     return shape | {
         "format": _FORMAT,
         "target": runner.fingerprint,

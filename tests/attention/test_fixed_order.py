@@ -1,0 +1,100 @@
+"""Attention in a fixed order: a row's bits are those that it gets alone, behind its own path as a prefix."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, so before the import
+
+from longdraft.attention import fixed_order  # noqa: E402
+from longdraft.attention.block import Block, Scoring  # noqa: E402
+from longdraft.errors import CapabilityError  # noqa: E402
+from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
+
+
+def by_kernel(monkeypatch):
+    pytest.importorskip("triton")
+    from longdraft.attention import fixed_order_kernel
+
+    monkeypatch.setattr(fixed_order_kernel, "SPLIT", 64)
+    if not CUDA:
+        # numpy's product rounds a row by its place; tensor cores are taken to treat all rows alike.
+        monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a.astype(dtype)[:, :, None] * b.astype(dtype)).sum(1))
+    return fixed_order_kernel.attention
+
+
+@pytest.fixture(params=["definition", "kernel"])
+def attend(request, monkeypatch):
+    """Attention by the definition or by the kernels, as a path."""
+    compute = fixed_order.definition if request.param == "definition" else by_kernel(monkeypatch)
+
+    def path(q, keys, values, block, scale, scoring=None):
+        paths, counts = fixed_order._paths(block, q.device)
+        bound = max(block.lengths) + block.width
+        return compute(q, keys, values, block.slots_t, block.lengths_t, paths, counts, bound, scale)
+
+    return path
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lengths", [[5, 0, 70], [63], [130, 64]], ids=str)
+def test_it_is_attention(attend, lengths, dtype):
+    arguments = case(lengths, 7, dtype=dtype)
+    assert_like_reference(attend, *arguments, tolerance=max(1e-5, TOLERANCE[dtype]))
+    assert_like_reference(attend, *case([9, 40], 4, dtype=dtype, tree=False), tolerance=max(1e-5, TOLERANCE[dtype]))
+    behind = case([30, 3], 4, dtype=dtype, behind=3)
+    assert_like_reference(attend, *behind, tolerance=max(1e-5, TOLERANCE[dtype]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("before", [0, 14, 58, 64, 121])
+def test_a_row_of_a_tree_has_the_bits_of_a_plain_step(attend, before, dtype):
+    """Each row's path is laid out behind the prefix, as plain decoding would have left it, and padded as it would be.
+    Tiles and splits end between the rows of some paths."""
+    size, generator = 16, torch.Generator().manual_seed(before)
+    mask = random_tree(size, generator)
+    mask[8:12] = torch.tril(torch.ones(size, size, dtype=torch.bool))[8:12]  # a chain of twelve too
+    q, keys, values, block, scale = case([before], size, mask=mask[None], dtype=dtype)
+    together = attend(q, keys, values, block, scale)
+    for i in range(size):
+        path = mask[i].nonzero().flatten()
+        own = [x.clone() for x in (keys, values)]
+        for x, old in zip(own, (keys, values), strict=True):
+            x[block.slots[0], :, before : before + len(path)] = old[block.slots[0], :, before + path]
+        n = before + len(path) - 1
+        own = [torch.nn.functional.pad(x, (0, 0, 0, size)) for x in own]
+        alone = Block.make(block.slots, [n], size, torch.eye(size, dtype=torch.bool)[None])
+        moved = torch.cat([q[:, :, i : i + 1], torch.randn(q[:, :, 1:].shape).to(dtype)], dim=2)
+        assert torch.equal(attend(moved, *own, alone, scale)[:, :, 0], together[:, :, i])
+
+
+def test_rows_beside_a_row_and_bounds_change_nothing(attend):
+    q, keys, values, block, scale = case([37, 11], 8)
+    expected = attend(q, keys, values, block, scale)
+    larger = torch.cat([q[:, :, :4], 100 * q[:, :, 4:]], dim=2)
+    assert torch.equal(attend(larger, keys, values, block, scale)[:, :, :4], expected[:, :, :4])
+    captured = replace(block, slots=(-1, -1), lengths=(300, 300), captured=True)
+    assert torch.equal(attend(q, keys, values, captured, scale), expected)
+
+
+def test_the_check_at_the_start_passes_and_finds_another_order(monkeypatch):
+    fixed_order.check.__wrapped__(torch.device("cpu"), torch.float32, 16, 2)
+    by_rank = fixed_order.attend
+    monkeypatch.setattr(
+        fixed_order, "attend", lambda *inputs: by_rank(*inputs) + 1e-6 * inputs[3].lengths[0]
+    )  # fmt: skip
+    with pytest.raises(CapabilityError, match="deterministic"):
+        fixed_order.check.__wrapped__(torch.device("cpu"), torch.float32, 16, 2)
+
+
+def test_other_layers_are_refused():
+    q, keys, values, block, scale = case([5], 3)
+    with pytest.raises(CapabilityError, match="deterministic"):
+        fixed_order.attend(q, keys, values, block, scale, Scoring(softcap=5.0))
