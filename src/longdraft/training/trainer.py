@@ -29,6 +29,10 @@ from longdraft.training.run_log import Report, RunLog
 from longdraft.training.trainee import StepOutput, Trainee
 
 
+# Devices on which torch updates all weights in one kernel.
+FUSED = ("cpu", "cuda", "mps", "xpu")
+
+
 class FeatureSource(Protocol):
     """The features of the learned documents, from disk or computed when asked for."""
 
@@ -82,6 +86,7 @@ class Trainer:
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
+            fused=decayed[0].device.type in FUSED,
         )
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.step = 0
