@@ -28,6 +28,11 @@ KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
 
 
+def counted(documents: list[Features]) -> list[tuple[Features, bool]]:
+    """Documents to measure on, all of which count."""
+    return [(document, True) for document in documents]
+
+
 @pytest.fixture(scope="module")
 def runner() -> TargetRunner:
     return TargetRunner(tiny_model(context=512))
@@ -149,7 +154,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
     assert [r.token_ids for r in results] == [r.token_ids for r in answers]
     decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
-    found = simulate(trainee.eval(), texts, levels, by_shift if kind == "longspec" else by_step)
+    found = simulate(trainee.eval(), counted(texts), levels, by_shift if kind == "longspec" else by_step)
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
 
 
@@ -159,7 +164,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
 def test_ranks_of_every_level(runner, features, kind, slots, rows):
     trainee = make_trainee(kind, runner, slots=slots).eval()
     assert [(r < UNSEEN).sum().item() for r in by_step(trainee, features(kind)[1], 5)] == rows
-    assert len(simulate(trainee, features(kind), 5, by_step).agreement) == 5
+    assert len(simulate(trainee, counted(features(kind)), 5, by_step).agreement) == 5
 
 
 def test_a_language_model_has_the_same_ranks_at_every_level(runner, features):
@@ -173,7 +178,7 @@ def test_agreement_is_measured_head_by_head(runner, features):
     trainee = make_trainee("heads", runner)
     out = trainee(features("heads"))
     wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
-    assert simulate(trainee, features("heads"), 3, by_step).agreement == pytest.approx(wanted)
+    assert simulate(trainee, counted(features("heads")), 3, by_step).agreement == pytest.approx(wanted)
 
 
 def test_nothing_to_measure():

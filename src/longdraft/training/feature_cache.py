@@ -42,6 +42,8 @@ class FeatureCache:
         reader: computes them.
     """
 
+    from_disk = True
+
     def __init__(
         self,
         folder: Path,

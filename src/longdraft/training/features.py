@@ -163,6 +163,8 @@ class FeatureReader:
 class LiveFeatures:
     """Features that are computed when they are asked for, and not kept."""
 
+    from_disk = False
+
     def __init__(self, reader: FeatureReader, documents: Sequence[Document], offsets: Sequence[int]) -> None:
         self.reader, self.documents, self.offsets = reader, documents, offsets
 

@@ -73,6 +73,8 @@ class KeptSource:
         CheckpointError: a folder is missing, of another target, or lacks what the draft reads.
     """
 
+    from_disk = True
+
     def __init__(self, documents: Sequence[Document], target: dict[str, Any], reader: FeatureReader) -> None:
         self.documents, self.reader = documents, reader
         self.names = [hidden_name(layer) for layer in reader.layers] or list(reader.names)
