@@ -22,6 +22,7 @@ from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
 from tests.tiny import tiny_model
+from tests.training.helpers import same
 from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictions
 
 KEPT = torch.arange(0, 61, 2)
@@ -104,6 +105,27 @@ def test_a_pack_is_its_documents_one_by_one(runner, features, kind):
         found.append([loss.detach()] + [p.grad for p in trainee.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "heads"])
+def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, kind):
+    found, kept = [], []
+    for recompute in (False, True):
+        trainee = make_trainee(kind, runner)
+        trainee.recompute = recompute
+        saved: dict[int, int] = {}
+
+        def keep(tensor, saved=saved):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = trainee(features(kind)[:4], SHIFTS[:4])
+        kept.append(sum(saved.values()))
+        out.loss.backward()
+        found.append({"loss": out.loss.detach()} | {n: p.grad for n, p in trainee.named_parameters()})
+    assert same(*found)
+    assert kept[1] < 0.6 * kept[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -45,7 +45,7 @@ class Ahead:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Ahead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

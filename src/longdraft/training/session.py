@@ -192,6 +192,7 @@ class Session:
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
         run, device = self.config, self.runner.device
+        trainee.recompute = run.recompute
         # Where one CPU computes both, reading ahead would only make them take turns.
         usual = int(source.from_disk or device.type != "cpu")
 

@@ -248,7 +248,7 @@ def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
 # Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
 FREE = {
     "out", "save_every", "keep", "tensorboard", "threads", "cache", "measure_every", "device", "accumulate",
-    "read_ahead",
+    "read_ahead", "recompute",
 }  # fmt: skip
 
 
