@@ -31,10 +31,10 @@ class Counting(LiveFeatures):
         self.read: list[int] = []
         self.threads: set[int] = set()
 
-    def __getitem__(self, i: int):
-        self.read.append(i)
+    def batch(self, documents):
+        self.read += documents
         self.threads.add(threading.get_ident())
-        return super().__getitem__(i)
+        return super().batch(documents)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ class FeatureSource(Protocol):
 
     def __getitem__(self, i: int) -> Features: ...
 
+    def batch(self, documents: Sequence[int]) -> list[Features]: ...
+
 
 class Ahead:
     """Reads features in one thread, in the order of the requests. The order changes nothing of what is read.
@@ -70,9 +72,9 @@ class Ahead:
 
     def _batch(self, source: FeatureSource, request: Sequence[int]) -> list[Features]:
         if self._stream is None:
-            return [source[i] for i in request]
+            return source.batch(request)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            features = [source[i] for i in request]
+            features = source.batch(request)
             self._stream.synchronize()  # only this thread waits
             return features
 

@@ -91,6 +91,9 @@ class KeptSource:
                     f"{list(reader.layers)} and {reader.top} are wanted. {ADVICE}"
                 )
 
+    def batch(self, documents: Sequence[int]) -> list[Features]:
+        return [self[i] for i in documents]
+
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a file is missing, damaged or of other text."""
         document = self.documents[i]
