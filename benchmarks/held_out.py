@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.drafts.kinds import kind_of
+from longdraft.training.ahead import Ahead
 from longdraft.training.config import DEPTH
 from longdraft.training.measure import by_step, simulate
 from longdraft.training.session import Session
@@ -25,8 +26,8 @@ from longdraft.training.settings import read_config
 
 def measured(self: Session, trainee: Any, source: Any, *_: Any, **how: Any) -> Iterator[Any]:
     """In the place of training: what a trainee would have accepted."""
-    documents = self.held_out(source.reader)
     levels, ranks_of = how.get("measured", DEPTH), how.get("ranks_of", by_step)
+    documents = self.held_out(source.reader, Ahead(self.runner.device, 0), levels)
     with self.accelerator.autocast():
         found = simulate(trainee.eval(), documents, levels, ranks_of=ranks_of)
     agreement = " ".join(f"{x:.3f}" for x in found.agreement)

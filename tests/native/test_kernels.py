@@ -145,7 +145,7 @@ def test_attention_that_goes_on_from_other_keys(kernels, ends, heads, group, d, 
     weights = (scores - high[..., None]).exp()
     part = weights @ mixed, high, weights.sum(-1)
     ends_t = torch.tensor(ends)
-    wanted = continued(q, k, v, slots, ends_t, 0.2, part)
+    wanted = continued(q, k, v, slots, ends_t, 0.2, part, max(ends))
     for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
         keys, values = torch.cat([others, k[slot, :, :end].float()], 1), torch.cat([mixed, v[slot, :, :end].float()], 1)
         torch.testing.assert_close(wanted[row], expected(q[row], keys, values, None, 0.2, group), rtol=2e-5, atol=2e-5)

@@ -15,6 +15,7 @@ from longdraft.training.branches import Branches, hidden_name, sample, top_of
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader
 from tests.chi_square import p_value
+from tests.nominal import card, moved
 from tests.tiny import FAMILIES, tiny_model
 
 LAYERS, TOP = (0, 2), 4
@@ -90,6 +91,19 @@ def test_what_is_kept_is_what_a_reader_reads(attention, dtype, error, monkeypatc
         )
         torch.testing.assert_close(log_probs.float(), by_kv.top_log_probs, rtol=5e-3, atol=5e-3 + 3 * error)
         assert (ids == by_kv.top_ids).float().mean() > (0.8 if dtype == torch.bfloat16 else 0.999)
+
+
+def test_the_host_waits_in_no_layer(monkeypatch):
+    """A step copies its rows to the device and reads whether its logits are numbers."""
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    with card(monkeypatch) as found:
+        made = Branches(TargetRunner(moved(tiny_model())), 2, 3, 20, LAYERS, TOP)
+        for place, passage in enumerate(PASSAGES):
+            made.read(place, passage)
+        found.waits.clear()
+        made.step([0, 1, 3], [5, 6, 7])
+        assert sorted({wait.split()[1] for wait in found.waits}) == ["step"]
+        assert len(found.waits) == 3
 
 
 def test_a_place_that_is_read_again_begins_anew():

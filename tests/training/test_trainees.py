@@ -22,10 +22,16 @@ from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
 from tests.tiny import tiny_model
+from tests.training.helpers import same
 from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictions
 
 KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
+
+
+def counted(documents: list[Features]) -> list[tuple[Features, bool]]:
+    """Documents to measure on, all of which count."""
+    return [(document, True) for document in documents]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,27 @@ def test_a_pack_is_its_documents_one_by_one(runner, features, kind):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "heads"])
+def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, kind):
+    found, kept = [], []
+    for recompute in (False, True):
+        trainee = make_trainee(kind, runner)
+        trainee.recompute = recompute
+        saved: dict[int, int] = {}
+
+        def keep(tensor, saved=saved):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = trainee(features(kind)[:4], SHIFTS[:4])
+        kept.append(sum(saved.values()))
+        out.loss.backward()
+        found.append({"loss": out.loss.detach()} | {n: p.grad for n, p in trainee.named_parameters()})
+    assert same(*found)
+    assert kept[1] < 0.6 * kept[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_draft_is_trained_and_saved(runner, kind):
     trainee = make_trainee(kind, runner)
@@ -149,7 +176,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
     assert [r.token_ids for r in results] == [r.token_ids for r in answers]
     decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
-    found = simulate(trainee.eval(), texts, levels, by_shift if kind == "longspec" else by_step)
+    found = simulate(trainee.eval(), counted(texts), levels, by_shift if kind == "longspec" else by_step)
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
 
 
@@ -159,7 +186,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
 def test_ranks_of_every_level(runner, features, kind, slots, rows):
     trainee = make_trainee(kind, runner, slots=slots).eval()
     assert [(r < UNSEEN).sum().item() for r in by_step(trainee, features(kind)[1], 5)] == rows
-    assert len(simulate(trainee, features(kind), 5, by_step).agreement) == 5
+    assert len(simulate(trainee, counted(features(kind)), 5, by_step).agreement) == 5
 
 
 def test_a_language_model_has_the_same_ranks_at_every_level(runner, features):
@@ -173,7 +200,7 @@ def test_agreement_is_measured_head_by_head(runner, features):
     trainee = make_trainee("heads", runner)
     out = trainee(features("heads"))
     wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
-    assert simulate(trainee, features("heads"), 3, by_step).agreement == pytest.approx(wanted)
+    assert simulate(trainee, counted(features("heads")), 3, by_step).agreement == pytest.approx(wanted)
 
 
 def test_nothing_to_measure():

@@ -11,8 +11,10 @@ tokens. So the target need not read the answers again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +70,7 @@ class BranchStore:
         self.keys = turned_rows(size, shape.dtype, device)
         # Zeros, because :func:`continued` multiplies unwritten rows by 0, and 0 * NaN is NaN.
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.lengths = [0] * rows
         # For each passage and layer: keys (Hkv, d, L), transposed for the product, and values (Hkv, L, d).
         self.prefixes: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(passages)]
         self._reading: int | None = None
@@ -76,19 +78,28 @@ class BranchStore:
         # Each passage of a step, and its rows among the rows of the step.
         self._parts: list[tuple[int, slice]] = []
         self._rows = self._ends = torch.zeros(0, dtype=torch.long)
+        self._longest = 0
 
     def read_into(self, passage: int) -> None:
         """Announces a forward that reads the passage of this place."""
         self._reading, self.prefixes[passage] = passage, []
 
-    def step(self, rows: torch.Tensor) -> None:
-        """Announces a forward that appends one token to each of these rows, which are in rising order."""
-        self._reading, self._rows, self._parts = None, rows, []
-        self._ends = self.lengths[rows] + 1
+    def step(self, rows: Sequence[int]) -> torch.Tensor:
+        """Announces a forward that appends one token to each of these rows, which are in rising order.
+
+        Lengths are kept on the host, which waits for the device in no layer.
+
+        Returns:
+            The rows as a tensor on the device.
+        """
+        ends = [self.lengths[row] + 1 for row in rows]
+        self._reading, self._parts, self._longest = None, [], max(ends)
+        self._rows, self._ends = torch.tensor([rows, ends], device=self.keys.device)
         start = 0
-        for passage, count in zip(*torch.unique_consecutive(rows // self.per_passage, return_counts=True), strict=True):
-            self._parts.append((int(passage), slice(start, start + int(count))))
-            start += int(count)
+        for passage, count in Counter(row // self.per_passage for row in rows).items():
+            self._parts.append((passage, slice(start, start + count)))
+            start += count
+        return self._rows
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None:
         """Stores a layer's keys and values (B, Hkv, T, d)."""
@@ -132,7 +143,8 @@ class BranchStore:
         part = self._of_passages(grouped * scale)
         grouped = grouped.float()
         kernels = native.kernels()
-        attend = kernels.attend_on if kernels and native.fits(grouped, keys[0], values[0]) else continued
+        fits = kernels is not None and native.fits(grouped, keys[0], values[0])
+        attend = kernels.attend_on if kernels and fits else partial(continued, longest=self._longest)
         out = attend(grouped, keys, values, self._rows, self._ends, scale, part)
         return out.to(q.dtype).view(batch, heads, 1, d)
 
@@ -168,10 +180,10 @@ def continued(
     ends: torch.Tensor,
     scale: float,
     part: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    longest: int,
 ) -> torch.Tensor:
-    """:meth:`longdraft.native.Kernels.attend_on` in torch."""
+    """:meth:`longdraft.native.Kernels.attend_on` in torch. ``longest``: the largest of ``ends``."""
     out, high, total = part
-    longest = int(ends.max())
     scores = q @ k[slots, :, :longest].float().transpose(2, 3) * scale
     behind = torch.arange(longest, device=q.device) >= ends[:, None]
     scores = scores.masked_fill_(behind[:, None, None], float("-inf"))
@@ -206,7 +218,7 @@ class Branches:
         self.store = BranchStore(runner.kv_shape, passages, per_passage, capacity, device)
         self.per_passage = per_passage
         rows = passages * per_passage
-        self._prefix_lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self._prefix_lengths = [0] * passages
         self._room: torch.Tensor | None = None
         if top:
             width = len(self.layers) * runner.parts.hidden_size
@@ -234,9 +246,9 @@ class Branches:
     @torch.inference_mode()
     def read(self, passage: int, tokens: Sequence[int]) -> TokenFeatures | None:
         """Reads a passage into a place and empties the place's rows; returns the passage's features, if kept."""
-        rows = slice(passage * self.per_passage, (passage + 1) * self.per_passage)
-        self.store.lengths[rows] = 0
-        self._prefix_lengths[rows] = len(tokens)
+        for row in range(passage * self.per_passage, (passage + 1) * self.per_passage):
+            self.clear(row)
+        self._prefix_lengths[passage] = len(tokens)
         ids = torch.tensor(tokens, device=self.runner.device)
         self.store.read_into(passage)
         logits, hidden = self._forward(ids[None], torch.arange(len(ids), device=ids.device)[None], head=self.top > 0)
@@ -261,19 +273,21 @@ class Branches:
         Raises:
             NumericalError: a logit is NaN.
         """
-        at = torch.tensor(rows, device=self.runner.device)
-        self.store.step(at)
-        lengths = self.store.lengths[at]
-        ids = torch.tensor(tokens, device=self.runner.device)[:, None]
-        every, hidden = self._forward(ids, (self._prefix_lengths[at] + lengths)[:, None], head=True)
+        at = self.store.step(rows)
+        lengths = [self.store.lengths[row] for row in rows]
+        starts = [self._prefix_lengths[row // self.per_passage] for row in rows]
+        positions = [start + length for start, length in zip(starts, lengths, strict=True)]
+        ids, positions_t, places = torch.tensor([tokens, positions, lengths], device=self.runner.device)
+        every, hidden = self._forward(ids[:, None], positions_t[:, None], head=True)
         assert every is not None
         logits = every[:, 0]
         if bool(torch.isnan(logits.amax())):
             raise not_a_number()
         if self.top:
-            self._hidden[at, lengths] = hidden[:, 0]
-            self._ids[at, lengths], self._log_probs[at, lengths] = self.likely(logits)
-        self.store.lengths[at] += 1
+            self._hidden[at, places] = hidden[:, 0]
+            self._ids[at, places], self._log_probs[at, places] = self.likely(logits)
+        for row in rows:
+            self.store.lengths[row] += 1
         return logits
 
     def likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,6 +74,12 @@ class RunConfig:
     save_every: int = setting(200, "steps between checkpoints; 0: only at the end", ZERO_OR_MORE)
     measure_every: int = setting(200, "steps between measurements; 0: only at the end", ZERO_OR_MORE)
     keep: int = setting(2, "checkpoints to keep", ONE_OR_MORE)
+    recompute: bool = setting(
+        False, "compute the draft's layers again in the backward pass: less memory, about a third more work"
+    )
+    read_ahead: int | None = setting(
+        None, "batches whose features are read meanwhile; none: 1, or 0 where one CPU computes both", ZERO_OR_MORE
+    )
     tensorboard: bool = setting(False, "also log to out/tensorboard")
     threads: int | None = setting(None, "CPU threads; none: torch's choice", ONE_OR_MORE)
     device: str | None = setting(None, "cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")

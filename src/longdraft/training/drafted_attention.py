@@ -4,8 +4,9 @@ At step i a row is the last of i drafted rows. It sees the keys of step 0 (made 
 positions back, and after them one key of each later step: of step s = 1 .. i, the key of the row i - s back. The first
 part is causal attention with a shift, the second has i keys for each row; one softmax goes over both.
 
-Weights are computed for a block of queries at a time, in the forward pass and again in the backward pass, and never
-kept. So memory grows with the length of the text, not with its square.
+On a GPU in 16 bits the first part is a flash kernel's (:mod:`longdraft.training.flash_attention`). Elsewhere weights
+are computed for a block of queries at a time, in the forward pass and again in the backward pass, and never kept.
+Either way memory grows with the length of the text, not with its square.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from longdraft.training.flash_attention import FLASH, Kernels, merged, serves
 
 # Query rows of a block at most, and attention weights of a block at most.
 BLOCK = 256
@@ -27,6 +30,7 @@ def drafted(
     v: torch.Tensor,
     later: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int | None = None,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """Attention of one step of the training-time test over one text.
 
@@ -36,6 +40,7 @@ def drafted(
         later: keys and values of steps 1 .. i that each row sees, (Hkv, n, i, d) each, the row's own last; None at step
             0. Every row has at least i rows before it.
         window: keys that a row sees, its own included; more than i. None for all.
+        kernels: the flash kernel that computes the first part; None takes torch's where it serves.
 
     Returns:
         (Hq, n, d).
@@ -48,6 +53,11 @@ def drafted(
         raise ValueError(f"{k.shape[1]} rows are too few for {q.shape[1]} queries with {shift} drafted rows each")
     if window is not None and window <= shift:
         raise ValueError(f"a window of {window} keys leaves none of step 0 behind {shift} drafted rows")
+    if kernels is None and serves(q, k, v):
+        kernels = FLASH
+    if kernels is not None:
+        end = k.shape[1] - shift
+        return merged(q, k[:, :end], v[:, :end], *later, None if window is None else window - shift, kernels)
     out: torch.Tensor = _Drafted.apply(q, k, v, *later, window)
     return out
 
@@ -98,14 +108,18 @@ def _blocks(heads: int, queries: int, rows: int, shift: int, window: int | None)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, later_k: torch.Tensor, block: _Block) -> torch.Tensor:
-    """(Hkv, group, size, count + i) float32 of q (Hkv, group, size, d), scaled; later_k (Hkv, n, i, d)."""
+    """(Hkv, group, size, count + i), float32 or wider, of q (Hkv, group, size, d), scaled; later_k (Hkv, n, i, d)."""
     heads, group, size, dim = q.shape
-    scores = torch.empty(heads, group, size, block.count + block.shift, dtype=torch.float32, device=q.device)
-    near = scores[..., : block.count]
-    near.copy_(torch.bmm(q.reshape(heads, -1, dim), k[:, block.keys].transpose(1, 2)).view(near.shape))
-    block.hide(near)
-    if block.shift:
-        scores[..., block.count :] = torch.einsum("hgnd,hnsd->hgns", q.float(), later_k[:, block.rows].float())
+    wide = torch.promote_types(q.dtype, torch.float32)
+    near = torch.bmm(q.reshape(heads, -1, dim), k[:, block.keys].transpose(1, 2)).view(heads, group, size, -1)
+    if not block.shift:
+        scores = near.to(wide)
+        block.hide(scores)
+        return scores
+    scores = torch.empty(heads, group, size, block.count + block.shift, dtype=wide, device=q.device)
+    scores[..., : block.count] = near
+    block.hide(scores[..., : block.count])
+    scores[..., block.count :] = torch.einsum("hgnd,hnsd->hgns", q.to(wide), later_k[:, block.rows].to(wide))
     return scores
 
 
@@ -124,7 +138,8 @@ class _Drafted(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             grouped = (q * dim**-0.5).view(heads, -1, q.shape[1], dim)
             out = torch.empty_like(grouped)
-            lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            lse = torch.empty(grouped.shape[:3], dtype=wide, device=q.device)
             for b in _blocks(q.shape[0], q.shape[1], k.shape[1], later_k.shape[2], window):
                 scores = _scores(grouped[:, :, b.rows], k, later_k, b)
                 largest = scores.amax(-1, keepdim=True)
@@ -132,9 +147,9 @@ class _Drafted(torch.autograd.Function):
                 mass = p.sum(-1, keepdim=True)
                 lse[:, :, b.rows] = (largest + mass.log())[..., 0]
                 near = p[..., : b.count].to(v.dtype).view(heads, -1, b.count)
-                mixed = torch.bmm(near, v[:, b.keys]).view(heads, -1, b.size, dim).float()
+                mixed = torch.bmm(near, v[:, b.keys]).view(heads, -1, b.size, dim).to(wide)
                 if b.shift:
-                    mixed += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], later_v[:, b.rows].float())
+                    mixed += torch.einsum("hgns,hnsd->hgnd", p[..., b.count :], later_v[:, b.rows].to(wide))
                 out[:, :, b.rows] = mixed.div_(mass)
         ctx.save_for_backward(grouped, k, v, later_k, later_v, out, lse)
         ctx.window = window
@@ -146,26 +161,31 @@ class _Drafted(torch.autograd.Function):
         heads, group, queries, dim = q.shape
         gradient = gradients[0].to(out.dtype).reshape(out.shape)
         # d softmax: P * (dP - rowsum(dP * P)), and that row sum is dO . O
-        shared = (gradient.float() * out.float()).sum(-1, keepdim=True)
+        wide = lse.dtype
+        shared = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        # A target's keys and values need none.
+        dk, dv = (torch.zeros_like(x, dtype=wide) if ctx.needs_input_grad[i] else None for i, x in ((1, k), (2, v)))
         d_later_k, d_later_v = torch.zeros_like(later_k), torch.zeros_like(later_v)
         for b in _blocks(heads * group, queries, k.shape[1], later_k.shape[2], ctx.window):
             mine, up, less = q[:, :, b.rows], gradient[:, :, b.rows], shared[:, :, b.rows]
             p = _scores(mine, k, later_k, b).sub_(lse[:, :, b.rows, None]).exp_()
             near, far = p[..., : b.count], p[..., b.count :]
             flat = up.reshape(heads, -1, dim)
-            dv[:, b.keys] += torch.bmm(near.to(q.dtype).view(heads, -1, b.count).transpose(1, 2), flat)
-            ds = torch.bmm(flat, v[:, b.keys].transpose(1, 2)).float().view(near.shape)
+            if dv is not None:
+                dv[:, b.keys] += torch.bmm(near.to(q.dtype).view(heads, -1, b.count).transpose(1, 2), flat)
+            ds = torch.bmm(flat, v[:, b.keys].transpose(1, 2)).to(wide).view(near.shape)
             ds = ds.sub_(less).mul_(near).to(q.dtype).view(heads, -1, b.count)
-            dk[:, b.keys] += torch.bmm(ds.transpose(1, 2), mine.reshape(heads, -1, dim))
+            if dk is not None:
+                dk[:, b.keys] += torch.bmm(ds.transpose(1, 2), mine.reshape(heads, -1, dim))
             dq_block = torch.bmm(ds, k[:, b.keys]).view(mine.shape)
             if b.shift:
-                wide, values = up.float(), later_v[:, b.rows].float()
-                d_far = (torch.einsum("hgnd,hnsd->hgns", wide, values) - less) * far
-                d_later_v[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", far, wide).to(later_v.dtype)
-                d_later_k[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", d_far, mine.float()).to(later_k.dtype)
-                dq_block = dq_block + torch.einsum("hgns,hnsd->hgnd", d_far, later_k[:, b.rows].float())
+                up, values = up.to(wide), later_v[:, b.rows].to(wide)
+                d_far = (torch.einsum("hgnd,hnsd->hgns", up, values) - less) * far
+                d_later_v[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", far, up).to(later_v.dtype)
+                d_later_k[:, b.rows] = torch.einsum("hgns,hgnd->hnsd", d_far, mine.to(wide)).to(later_k.dtype)
+                dq_block = dq_block + torch.einsum("hgns,hnsd->hgnd", d_far, later_k[:, b.rows].to(wide))
             dq[:, :, b.rows] = dq_block
         dq = dq.mul_(dim**-0.5).view(heads * group, queries, dim)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), d_later_k, d_later_v, None
+        dk, dv = (None if x is None else x.to(like.dtype) for x, like in ((dk, k), (dv, v)))
+        return dq, dk, dv, d_later_k, d_later_v, None

@@ -32,7 +32,7 @@ from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features
 from longdraft.training.run_log import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
-from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.trainee import Attention, StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
@@ -98,7 +98,8 @@ class Eagle3Trainee(Trainee):
         g = self.block.project(features).float()
         attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
-        outputs, rows = [self.block(x, g, cos, sin, attention, learned)], [torch.arange(len(learned), device=device)]
+        first = self.layer(self.block, x, g, cos, sin, attention.attend(), learned)
+        outputs, rows = [first], [torch.arange(len(learned), device=device)]
         x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
             retained = len(documents) * (self.retain**step if self.training else 1)
@@ -107,7 +108,7 @@ class Eagle3Trainee(Trainee):
                 break
             row = rows[-1][fed]
             inputs = self.inputs(step, x, g, row, outputs[-1][feeding])
-            outputs.append(self.block(*inputs, cos[row], sin[row], attention))
+            outputs.append(self.layer(self.block, *inputs, cos[row], sin[row], attention.attend()))
             rows.append(row)
 
         depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])
@@ -152,8 +153,8 @@ class _Steps:
 
     def __init__(self, lengths: list[int], counts: list[int], window: int | None, slides: bool) -> None:
         self.lengths, self.counts, self.window, self.slides = lengths, counts, window, slides
-        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._later: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in lengths]
+        # Of each step, each document's keys and values.
+        self._steps: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
     def next_step(self, documents: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Drops the first row of each document, and all rows of all but the first ``documents`` documents.
@@ -166,27 +167,39 @@ class _Steps:
         self.counts = [max(0, n - 1) if d < documents else 0 for d, n in enumerate(self.counts)]
         return torch.cat([each[:-1] for each in rows]), torch.cat([each[1:] for each in rows])
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
-        if not self._first:
-            each = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
-            self._first = [(k.contiguous(), v.contiguous()) for k, v in each]
-        else:
-            for kept, *pair in zip(self._later, k.split(self.counts, 1), v.split(self.counts, 1), strict=True):
-                kept.append((pair[0], pair[1]))
-        out = []
-        for queries, first, steps in zip(q.split(self.counts, 1), self._first, self._later, strict=True):
-            n = queries.shape[1]
-            if n == 0:
-                out.append(queries)
-                continue
-            # An earlier step has more rows; nobody sees its last ones any more.
-            later = [torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1) if steps]
-            window = self.window
-            if window is not None and not self.slides:
-                window += len(steps)
-            out.append(drafted(queries, *first, (later[0], later[1]) if later else None, window))
-        return torch.cat(out, 1)
+    def attend(self) -> Attention:
+        """This step's attention. It may be called again in the backward pass, when later steps have been."""
+        counts, before = self.counts, list(self._steps)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
+            own = counts if before else self.lengths
+            pairs = list(zip(k.split(own, 1), v.split(own, 1), strict=True))
+            if not before:
+                pairs = [(k.contiguous(), v.contiguous()) for k, v in pairs]
+            if len(self._steps) == len(before):
+                self._steps.append(pairs)
+            # Of each document, its keys and values step by step.
+            each = zip(q.split(counts, 1), zip(*before, pairs, strict=True), strict=True)
+            return torch.cat([self._drafted(queries, *steps) for queries, steps in each], 1)
+
+        return attend
+
+    def _drafted(
+        self,
+        q: torch.Tensor,
+        first: tuple[torch.Tensor, torch.Tensor],
+        *steps: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """One document's attention, to its keys and values of step 0 and of later steps."""
+        n, window = q.shape[1], self.window
+        if n == 0:
+            return q
+        # An earlier step has more rows; nobody sees its last ones any more.
+        later = [torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1) if steps]
+        if window is not None and not self.slides:
+            window += len(steps)
+        return drafted(q, *first, (later[0], later[1]) if later else None, window)
 
 
 @dataclass(frozen=True)

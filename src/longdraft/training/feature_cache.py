@@ -42,6 +42,8 @@ class FeatureCache:
         reader: computes them.
     """
 
+    from_disk = True
+
     def __init__(
         self,
         folder: Path,
@@ -67,6 +69,9 @@ class FeatureCache:
 
     def path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def batch(self, documents: Sequence[int]) -> list[Features]:
+        return [self[i] for i in documents]
 
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a shard is missing or damaged."""

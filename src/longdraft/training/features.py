@@ -18,6 +18,8 @@ from longdraft.training.documents import Document
 
 # Tokens that the target reads in one forward.
 CHUNK = 1024
+# Tokens, padding included, of short documents that it reads together.
+TOGETHER = 2 * CHUNK
 # The first tokens attract attention whatever they are, so they keep their positions.
 ANCHORS = 4
 
@@ -147,21 +149,71 @@ class FeatureReader:
                 ids.append(top.indices)
                 log_probs.append(top.values - torch.logsumexp(out.logits[0], -1, keepdim=True))
             done = end
-        rows = self._rows(store, len(tokens))
+        rows = self._rows(store, 0, len(tokens))
         return Features(torch.tensor(tokens), start, offset, rows, torch.cat(ids)[:-1], torch.cat(log_probs)[:-1])
 
-    def _rows(self, store: KVStore, length: int) -> dict[str, torch.Tensor]:
+    def read_together(self, documents: Sequence[Document], offsets: Sequence[int]) -> list[Features]:
+        """The features of each document; short ones share forwards. They depend on these documents alone."""
+        self.forget()
+        found: dict[int, Features] = {}
+        groups: list[list[int]] = [[]]
+        kind = ""
+        # By length, so that little is padded.
+        for i in sorted(range(len(documents)), key=lambda i: len(documents[i].tokens)):
+            size = len(documents[i].tokens)
+            if size > CHUNK:
+                self.forget()
+                found[i] = self.read(documents[i], offsets[i])
+                continue
+            before, kind = kind, self.runner.rows_kind(size)
+            if (len(groups[-1]) + 1) * size > TOGETHER or kind != before:
+                groups.append([])
+            groups[-1].append(i)
+        for group in filter(None, groups):
+            found |= self._forward(group, documents, offsets)
+        return [found[i] for i in range(len(documents))]
+
+    def _forward(
+        self, group: Sequence[int], documents: Sequence[Document], offsets: Sequence[int]
+    ) -> dict[int, Features]:
+        """The features of a few documents, read in one forward."""
+        size = max(len(documents[i].tokens) for i in group)
+        store = self.runner.new_store(len(group), size, self.layers)
+        # Padding comes last, so no row of the text sees it. Nothing is committed, because nothing follows.
+        padded, positions = [], []
+        for i in group:
+            own = documents[i].tokens
+            places = anchor_offset(len(own), offsets[i]).tolist()
+            padded.append([*own, *own[-1:] * (size - len(own))])
+            positions.append([*places, *places[-1:] * (size - len(own))])
+        block = store.block(range(len(group)), padded, depths=positions, prompt=True, text=size)
+        logits = self.runner.forward(block, store, logits="all").logits
+        assert logits is not None
+        found = {}
+        for slot, i in enumerate(group):
+            document, length = documents[i], len(documents[i].tokens)
+            seen = logits[slot, document.start - 1 : length - 1]
+            top = seen.topk(self.top)
+            log_probs = top.values - torch.logsumexp(seen, -1, keepdim=True)
+            rows = self._rows(store, slot, length)
+            tokens = torch.tensor(document.tokens)
+            found[i] = Features(tokens, document.start, offsets[i], rows, top.indices, log_probs)
+        return found
+
+    def _rows(self, store: KVStore, slot: int, length: int) -> dict[str, torch.Tensor]:
         """Copies of what the draft reads, because the next document overwrites the store."""
         if not self.names:
             return {}
         if store.features is not None:
-            return {"hidden": store.features[0, :length].to(self.dtype, copy=True)}
-        keys, values = (x[0, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
+            return {"hidden": store.features[slot, :length].to(self.dtype, copy=True)}
+        keys, values = (x[slot, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
         return {"keys": keys.contiguous(), "values": values.contiguous()}
 
 
 class LiveFeatures:
     """Features that are computed when they are asked for, and not kept."""
+
+    from_disk = False
 
     def __init__(self, reader: FeatureReader, documents: Sequence[Document], offsets: Sequence[int]) -> None:
         self.reader, self.documents, self.offsets = reader, documents, offsets
@@ -169,3 +221,9 @@ class LiveFeatures:
     def __getitem__(self, i: int) -> Features:
         self.reader.forget()
         return self.reader.read(self.documents[i], self.offsets[i])
+
+    def batch(self, documents: Sequence[int]) -> list[Features]:
+        """A GPU reads short documents together. A CPU is as busy with one, and spares the head for its prompt."""
+        if self.reader.runner.device.type == "cpu":
+            return [self[i] for i in documents]
+        return self.reader.read_together([self.documents[i] for i in documents], [self.offsets[i] for i in documents])

@@ -73,6 +73,8 @@ class KeptSource:
         CheckpointError: a folder is missing, of another target, or lacks what the draft reads.
     """
 
+    from_disk = True
+
     def __init__(self, documents: Sequence[Document], target: dict[str, Any], reader: FeatureReader) -> None:
         self.documents, self.reader = documents, reader
         self.names = [hidden_name(layer) for layer in reader.layers] or list(reader.names)
@@ -88,6 +90,9 @@ class KeptSource:
                     f"{folder} holds hidden states of layers {layers} and {top} likely tokens; layers "
                     f"{list(reader.layers)} and {reader.top} are wanted. {ADVICE}"
                 )
+
+    def batch(self, documents: Sequence[int]) -> list[Features]:
+        return [self[i] for i in documents]
 
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a file is missing, damaged or of other text."""

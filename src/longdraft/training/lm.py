@@ -37,7 +37,7 @@ class LmTrainee(Trainee):
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return pack.attend(causal, q, k, v)
 
-        hidden = small_models.hidden_states(self.block, x, positions, attend)[pack.learned.to(self.device)]
+        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attend)[pack.learned.to(self.device)]
         labels = self.labels(pack)
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.text))
 

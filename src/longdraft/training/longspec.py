@@ -47,7 +47,7 @@ class LongSpecTrainee(Trainee):
             out = [noisy(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
             return torch.cat(out, 1)
 
-        hidden = self.block(x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
+        hidden = self.layer(self.block, x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
         depths = torch.tensor(shifts).repeat_interleave(torch.tensor(pack.counts)).to(self.device)
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 

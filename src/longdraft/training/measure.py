@@ -73,28 +73,32 @@ def by_text(trainee: Callable[..., StepOutput], document: Features, levels: int)
 
 @torch.no_grad()
 def simulate(
-    trainee: Callable[..., StepOutput], documents: Iterable[Features], levels: int = DEPTH, ranks_of: Ranks = by_shift
+    trainee: Callable[..., StepOutput],
+    documents: Iterable[tuple[Features, bool]],
+    levels: int = DEPTH,
+    ranks_of: Ranks = by_shift,
+    summed: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> Simulated:
     """Simulated acceptance over documents.
 
     Args:
         trainee: in eval mode. ranks_of: computes its ranks.
+        documents: each with whether it counts; one that does not is computed all the same.
         levels: of the tree, whatever number the draft was trained for.
+        summed: adds up whole numbers over processes that have documents of their own.
     """
-    hits = torch.zeros(levels)
-    learned = torch.zeros(levels)
-    widths = {"chain": [1] * levels, "tree": [*WIDTHS, *[1] * levels][:levels]}
-    tokens = dict.fromkeys(widths, 0)
-    rounds = dict.fromkeys(widths, 0)
-    for document in documents:
+    # Of each level the hits and the learned rows; of chain and tree the tokens and the rounds.
+    levelled, walked = torch.zeros(2, levels, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
+    widths = [1] * levels, [*WIDTHS, *[1] * levels][:levels]
+    for document, counted in documents:
         ranks = ranks_of(trainee, document, levels)
-        hits += (ranks == 0).sum(1)
-        learned += (ranks < UNSEEN).sum(1)
-        for name, width in widths.items():
-            emitted, count = _walk(ranks < torch.tensor(width)[:, None], document.start)
-            tokens[name] += emitted
-            rounds[name] += count
-    chain, tree = (tokens[name] / max(1, rounds[name]) for name in widths)
+        if counted:
+            levelled += torch.stack([(ranks == 0).sum(1), (ranks < UNSEEN).sum(1)])
+            within = [ranks < torch.tensor(width)[:, None] for width in widths]
+            walked += torch.tensor([_walk(each, document.start) for each in within])
+    counts = summed(torch.cat([levelled.flatten(), walked.flatten()]))
+    (hits, learned), walked = counts[: 2 * levels].view(2, levels), counts[2 * levels :].view(2, 2)
+    chain, tree = (tokens / max(1, rounds) for tokens, rounds in walked.tolist())
     return Simulated(tuple((hits / learned.clamp_min(1)).tolist()), chain, tree)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
+
+from longdraft.training.drafted_attention import drafted
 
 # Up to so many query rows a CPU computes the weights itself instead of calling its flash kernel.
 FEW_ROWS = 512
@@ -27,8 +28,10 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     rows, keys = q.shape[1], k.shape[1]
     if rows > keys:
         raise ValueError(f"{rows} queries for {keys} keys: the first ones would see nothing")
-    mask = None if rows == 1 else causal_lower_right(rows, keys)
-    return _attention(q, k, v, mask)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if rows == keys:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+    return drafted(q, k, v)  # torch's own would make a mask of rows x keys on a CPU
 
 
 def noisy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shift: int) -> torch.Tensor:
@@ -82,28 +85,11 @@ class _FrozenKeys(torch.autograd.Function):
 
 
 def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """Causal attention to the last ``window`` keys, the query's own included.
-
-    It computes blocks of queries, each with the keys that any of them sees; work and memory grow with T * window.
+    """Causal attention to the last ``window`` keys, the query's own included. Work and memory grow with T * window.
 
     Args:
         q: (Hq, Tq, d), the last Tq of the positions of k, v (Hkv, Tk, d).
     """
-    rows, keys = q.shape[1], k.shape[1]
-    if keys <= window:
+    if k.shape[1] <= window:
         return causal(q, k, v)
-    first = keys - rows  # the position of the first query
-    outputs = []
-    for start in range(0, rows, window):
-        size = min(window, rows - start)
-        low = max(0, first + start - window + 1)
-        high = first + start + size
-        behind = torch.arange(first + start, high, device=q.device)[:, None] - torch.arange(low, high, device=q.device)
-        visible = (behind >= 0) & (behind < window)
-        outputs.append(_attention(q[:, start : start + size], k[:, low:high], v[:, low:high], visible))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+    return drafted(q, k.to(q.dtype), v.to(q.dtype), None, window)

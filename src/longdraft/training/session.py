@@ -28,15 +28,17 @@ from longdraft.errors import PromptError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus
+from longdraft.training.ahead import Ahead, FeatureSource
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
-from longdraft.training.features import FeatureReader, Features, LiveFeatures
+from longdraft.training.features import FeatureReader, LiveFeatures
+from longdraft.training.held_out import HeldOut
 from longdraft.training.kept_features import KeptSource, passages
-from longdraft.training.measure import Ranks, by_step, simulate
+from longdraft.training.measure import Ranks, Simulated, by_step, simulate
 from longdraft.training.run_log import Report
-from longdraft.training.trainee import Trainee
-from longdraft.training.trainer import FeatureSource, Trainer
+from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.trainer import Trainer
 from longdraft.training.vocabulary import most_frequent
 
 # Held-out documents of a measurement: enough to compare, few enough to be quick.
@@ -151,14 +153,24 @@ class Session:
         """True if features of all documents were kept, and the target is the one that computed them."""
         return self.config.target_rope_factor is None and all(d.kept for d in documents)
 
-    def held_out(self, reader: FeatureReader) -> list[Features]:
-        """Features of the documents to measure on. Positions are plain, as in decoding."""
-        held_out = self.data.held_out
+    def held_out(self, reader: FeatureReader, ahead: Ahead, levels: int) -> HeldOut:
+        """This process's share of the documents to measure on. Positions are plain, as in decoding.
+
+        Args:
+            levels: documents have more learned tokens than this.
+        """
+        held_out = [d for d in self.data.held_out if len(d.tokens) - d.start > levels]
         chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
-        if self._kept(chosen):
-            kept = KeptSource(chosen, self.runner.parts.description, reader)
-            return [kept[i] for i in range(len(chosen))]
-        return [reader.read(d).on_host() for d in chosen]
+        source: FeatureSource = LiveFeatures(reader, chosen, [0] * len(chosen))
+        if chosen and self._kept(chosen):
+            source = KeptSource(chosen, self.runner.parts.description, reader)
+        share = self.accelerator.process_index, self.accelerator.num_processes
+        return HeldOut(source, len(chosen), ahead, share)
+
+    def _summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Whole numbers added up over the processes."""
+        total: torch.Tensor = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        return total.cpu()
 
     def train(
         self,
@@ -179,24 +191,34 @@ class Session:
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
-        held_out = self.held_out(source.reader)
+        run, device = self.config, self.runner.device
+        trainee.recompute = run.recompute
+        # Where one CPU computes both, reading ahead would only make them take turns.
+        usual = int(source.from_disk or device.type != "cpu")
 
         def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
             own = {name.removeprefix("block."): t for name, t in weights.items()}
             draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
-            draft_folder.save(Path(self.config.out) / name, draft)
+            draft_folder.save(Path(run.out) / name, draft)
 
-        yield from Trainer(
-            self.config,
-            self.accelerator,
-            trainee.to(self.runner.device),
-            self.data.learned,
-            source,
-            (lambda module: simulate(module, held_out, measured, ranks_of)) if held_out else None,
-            save_draft,
-            shifts,
-            levels,
-        ).run(self.stop, lambda line: self.progress(line, 0, 0))
+        with Ahead(device, usual if run.read_ahead is None else run.read_ahead) as ahead:
+            held_out = self.held_out(source.reader, ahead, measured)
+
+            def measure(module: Callable[..., StepOutput]) -> Simulated:
+                return simulate(module, held_out, measured, ranks_of, self._summed)
+
+            yield from Trainer(
+                run,
+                self.accelerator,
+                trainee.to(device),
+                self.data.learned,
+                source,
+                measure if len(held_out) else None,
+                save_draft,
+                shifts,
+                levels,
+                ahead,
+            ).run(self.stop, lambda line: self.progress(line, 0, 0))
 
 
 def begin(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.features import Features
@@ -103,6 +104,7 @@ class Trainee(nn.Module):
         product_dtype: dtype of the matrix product with the head.
 
     Attributes:
+        recompute: compute the layers again in the backward pass instead of keeping what is between them.
         to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
     """
 
@@ -120,6 +122,7 @@ class Trainee(nn.Module):
         super().__init__()
         self.block, self.kept, self.distill = block, kept, distill
         self.parts, self.product_dtype = parts, product_dtype
+        self.recompute = False
         vocabulary = parts.head.shape[0]
         table = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary)
         self.to_draft = table.to(parts.head.device)
@@ -137,6 +140,13 @@ class Trainee(nn.Module):
         """(N,) tokens -> (N, hidden size) the target's embedding of them, float32."""
         with torch.no_grad():
             return self.parts.embedding(tokens.to(self.device)).float()
+
+    def layer(self, compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """``compute(*arguments)``, the part of a step that ``recompute`` is about; it may be called twice."""
+        if not self.recompute or not torch.is_grad_enabled():
+            return compute(*arguments)
+        out: torch.Tensor = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return out
 
     def learned(self, tokens: int, start: int, shift: int) -> int:
         """The number of learned rows of a text of ``tokens`` tokens that is learned from token ``start`` on."""

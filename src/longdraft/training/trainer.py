@@ -12,29 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.training import checkpoints, corpus
+from longdraft.training.ahead import Ahead, FeatureSource
 from longdraft.training.batches import Batch, Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.documents import Document
-from longdraft.training.features import FeatureReader, Features
+from longdraft.training.features import Features
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report, RunLog
 from longdraft.training.trainee import StepOutput, Trainee
 
-
-class FeatureSource(Protocol):
-    """The features of the learned documents, from disk or computed when asked for."""
-
-    reader: FeatureReader
-
-    def __getitem__(self, i: int) -> Features: ...
+# Devices on which torch updates all weights in one kernel.
+FUSED = ("cpu", "cuda", "mps", "xpu")
 
 
 class Trainer:
@@ -42,10 +37,11 @@ class Trainer:
 
     Args:
         documents: the learned documents; a resumed run must have the same. source: their features.
-        measure: simulated acceptance of the module on held-out documents, called by every process; None if there are
-            none.
+        measure: simulated acceptance of the module on held-out documents, called by every process, the same in all;
+            None if there are none.
         save_draft: writes weights to the folder of a name under ``config.out``; called by the main process.
         shifts: the largest shift that a document is given. levels: the largest depth that the module reports.
+        ahead: reads features.
 
     Raises:
         PromptError: the data make fewer batches than there are processes.
@@ -62,9 +58,10 @@ class Trainer:
         save_draft: Callable[[Mapping[str, torch.Tensor], str], None],
         shifts: int,
         levels: int,
+        ahead: Ahead,
     ) -> None:
         self.config, self.accelerator, self.source = config, accelerator, source
-        self.measure, self.save_draft, self.levels = measure, save_draft, levels
+        self.measure, self.save_draft, self.levels, self.ahead = measure, save_draft, levels, ahead
         self._lengths = [(len(d.tokens), d.start) for d in documents]
         self._learned, self._digest = module.learned, corpus.digest(documents)
         self.out = Path(config.out)
@@ -82,6 +79,7 @@ class Trainer:
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
+            fused=decayed[0].device.type in FUSED,
         )
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.step = 0
@@ -117,10 +115,12 @@ class Trainer:
 
     def _steps(self, stop: Callable[[], bool], log: RunLog | None) -> Iterator[Report]:
         steps, config = self.schedule.steps, self.config
+        mine = (batch.documents for step in range(self.step, steps) for batch in self._mine(step))
+        features = self.ahead.read(self.source, mine)
         while self.step < steps:
             started = time.perf_counter()
             lr = learning_rate(self.step, steps, config)
-            loss, agreement, rows = self._step(self.schedule.at(self.step), lr)
+            loss, agreement, rows = self._step(self.schedule.at(self.step), features, lr)
             speed = rows / (time.perf_counter() - started)
             self.step += 1
             last = self.step == steps
@@ -136,8 +136,18 @@ class Trainer:
                 return
         self._save_draft("last", *([] if self.best else ["best"]))
 
-    def _step(self, batches: list[Batch], lr: float) -> tuple[float, dict[int, float], int]:
-        """One optimizer step; returns loss, agreement and number of learned rows over all processes."""
+    def _mine(self, step: int) -> list[Batch]:
+        """The batches of this process."""
+        return self.schedule.at(step)[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def _step(
+        self, batches: list[Batch], features: Iterator[list[Features]], lr: float
+    ) -> tuple[float, dict[int, float], int]:
+        """One optimizer step; returns loss, agreement and number of learned rows over all processes.
+
+        Args:
+            features: those of this process's batches, one after the other.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         world, levels = self.accelerator.num_processes, self.levels
@@ -145,13 +155,13 @@ class Trainer:
         rows = sum(
             self._learned(*self._lengths[i], j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True)
         )
-        mine = batches[self.accelerator.process_index :: world]
+        mine = self._mine(self.step)
         # The loss, then the hits of each depth, then the rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
         for k, batch in enumerate(mine):
             wait = self.accelerator.no_sync(self.module) if k < len(mine) - 1 else nullcontext()
-            documents = [self.source[i] for i in batch.documents]  # in the target's own dtype, so not under autocast
+            documents = next(features)
             with wait:
                 with self.accelerator.autocast():
                     out: StepOutput = self.module(documents, batch.shifts)
@@ -174,15 +184,12 @@ class Trainer:
         return loss, {j + 1: hits[j] / counts[j] for j in range(levels) if counts[j]}, rows
 
     def _measure(self) -> Simulated | None:
-        """Simulated acceptance, computed by the main process. Saves the draft if it is the best so far."""
+        """Simulated acceptance. Saves the draft if it is the best so far."""
         if self.measure is None:
             return None
         self.module.eval()
         with self.accelerator.autocast():
-            measured = [self.measure(self.module)]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(measured)
-        simulated = measured[0]
+            simulated = self.measure(self.module)
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
@@ -241,6 +248,7 @@ def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
 # Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
 FREE = {
     "out", "save_every", "keep", "tensorboard", "threads", "cache", "measure_every", "device", "accumulate",
+    "read_ahead", "recompute",
 }  # fmt: skip
 
 
