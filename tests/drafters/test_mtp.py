@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
 from longdraft.drafters.mtp import MtpDraft
+from longdraft.drafts.kinds import kind_of
+from longdraft.errors import CapabilityError, CheckpointError
 from tests.drafters.watching import run
-from tests.mtp_models import SPARSE, with_further
+from tests.mtp_models import SPARSE, target, with_further
 from tests.recurrent_models import some_prompt
+from tests.tiny import tiny_model
 
 PROMPTS = [[1, 2, 3], list(range(8)), some_prompt(40), [8]]
 every_kind = pytest.mark.parametrize("kind", SPARSE)
