@@ -88,8 +88,7 @@ def with_further(
         shards: files that the checkpoint consists of, at least.
     """
     model = target(kind)
-    further = Further(model, SPARSE[kind])
-    _fill(further, 7)
+    further = definition(model)
     model, further = model.to(dtype), further.to(dtype)
     numbered, layers = kind in _NUMBERED, model.config.num_hidden_layers
     model.save_pretrained(folder, max_shard_size="100KB" if shards > 1 else "5GB")
@@ -105,6 +104,13 @@ def with_further(
         listed["weight_map"] |= dict.fromkeys(tensors, files[-1].name)
         index.write_text(json.dumps(listed))
     return AutoModelForCausalLM.from_pretrained(folder).eval(), further.eval()
+
+
+def definition(model: PreTrainedModel) -> Further:
+    """The definition of the further layer that every model of these tests has, with its weights."""
+    further = Further(model, SPARSE[model.config.model_type])
+    _fill(further, 7)
+    return further.eval()
 
 
 def published(further: Further, layer: int | None) -> dict[str, torch.Tensor]:

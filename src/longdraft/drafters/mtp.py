@@ -9,7 +9,7 @@ Further on, o stands in for f, so one layer drafts as many tokens as pay. Checkp
 first. It drafts as EAGLE-3 does (:mod:`longdraft.drafters.eagle3`): its own keys and values, chain or tree.
 
 RoPE depends on differences of positions alone: with a window, a draft sees what it would see at positions that were
-moved back to 0. Texts longer than the model was made for get one by themselves.
+moved back to 0. Texts longer than the model was trained for before its RoPE was stretched get one by themselves.
 """
 
 from __future__ import annotations
@@ -196,8 +196,9 @@ class MtpDrafter(Eagle3Drafter):
         return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        if self.window is None and store.capacity > runner.context_length > self.tree.depth:
-            self.window = runner.context_length
+        length = own_layer.unstretched(runner.model)
+        if self.window is None and length is not None and store.capacity > length > self.tree.depth:
+            self.window = length
         super().bind(runner, store)
 
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> MtpRound:

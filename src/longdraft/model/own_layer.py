@@ -92,6 +92,13 @@ def norm_like(layer: nn.Module, size: int, eps: float) -> nn.Module:
     return norm
 
 
+def unstretched(model: PreTrainedModel) -> int | None:
+    """Tokens of the longest text that a model was trained for before its RoPE was stretched; None if it was not."""
+    rope = getattr(hosting.decoder_config(model), "rope_parameters", None) or {}
+    length = rope.get("original_max_position_embeddings")
+    return None if length is None else int(length)
+
+
 def put_in(
     module: nn.Module,
     weights: Mapping[str, torch.Tensor | Stored],

@@ -98,7 +98,9 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
 
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     """The norm between the last layer and the head; None if there is none."""
-    return next((m for name, m in reversed(list(hosting.decoder_of(model).named_children())) if "norm" in name), None)
+    children = reversed(list(hosting.decoder_of(model).named_children()))
+    # Gemma 3n and 4 have another one, of what each layer reads of the tokens.
+    return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
 
 
 def final_norm(model: PreTrainedModel) -> torch.Tensor:
