@@ -59,7 +59,7 @@ def test_proposals_are_those_of_the_definition(made):
     for text, tree in watching.rounds[:5] + watching.rounds[-5:]:
         for node in range(1, tree.size):
             expected = plain_log_probs(model, heads, text, tree.depths[node] - 1)[tree.tokens[node]]
-            assert tree.log_probs[node] == pytest.approx(float(expected), abs=1e-6)
+            assert tree.log_probs[node] == pytest.approx(float(expected), abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["heads", "tokenswift"])

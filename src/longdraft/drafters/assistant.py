@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
@@ -138,7 +139,7 @@ class AssistantDrafter(TreeDrafter):
             else:
                 hidden = torch.cat([states[row][level.parents[i]] for i, row in enumerate(level.rows)])
             x = torch.cat([bound.embedding(level.tokens.flatten()), hidden], -1)
-            positions = torch.tensor([roots[row] for row in level.rows for _ in range(width)], device=x.device)
+            positions = on_device([roots[row] for row in level.rows for _ in range(width)], x.device)
             slots = [sequences[row].slot for row in level.rows]
             attend = bound.assistant.attending(self._runner, self._store, slots)
             logits, hidden = bound.assistant.step(x, positions, attend)

@@ -59,7 +59,8 @@ class MtpBlock(Eagle3Block):
         nn.Module.__init__(self)
         size, eps = runner.parts.hidden_size, runner.parts.rms_norm_eps
         self.layer = own_layer.layer_like(runner.model, sparse)
-        self.enorm, self.hnorm, self.norm = (own_layer.norm_like(self.layer, size, eps) for _ in range(3))
+        for name in ("enorm", "hnorm", "norm"):
+            self.add_module(name, own_layer.norm_like(self.layer, size, eps))
         with torch.device("meta"):
             self.eh_proj = nn.Linear(2 * size, size, bias=False)
         norm = norm_before_head(runner.model)
@@ -129,8 +130,9 @@ class MtpDraft(Eagle3Draft):
             raise CheckpointError(f"{folder} has no projection before its further layer (fc or eh_proj).")
         self.made_for = {"hidden_size": projection.shape[0]}
 
+    # RoPE and heads are the target's, so there is nothing to replace.
     @classmethod
-    def load(cls, folder: Path | str, **_: Any) -> MtpDraft:
+    def load(cls, folder: Path | str) -> MtpDraft:  # type: ignore[override]
         """Reads the layer out of a target's folder or GGUF file; other tensors are not read.
 
         Raises:

@@ -43,7 +43,7 @@ def holds(folder: Path | str) -> bool:
     if is_gguf(path):
         return path.is_file() and gguf_further.holds(path)
     try:
-        return bool(_wanted(tensor_files.names(path)))
+        return tensor_files.is_safe(path) and bool(_wanted(tensor_files.names(path)))
     except CheckpointError:
         return False
 
@@ -60,7 +60,7 @@ def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
         if found is None:
             raise _none(folder)
         return {_named(name): tensor for name, tensor in found.items() if not name.startswith(_SHARED)}
-    wanted = _wanted(tensor_files.names(path))
+    wanted = _wanted(tensor_files.names(path)) if tensor_files.is_safe(path) else {}
     if not wanted:
         raise _none(folder)
     tensors = tensor_files.read_some(path, list(wanted))

@@ -56,6 +56,12 @@ def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tenso
         raise _damaged(index if index.is_file() else safe, error) from error
 
 
+def is_safe(folder: Path | str) -> bool:
+    """True for a folder with safetensors files."""
+    safe = Path(folder) / WEIGHTS
+    return safe.is_file() or safe.with_name(f"{WEIGHTS}.index.json").is_file()
+
+
 def names(folder: Path | str) -> Iterable[str]:
     """Names of a folder's tensors, over all its files. The tensors are not read.
 

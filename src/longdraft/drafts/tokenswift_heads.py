@@ -20,7 +20,7 @@ _HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|
 
 def holds(folder: Path | str) -> bool:
     """True if a model's folder holds such heads."""
-    if is_gguf(folder) or not draft_folder.is_draft_folder(folder):
+    if is_gguf(folder) or not draft_folder.is_draft_folder(folder) or not tensor_files.is_safe(folder):
         return False
     try:
         return bool(_wanted(folder))
