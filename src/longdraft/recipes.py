@@ -261,9 +261,10 @@ def _ready(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
 
 
 def _needed(method: Method, runner: TargetRunner) -> Path:
-    """The shipped draft of a method for a target."""
+    """The draft of a method that comes with longdraft or with the target's checkpoint."""
     folder = _shipped(method, runner)
-    if folder is None and KINDS[method.draft_kind or ""].inside is not None:
+    kind = KINDS[method.draft_kind or ""]
+    if folder is None and kind.inside is not None and kind.training is None:
         raise CapabilityError(
             f"Method {method.name} drafts with a part of the model's checkpoint, and {_named(runner)} has no such "
             "part: many copies and quantised files leave it out. Name a folder that holds it (draft=, or --draft DIR), "
@@ -290,5 +291,7 @@ def _shipped(method: Method, runner: TargetRunner) -> Path | None:
     except UnsupportedModelError:
         return None
     holds = KINDS[method.draft_kind].inside if method.draft_kind else None
-    origin = None if found or holds is None else origin_of(runner.model)
-    return origin if holds is not None and origin is not None and holds(origin) else found
+    if found is not None or holds is None:
+        return found
+    origin = origin_of(runner.model)
+    return origin if origin is not None and holds(origin) else None

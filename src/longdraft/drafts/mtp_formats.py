@@ -1,6 +1,6 @@
 """Reads the layer that predicts further tokens (MTP, nextn) out of a target's own checkpoint.
 
-    Qwen3-Next, Qwen3.5, EXAONE MoE   mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0.*}
+    Qwen3-Next, Qwen3.5               mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0.*}
     GLM-4.5, DeepSeek-V3              model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, *}, N layers before it
     GGUF files                        blk.N.nextn.{eh_proj, enorm, hnorm, shared_head_norm}, blk.N.*
 
