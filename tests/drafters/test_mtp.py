@@ -49,7 +49,10 @@ def plain_log_probs(model, further, text, path, window=None):
         hidden = (behind < 0) | (behind >= (window or len(tokens)))
         mask = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
         # Positions are those of the tokens: only differences count.
-        out = further(x, f, model.model.rotary_emb(x[None], rows[None] + 1), mask)
+        places = (rows + 1)[None]
+        if hasattr(model.model.rotary_emb, "mrope_section"):
+            places = places.expand(3, 1, -1)
+        out = further(x, f, model.model.rotary_emb(x[None], places), mask)
         if following is not None:
             tokens, f = [*tokens, following], torch.cat([f, out[-1:]])
     return torch.log_softmax(model.lm_head(out[-1]), -1)

@@ -55,6 +55,9 @@ class MtpBlock(Eagle3Block):
         UnsupportedModelError: the target's layers cannot be made once more, or it has no norm before its head.
     """
 
+    enorm: nn.Module
+    hnorm: nn.Module
+
     def __init__(self, runner: TargetRunner, sparse: bool) -> None:
         nn.Module.__init__(self)
         size, eps = runner.parts.hidden_size, runner.parts.rms_norm_eps

@@ -46,7 +46,10 @@ class SharedParts:
         Where layers differ, as in Gemma 3, it is that of the layers with full attention, whose keys drafts read.
         """
         typed = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        cos, sin = self._rotary(self._like, positions[None], *(["full_attention"] if typed else []))
+        places = positions[None]
+        if hasattr(self._rotary, "mrope_section"):  # of models that read images: time, height and width
+            places = places.expand(3, 1, -1)
+        cos, sin = self._rotary(self._like, places, *(["full_attention"] if typed else []))
         return cos[0], sin[0]
 
 
