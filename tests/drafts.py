@@ -114,6 +114,23 @@ def random_eagle3(
     return folder
 
 
+def random_mtp(folder: Path, model: PreTrainedModel, seed: int = 0) -> Path:
+    """A folder with a layer that predicts further tokens, of the class of this target's layers."""
+    generator = torch.Generator().manual_seed(seed)
+    size = model.config.hidden_size
+    shapes = {f"layers.0.{name}": tuple(t.shape) for name, t in model.model.layers[0].state_dict().items()}
+    shapes |= {f"{name}.weight": (size,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes["fc.weight"] = (size, 2 * size)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[f"mtp.{name}"] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": model.config.model_type}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def random_onepass(
     folder: Path,
     model: PreTrainedModel,

@@ -11,13 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft import Speculator
-from tests.drafts import published_eagle, random_draft, random_eagle3, random_heads, random_onepass, small_lm
+from tests.drafts import (
+    published_eagle,
+    random_draft,
+    random_eagle3,
+    random_heads,
+    random_mtp,
+    random_onepass,
+    small_lm,
+)
 from tests.tiny import tiny_model
 
 SMALL_VIEW: dict[str, Any] = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
 EXACT = (
     "ar", "prompt-lookup", "suffix", "longspec", "eagle3", "eagle", "onepass", "small-lm", "specextend",
-    "specextend-eagle3", "self", "magicdec", "triforce", "nested", "heads", "tokenswift", "specpv-exact",
+    "specextend-eagle3", "self", "magicdec", "triforce", "nested", "heads", "tokenswift", "mtp", "specpv-exact",
 )  # fmt: skip
 
 
@@ -53,6 +61,7 @@ class Specs:
             "specextend": lambda: {"draft": small_lm(folder, vocab=61), "depth": 2, "nodes": 8},
             "triforce": lambda: {"draft": small_lm(folder, vocab=61)},
             "heads": lambda: {"draft": random_heads(folder, self.model), "nodes": 8},
+            "mtp": lambda: {"draft": random_mtp(folder, self.model), "depth": 2, "top_k": 4},
             "tokenswift": lambda: {"draft": random_heads(folder, self.model), "reuse_n": 2, **SMALL_VIEW},
         }
         free: dict[str, dict[str, Any]] = {

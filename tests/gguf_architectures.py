@@ -199,7 +199,7 @@ def tiny(case: str, hidden: int = 64, seed: int = 0, **over: Any) -> PreTrainedM
 def write(
     file: Path, case: str, kind: str = "Q8_0", hidden: int = 64, words: str = "F16",
     kinds: Callable[[str], str] | None = None, fields: Mapping[str, Any] = MappingProxyType({}), split: str = "qwen35",
-    **over: Any,
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}), **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Writes a tiny model. Returns the model of the weights that the file stands for.
 
@@ -207,6 +207,7 @@ def write(
         kind: of the matrices. words: of the embedding and the head.
         kinds: name of a tensor -> its kind, in place of ``kind``.
         fields: more of them. split: how the tokenizer splits texts.
+        beside: more tensors by name, as they lie in the file; matrices become those that it stands for.
         over: options of the configuration.
     """
     import gguf
@@ -244,6 +245,14 @@ def write(
             writer.add_tensor(f"blk.{layer}.exp_probs_b.bias", buffer.numpy())
         if name.endswith("layer_scalar"):
             writer.add_tensor(f"blk.{layer}.layer_output_scale.weight", buffer.numpy())
+    for theirs, tensor in beside.items():
+        if tensor.dim() == 1:
+            writer.add_tensor(theirs, tensor.numpy())
+            continue
+        chosen = gguf.GGMLQuantizationType[kind]
+        data = blocks_of(np.ascontiguousarray(tensor.numpy()), chosen)
+        tensor.copy_(torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32)).view(tensor.shape))
+        writer.add_tensor(theirs, data.reshape(len(tensor), -1), raw_dtype=chosen)
     if architecture == "gemma4":
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32))
     writer.write_header_to_file()

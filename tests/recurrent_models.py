@@ -30,6 +30,7 @@ _MAMBA: dict[str, Any] = {
 _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_next": {**_DELTA, **_EXPERTS, "mlp_only_layers": [0, 1, 2, 3]},
+    "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "olmo_hybrid": _DELTA,
     "lfm2": {**_BASE, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_multiple_of": 8},
     "mamba2": {**_ENDS, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 16, "n_groups": 2,

@@ -39,6 +39,7 @@ WAITS: dict[str, dict[str, int]] = {
     "self": {TOKENS: 1, TREE: 1},
     "magicdec": {TOKENS: 1, TREE: 1},
     "heads": {TOKENS: 1, TREE: 1},
+    "mtp": {TOKENS: 1, TREE: 1},
     "tokenswift": {TOKENS: 1, TREE: 1},
     "specpv-exact": {TOKENS: 1},
     # The result of each level's verification is read, and so is the level's confidence.

@@ -24,6 +24,7 @@ from longdraft.engine.schedule import Schedule
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
 from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method_named, method_of
+from longdraft.model.companions import origin_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import listed, suggestion
 
@@ -260,8 +261,15 @@ def _ready(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
 
 
 def _needed(method: Method, runner: TargetRunner) -> Path:
-    """The shipped draft of a method for a target."""
+    """The draft of a method that comes with longdraft or with the target's checkpoint."""
     folder = _shipped(method, runner)
+    kind = KINDS[method.draft_kind or ""]
+    if folder is None and kind.inside is not None and kind.training is None:
+        raise CapabilityError(
+            f"Method {method.name} drafts with a part of the model's checkpoint, and {_named(runner)} has no such "
+            "part: many copies and quantised files leave it out. Name a folder that holds it (draft=, or --draft DIR), "
+            "or use self or prompt-lookup, which need none."
+        )
     if folder is None:
         model = runner.parts.description["model_type"]
         raise CapabilityError(
@@ -272,9 +280,18 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
     return folder
 
 
+def _named(runner: TargetRunner) -> str:
+    return str(getattr(runner.model, "name_or_path", "") or "this model, which was not loaded from a folder,")
+
+
 def _shipped(method: Method, runner: TargetRunner) -> Path | None:
-    """The shipped draft of a method for a target; None for a target that takes none."""
+    """The draft of a method that comes with longdraft, or with the target's checkpoint; None without one."""
     try:
-        return shipped.fitting(runner.parts.description, method.draft_kind)
+        found = shipped.fitting(runner.parts.description, method.draft_kind)
     except UnsupportedModelError:
         return None
+    holds = KINDS[method.draft_kind].inside if method.draft_kind else None
+    if found is not None or holds is None:
+        return found
+    origin = origin_of(runner.model)
+    return origin if origin is not None and holds(origin) else None

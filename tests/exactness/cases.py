@@ -48,6 +48,7 @@ METHODS = {
     "longspec retrieval": Case("longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE}, kept_alike=True),
     "eagle3": Case("eagle3", "eagle3 window", {"depth": 3, "top_k": 3, "nodes": 8}, kept_alike=True),
     "onepass": Case("onepass", "onepass window", {"depth": 3, "top_k": 3, "nodes": 8}, kept_alike=True),
+    "mtp": Case("mtp", "mtp", {"depth": 3, "top_k": 3, "nodes": 8, "window": 20}, kept_alike=True),
     "specextend-eagle3": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE, kept_alike=True),
     "small-lm": Case("small-lm", "small-lm", {"depth": 3, "top_k": 3, "nodes": 8}),
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),

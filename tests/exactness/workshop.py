@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from longdraft import Sampling, Speculator
 from longdraft.engine.stats import Result
-from tests.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
+from tests.drafts import random_draft, random_eagle3, random_heads, random_mtp, random_onepass, small_lm
 from tests.exactness.cases import Case
 from tests.tiny import Family, tiny_model
 
@@ -39,6 +39,7 @@ _DRAFTS = {
         folder, model.config.vocab_size, context=model.config.max_position_embeddings
     ),
     "heads": lambda folder, model: random_heads(folder, model),
+    "mtp": lambda folder, model: random_mtp(folder, model),
     "heads kept": lambda folder, model: random_heads(folder, model, kept=[0, 2, 3, 5, 7]),
 }
 

@@ -98,7 +98,7 @@ register(
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
         # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
         tensors=lambda names: (
-            any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+            any(name.split(".")[-2:] == ["fc", "weight"] and "mtp" not in name.split(".") for name in names)
             and not any("hidden_norm." in name for name in names)
         ),
     )

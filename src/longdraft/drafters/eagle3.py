@@ -296,8 +296,7 @@ class Eagle3Drafter(RetrievingDrafter):
         """
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
-        shape = self.draft.shape
-        own = KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
+        own = self.own_kv(runner)
         # Without a window, one that no text of this run outgrows.
         rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
         beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.capacity + self.tree.depth)
@@ -337,6 +336,11 @@ class Eagle3Drafter(RetrievingDrafter):
                 self._fill(s)
         drafted = self.round_of(self._bound, sequences, self.tree.fit(limit).depth)
         return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, limit, drafted.likeliest)
+
+    def own_kv(self, runner: TargetRunner) -> KVShape:
+        """The shape of the draft's own keys and values."""
+        shape = self.draft.shape
+        return KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
 
     @property
     def scratch(self) -> int:

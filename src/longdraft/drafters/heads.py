@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from torch import nn
 
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafters.shared.whole_level import serves
+from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
+from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -49,11 +52,16 @@ UNSURE = 0.3
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """Sizes. The hidden size is the target's."""
+    """Sizes. The hidden size is the target's.
+
+    Attributes:
+        own_norms: each head has a norm of its own before the target's head, as TokenSwift's published ones.
+    """
 
     hidden_size: int
     heads: int
     rms_norm_eps: float = 1e-6
+    own_norms: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,13 +81,17 @@ class _Head(nn.Module):
 
 
 class HeadsBlock(nn.Module):
-    """The heads, and the norm before the target's head."""
+    """The heads, and the norm before the target's head, or one of each head."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
         self.shape = shape
         self.heads = nn.ModuleList(_Head(shape) for _ in range(shape.heads))
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        if shape.own_norms:
+            self.norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(shape.heads))
+        else:
+            self.norm = nn.RMSNorm(size, eps)
 
     def initialise(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
         """Zero projections: at first every head repeats what the target itself says, less surely.
@@ -97,9 +109,9 @@ class HeadsBlock(nn.Module):
     def forward(self, h: torch.Tensor, heads: int | None = None) -> list[torch.Tensor]:
         """h (rows, hidden) -> for each of the first ``heads`` heads, (rows, hidden): the input of the target's head."""
         found = []
-        for head in self.heads[:heads]:
+        for i, head in enumerate(self.heads[:heads]):
             h = head(h)
-            found.append(self.norm(h))
+            found.append(self.norms[i](h) if self.shape.own_norms else self.norm(h))
         return found
 
 
@@ -133,6 +145,21 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
     """Trained heads, as their folder holds them."""
 
     kind = KIND
+
+    @classmethod
+    def load(cls, folder: Path | str) -> HeadsDraft:
+        """Reads a draft folder of ours, or heads that TokenSwift publishes within their model's folder.
+
+        Raises:
+            CheckpointError: unreadable, without heads, or tensors missing, unexpected or of a wrong shape.
+        """
+        contents = tokenswift_heads.read(folder)
+        return cls(folder, draft_folder.load(folder) if contents is None else contents)
+
+    def save(self, folder: Path | str) -> None:
+        if self.config.get("layout"):
+            raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
+        super().save(folder)
 
     @cached_property
     def shape(self) -> HeadsShape:
@@ -330,5 +357,7 @@ register(
             "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",
         ),
+        tensors=lambda names: any(".medusa_layers." in name for name in names),
+        inside=tokenswift_heads.holds,
     )
 )

@@ -55,6 +55,7 @@ class Kind:
         training: how one is trained; None if ``longdraft train`` cannot.
         tensors: recognises a published folder by the names of its tensors.
         claims: recognises any other folder that does not name its kind.
+        inside: whether a target's own checkpoint, a folder or a GGUF file, holds such a draft.
         layouts: functions that write a draft for other programs, by the layout's name.
     """
 
@@ -66,6 +67,7 @@ class Kind:
     training: Training | None = None
     tensors: Callable[[list[str]], bool] | None = None
     claims: Callable[[Path | str], bool] | None = None
+    inside: Callable[[Path], bool] | None = None
     layouts: Mapping[str, Callable[..., list[str]]] = field(default_factory=dict)
 
     @property

@@ -34,6 +34,34 @@ def read(folder: Path | str) -> dict[str, torch.Tensor]:
         raise _damaged(safe, error) from error
 
 
+def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Some of a folder's tensors, wherever they lie among its safetensors files.
+
+    Raises:
+        CheckpointError: missing or truncated.
+    """
+    safe = Path(folder) / WEIGHTS
+    index = safe.with_name(f"{WEIGHTS}.index.json")
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted({safe.with_name(files.get(name, WEIGHTS)) for name in names}):
+            own = [name for name in names if safe.with_name(files.get(name, WEIGHTS)) == path]
+            if not path.exists():
+                raise CheckpointError(f"{path} is missing: fetch that file again.")
+            with safe_open(path, framework="pt") as file:
+                found |= {name: file.get_tensor(name) for name in own}
+        return found
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _damaged(index if index.is_file() else safe, error) from error
+
+
+def is_safe(folder: Path | str) -> bool:
+    """True for a folder with safetensors files."""
+    safe = Path(folder) / WEIGHTS
+    return safe.is_file() or safe.with_name(f"{WEIGHTS}.index.json").is_file()
+
+
 def names(folder: Path | str) -> Iterable[str]:
     """Names of a folder's tensors, over all its files. The tensors are not read.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
 
 from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
@@ -59,6 +60,22 @@ def describe(name: str) -> Described:
             sum(p.numel() for p in model.parameters()),
             hosting.context_length(model),
         )
+
+
+def origin_of(model: PreTrainedModel) -> Path | None:
+    """The folder or GGUF file that a model was loaded from, its hub id's folder on this machine included; None if it is
+    unknown or gone."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if not name:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    try:
+        file = cached_file(name, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    return None if file is None else Path(file).parent
 
 
 def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -101,9 +101,16 @@ def configured_shape(model: PreTrainedModel) -> KVShape:
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no attention heads, so longdraft cannot host it.")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = _said(config, "num_key_value_heads") or heads
+    head_dim = _said(config, "head_dim") or config.hidden_size // heads
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, model.dtype)
+
+
+def _said(config: Any, name: str) -> Any:
+    """A configuration's value; of one with several sizes of layers, that of most; None if it says none."""
+    if getattr(config, "is_heterogeneous", False):  # transformers refuses to name one of several
+        return config.to_dict().get(name)
+    return getattr(config, name, None)
 
 
 def decoder_config(model: PreTrainedModel) -> Any:

@@ -46,7 +46,10 @@ class SharedParts:
         Where layers differ, as in Gemma 3, it is that of the layers with full attention, whose keys drafts read.
         """
         typed = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        cos, sin = self._rotary(self._like, positions[None], *(["full_attention"] if typed else []))
+        places = positions[None]
+        if hasattr(self._rotary, "mrope_section"):  # of models that read images: time, height and width
+            places = places.expand(3, 1, -1)
+        cos, sin = self._rotary(self._like, places, *(["full_attention"] if typed else []))
         return cos[0], sin[0]
 
 
@@ -98,7 +101,9 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
 
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     """The norm between the last layer and the head; None if there is none."""
-    return next((m for name, m in reversed(list(hosting.decoder_of(model).named_children())) if "norm" in name), None)
+    children = reversed(list(hosting.decoder_of(model).named_children()))
+    # Gemma 3n and 4 have another one, of what each layer reads of the tokens.
+    return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
 
 
 def final_norm(model: PreTrainedModel) -> torch.Tensor:

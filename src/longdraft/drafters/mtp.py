@@ -1,0 +1,238 @@
+"""MTP: the layer inside a model's own checkpoint that predicts further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2).
+
+    f_t                                                     the target's last hidden state at t, behind its final norm
+    n_t = eh_proj([RMSNorm(embed(token_{t+1})), RMSNorm(f_t)])
+    o_t = RMSNorm(DecoderLayer(n_t))                        a layer of the target's own class
+    logits of token_{t+2} = target_head(o_t)
+
+Further on, o stands in for f, so one layer drafts as many tokens as pay. Checkpoints with several such layers use the
+first. It drafts as EAGLE-3 does (:mod:`longdraft.drafters.eagle3`): its own keys and values, chain or tree.
+
+RoPE depends on differences of positions alone: with a window, a draft sees what it would see at positions that were
+moved back to 0. Texts longer than the model was trained for before its RoPE was stretched get one by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from longdraft.drafters.eagle3 import BoundDraft, Eagle3Block, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
+from longdraft.drafters.shared.layers import SelfAttend
+from longdraft.drafts import draft_folder, mtp_formats
+from longdraft.drafts.draft import Draft
+from longdraft.drafts.kinds import Kind, register
+from longdraft.engine.sequence import Sequence
+from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.model import own_layer
+from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.rotary import SharedRotary
+from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
+from longdraft.model.shared_parts import norm_before_head
+from longdraft.native import Stored
+from longdraft.options import Options
+from longdraft.trees.options import TreeOptions
+
+KIND = "mtp"
+
+
+class MtpBlock(Eagle3Block):
+    """The module around a layer of the target's class.
+
+    Args:
+        runner: the target.
+        sparse: the layer has experts.
+
+    Raises:
+        UnsupportedModelError: the target's layers cannot be made once more, or it has no norm before its head.
+    """
+
+    enorm: nn.Module
+    hnorm: nn.Module
+
+    def __init__(self, runner: TargetRunner, sparse: bool) -> None:
+        nn.Module.__init__(self)
+        size, eps = runner.parts.hidden_size, runner.parts.rms_norm_eps
+        self.layer = own_layer.layer_like(runner.model, sparse)
+        for name in ("enorm", "hnorm", "norm"):
+            self.add_module(name, own_layer.norm_like(self.layer, size, eps))
+        with torch.device("meta"):
+            self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        norm = norm_before_head(runner.model)
+        if norm is None:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} has no norm before its head, behind which MTP reads it."
+            )
+        # Calls, not modules: they are the target's, and no part of the block.
+        self._target_norm, self._head = norm.__call__, product(runner.parts.head)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Outputs of the target's last layer (T, hidden) -> f (T, hidden)."""
+        out: torch.Tensor = self._target_norm(features)
+        return out
+
+    def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        n = self.eh_proj(torch.cat([self.enorm(x), self.hnorm(g)], -1))
+        return n, n
+
+    def keys_values(
+        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return own_layer.keys_values(self.layer, self.joined(x, g)[0], cos, sin)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: SelfAttend,
+        queries: slice | torch.Tensor = slice(None),
+    ) -> torch.Tensor:
+        """The module over T rows: o (Tq, hidden), behind the last norm."""
+
+        def some(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            # The layer is computed for every row. What the others attend to does not matter: nobody reads them.
+            out = torch.zeros_like(q)
+            out[:, queries] = attend(q[:, queries], k, v)
+            return out
+
+        rows = own_layer.run(self.layer, self.joined(x, g)[0], cos, sin, some)
+        out: torch.Tensor = self.norm(rows[queries])
+        return out
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        return self._head(out)
+
+
+class MtpDraft(Eagle3Draft):
+    """The further layer of a checkpoint. Its module is of the target's class, so it is made when it is bound.
+
+    Args:
+        folder: the checkpoint, a folder or a GGUF file.
+        tensors: of the layer, as :func:`longdraft.drafts.mtp_formats.read` names them.
+    """
+
+    kind, label = KIND, "MTP"
+
+    def __init__(self, folder: Path | str, tensors: dict[str, torch.Tensor | Stored]) -> None:
+        Draft.__init__(self, folder)
+        self._tensors = tensors
+        self.config, self.layout = {}, "checkpoint"
+        self.ids, self.layers, self.window = None, None, None
+        projection = tensors.get("eh_proj.weight")
+        if projection is None:
+            raise CheckpointError(f"{folder} has no projection before its further layer (fc or eh_proj).")
+        self.made_for = {"hidden_size": projection.shape[0]}
+
+    # RoPE and heads are the target's, so there is nothing to replace.
+    @classmethod
+    def load(cls, folder: Path | str) -> MtpDraft:  # type: ignore[override]
+        """Reads the layer out of a target's folder or GGUF file; other tensors are not read.
+
+        Raises:
+            CheckpointError: unreadable, or without such a layer.
+        """
+        return cls(folder, mtp_formats.read(folder))
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(tensor.shape).numel() for tensor in self._tensors.values())
+
+    @property
+    def reach(self) -> None:
+        """It reads texts as long as the target does."""
+        return
+
+    def save(self, folder: Path | str) -> None:
+        raise CapabilityError(f"{self.folder} is a model's own checkpoint: copy it as it is.")
+
+    def usual_layers(self, count: int) -> tuple[int, ...]:
+        return (count - 1,)
+
+    def check(self, runner: TargetRunner) -> None:
+        draft_folder.check_target(self.made_for, runner.parts.description, self.folder)
+        if runner.share is not None:
+            raise CapabilityError("MTP layers are not shared out to several processes: take eagle3 or prompt-lookup.")
+
+    def remarks(self, runner: TargetRunner) -> list[str]:
+        return []
+
+    def make(self, runner: TargetRunner) -> BoundDraft:
+        block = MtpBlock(runner, sparse=any(".experts." in name for name in self._tensors))
+        sizes = {name: tensor.shape for name, tensor in block.state_dict().items()}
+        found = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self._tensors.items()}
+        draft_folder.check_tensors(found, sizes, self.folder, self.label)
+        own_layer.put_in(block, self._tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
+        rotary = SharedRotary(runner.parts.rotary)
+        return BoundDraft(block, runner.parts.embedding, rotary, None, None, None, FewRowsModule(block))
+
+
+class MtpDrafter(Eagle3Drafter):
+    """Drafts with the further layer of a target's own checkpoint.
+
+    Args:
+        draft: the layer.
+        options: of :class:`TreeOptions` and :class:`WindowOptions`.
+
+    Raises:
+        ValueError: for sizes that make no tree, or one deeper than the window.
+    """
+
+    options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
+
+    def __init__(self, draft: MtpDraft, **options: Any) -> None:
+        super().__init__(draft, **options)
+
+    @torch.inference_mode()
+    def own_kv(self, runner: TargetRunner) -> KVShape:
+        bound = self.draft.bound(runner)
+        row = torch.zeros(1, runner.parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
+        cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
+        keys, _ = bound.block.keys_values(row, row, cos, sin)
+        return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
+
+    def bind(self, runner: TargetRunner, store: KVStore) -> None:
+        length = own_layer.unstretched(runner.model)
+        if self.window is None and length is not None and store.capacity > length > self.tree.depth:
+            self.window = length
+        super().bind(runner, store)
+
+    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> MtpRound:
+        return MtpRound(self, bound, sequences, depth)
+
+
+class MtpRound(Eagle3Round):
+    """One round. Its forwards are not recorded: the target's class may choose experts by what it reads."""
+
+    def recorded(
+        self,
+        graphs: Any,
+        kind: Hashable,
+        fed: Any,
+        window: Any,
+        inputs: Any,
+        compute: Any,
+        beside: SequenceOf[Any] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        return compute(*inputs, *beside, fed.attend(window))
+
+
+register(
+    Kind(
+        KIND,
+        MtpDraft.load,
+        MtpDrafter,
+        "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
+        "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
+        inside=mtp_formats.holds,
+    )
+)

@@ -1,0 +1,165 @@
+"""A decoder layer of a target's own class, with other weights, that attends by a function of the caller.
+
+Checkpoints with heads for further tokens (MTP) hold one more decoder layer, of the kind that the model is made of. The
+target's class computes it, so gates, latent heads and experts need no code of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from longdraft.errors import UnsupportedModelError
+from longdraft.model import hosting
+from longdraft.model.few_rows import in_halves
+from longdraft.model.small_models import Attend
+from longdraft.model.stored import StoredLinear, unpacked
+from longdraft.native import Stored, kernels
+
+OWN = "longdraft_own_layer"
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    longdraft_attend: Attend | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over one packed text by the caller's function, whose scale is that of the widest head."""
+    if longdraft_attend is None or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
+        raise UnsupportedModelError(f"{type(module).__name__} attends otherwise than further layers are computed.")
+    narrow, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * size**0.5
+    query = query if math.isclose(factor, 1.0) else query * factor
+    q, k, v = (F.pad(x[0], (0, size - x.shape[-1])) for x in (query, key, value))
+    return longdraft_attend(q, k, v)[..., :narrow].transpose(0, 1)[None].contiguous(), None
+
+
+AttentionInterface.register(OWN, _attend)
+
+
+def layer_like(model: PreTrainedModel, sparse: bool) -> nn.Module:
+    """A decoder layer with full attention of a model's own class, without weights.
+
+    Args:
+        sparse: the layer has experts, where the model's layers may.
+
+    Raises:
+        UnsupportedModelError: the model's layers are of no such class.
+    """
+    config = copy.deepcopy(hosting.decoder_config(model))
+    config._attn_implementation = OWN
+    mlp = "sparse" if sparse else "dense"
+    changes: dict[str, Any] = {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": [mlp],
+        "mlp_only_layers": [] if sparse else [0],
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0 if sparse else 1,
+    }
+    for name, value in changes.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "eager"
+    kind: Any = type(hosting.decoder_layers(model)[-1])
+    try:
+        with torch.device("meta"):
+            layer: nn.Module = kind(config, 0)
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        raise UnsupportedModelError(f"{kind.__name__} cannot be made once more ({error!r}).") from error
+    if not all(hasattr(layer, name) for name in ("self_attn", "input_layernorm", "mlp")):
+        raise UnsupportedModelError(f"{kind.__name__} has no attention, norm and MLP as longdraft knows them.")
+    return layer
+
+
+def norm_like(layer: nn.Module, size: int, eps: float) -> nn.Module:
+    """A norm of the class that a layer has, without weights."""
+    kind: Any = type(layer.input_layernorm)
+    with torch.device("meta"):
+        norm: nn.Module = kind(size, eps=eps)
+    return norm
+
+
+def unstretched(model: PreTrainedModel) -> int | None:
+    """Tokens of the longest text that a model was trained for before its RoPE was stretched; None if it was not."""
+    rope = getattr(hosting.decoder_config(model), "rope_parameters", None) or {}
+    length = rope.get("original_max_position_embeddings")
+    return None if length is None else int(length)
+
+
+def put_in(
+    module: nn.Module,
+    weights: Mapping[str, torch.Tensor | Stored],
+    device: torch.device,
+    dtype: torch.dtype,
+    int8: bool,
+) -> nn.Module:
+    """Gives a module without memory its weights. On a CPU in float32, linear layers keep them as they are stored.
+
+    Args:
+        weights: by name, all of them.
+        int8: stored weights compute in int8 arithmetic.
+    """
+    keeps = device.type == "cpu" and dtype == torch.float32 and kernels() is not None
+    for name, given in weights.items():
+        path, _, leaf = name.rpartition(".")
+        parent = module.get_submodule(path)
+        weight = given
+        if type(parent) is nn.Linear and leaf == "weight":
+            if keeps and isinstance(weight, torch.Tensor) and in_halves(weight):
+                weight = Stored.of(weight)
+            if keeps and isinstance(weight, Stored):
+                bias = weights.get(f"{path}.bias")
+                above, _, own = path.rpartition(".")
+                floats = bias.float() if isinstance(bias, torch.Tensor) else None
+                setattr(module.get_submodule(above), own, StoredLinear(weight.computing(int8), floats))
+                continue
+        if type(parent) is StoredLinear:
+            continue  # the bias of one
+        numbers = unpacked(weight) if isinstance(weight, Stored) else weight
+        if leaf in parent._parameters:
+            setattr(parent, leaf, nn.Parameter(numbers.to(device, dtype), requires_grad=False))
+        else:
+            like = parent.get_buffer(leaf)
+            setattr(parent, leaf, numbers.to(device, like.dtype))
+    return module.requires_grad_(False).eval()
+
+
+def keys_values(
+    layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys after RoPE and values (Hkv, T, d) of rows x (T, hidden), heads as wide as the widest."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        kept.append((k, v))
+        return torch.zeros_like(q)
+
+    own: Any = layer
+    rows = own.input_layernorm(x[None])
+    own.self_attn(
+        hidden_states=rows,
+        position_embeddings=(cos[None], sin[None]),
+        attention_mask=None,
+        longdraft_attend=keep,
+    )
+    return kept[0]
+
+
+def run(layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """The layer's output (T, hidden) for rows x (T, hidden) of packed texts; cos, sin (T, rotated dimensions)."""
+    out = layer(x[None], attention_mask=None, position_embeddings=(cos[None], sin[None]), longdraft_attend=attend)
+    rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return rows.view(x.shape)
