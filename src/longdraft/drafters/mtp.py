@@ -14,7 +14,7 @@ moved back to 0. Texts longer than the model was trained for before its RoPE was
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +152,7 @@ class MtpDraft(Eagle3Draft):
         """It reads texts as long as the target does."""
         return
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
         raise CapabilityError(f"{self.folder} is a model's own checkpoint: copy it as it is.")
 
     def usual_layers(self, count: int) -> tuple[int, ...]:
