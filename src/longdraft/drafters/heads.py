@@ -31,7 +31,6 @@ from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -155,11 +154,6 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         """
         contents = tokenswift_heads.read(folder)
         return cls(folder, draft_folder.load(folder) if contents is None else contents)
-
-    def save(self, folder: Path | str) -> None:
-        if self.config.get("layout"):
-            raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
-        super().save(folder)
 
     @cached_property
     def shape(self) -> HeadsShape:
