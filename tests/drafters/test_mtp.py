@@ -16,6 +16,7 @@ from longdraft.drafters.mtp import MtpDraft
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CapabilityError, CheckpointError
 from tests.drafters.watching import run
+from tests.drafts import random_mtp
 from tests.mtp_models import SPARSE, definition, target, with_further
 from tests.recurrent_models import some_prompt
 from tests.tiny import tiny_model
@@ -131,6 +132,15 @@ def test_a_damaged_layer_is_named(tmp_path, made):
     save_file({n: t for n, t in tensors.items() if not n.endswith("3.enorm.weight")}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="missing: enorm"):
         Speculator("mtp", target=model, draft=folder).generate([[1, 2]], max_new_tokens=4)
+
+
+def test_a_quantised_layer_is_refused_by_name(tmp_path):
+    folder = random_mtp(tmp_path, tiny_model())
+    (file,) = folder.glob("*.safetensors")
+    name = "mtp.layers.0.self_attn.q_proj.weight_scale_inv"
+    save_file(load_file(file) | {name: torch.ones(1, 1)}, file)
+    with pytest.raises(CheckpointError, match="weight_scale_inv"):
+        MtpDraft.load(folder)
 
 
 def test_a_model_with_one_is_a_small_language_model_where_it_drafts_for_another(made):

@@ -73,6 +73,14 @@ def test_greedy_text_is_the_models_own(made, method):
     assert sum(r.drafted for r in found) > 0
 
 
+def test_they_are_saved_as_a_draft_folder_of_ours(made, tmp_path):
+    model, _ = made
+    HeadsDraft.load(model.name_or_path).save(tmp_path / "heads")
+    found = Speculator(tmp_path / "heads", target=model, plan="fixed").generate(PROMPTS, max_new_tokens=12)
+    own = Speculator(model.name_or_path, target=model, plan="fixed").generate(PROMPTS, max_new_tokens=12)
+    assert [(r.token_ids, r.accepted) for r in found] == [(r.token_ids, r.accepted) for r in own]
+
+
 def test_an_incomplete_folder_is_named(made, tmp_path):
     model, heads = made
     model.save_pretrained(tmp_path)

@@ -13,7 +13,7 @@ The paper starts from the root's own state instead, which a forward of the targe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,7 +31,6 @@ from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -155,11 +154,6 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         """
         contents = tokenswift_heads.read(folder)
         return cls(folder, draft_folder.load(folder) if contents is None else contents)
-
-    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
-        if self.config.get("layout"):
-            raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
-        super().save(folder, bits)
 
     @cached_property
     def shape(self) -> HeadsShape:

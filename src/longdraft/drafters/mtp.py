@@ -14,7 +14,7 @@ moved back to 0. Texts longer than the model was trained for before its RoPE was
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import nn
 
 from longdraft.drafters.eagle3 import BoundDraft, Eagle3Block, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
 from longdraft.drafters.shared.layers import SelfAttend
+from longdraft.drafters.shared.levels import Fed
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
@@ -33,6 +34,7 @@ from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelE
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
 from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.graphs import Graphs
 from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -40,6 +42,7 @@ from longdraft.model.shared_parts import norm_before_head
 from longdraft.native import Stored
 from longdraft.options import Options
 from longdraft.trees.options import TreeOptions
+from longdraft.views.window import Window
 
 KIND = "mtp"
 
@@ -152,9 +155,6 @@ class MtpDraft(Eagle3Draft):
         """It reads texts as long as the target does."""
         return
 
-    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
-        raise CapabilityError(f"{self.folder} is a model's own checkpoint: copy it as it is.")
-
     def usual_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
 
@@ -215,13 +215,13 @@ class MtpRound(Eagle3Round):
 
     def recorded(
         self,
-        graphs: Any,
+        graphs: Graphs,
         kind: Hashable,
-        fed: Any,
-        window: Any,
-        inputs: Any,
-        compute: Any,
-        beside: SequenceOf[Any] = (),
+        fed: Fed,
+        window: Window,
+        inputs: SequenceOf[torch.Tensor],
+        compute: Callable[..., tuple[torch.Tensor, ...]],
+        beside: SequenceOf[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         return compute(*inputs, *beside, fed.attend(window))
 

@@ -63,6 +63,11 @@ def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
     wanted = _wanted(tensor_files.names(path)) if tensor_files.is_safe(path) else {}
     if not wanted:
         raise _none(folder)
+    if scaled := [name for name in wanted if "scale" in name.rpartition(".")[2]]:
+        raise CheckpointError(
+            f"{folder} stores its further layer quantised ({scaled[0]}), which is not read: name a folder that has it "
+            "in bfloat16 as the draft (draft=, or --draft DIR), such as the original model's."
+        )
     tensors = tensor_files.read_some(path, list(wanted))
     return dict(stacked({wanted[name]: tensor for name, tensor in tensors.items()}))
 

@@ -42,7 +42,6 @@ def read(folder: Path | str) -> DraftFolder | None:
     heads = {name.split(".")[1] for name in wanted.values()}
     size = next(t.shape[0] for name, t in tensors.items() if wanted[name].endswith("proj.weight"))
     ours = {
-        "layout": "tokenswift",
         "hidden_size": size,
         "heads": len(heads),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
