@@ -142,8 +142,10 @@ class MtpDraft(Eagle3Draft):
         """Reads the layer out of a target's folder or GGUF file; other tensors are not read.
 
         Raises:
-            CheckpointError: unreadable, or without such a layer.
+            CheckpointError: unreadable, without such a layer, or a draft for another method.
         """
+        if Path(folder).is_dir() and "longdraft_format" in draft_folder.read_config(folder):
+            raise CheckpointError(f"{folder} holds a draft for {draft_folder.kind(folder)}, not for {KIND}.")
         return cls(folder, mtp_formats.read(folder))
 
     @property
